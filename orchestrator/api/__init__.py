@@ -1,0 +1,70 @@
+"""The contracts: data types, ports and errors that every part of rl-coserve shares. Standard library only.
+
+Import names from here (``from orchestrator.api import Trajectory``), never from the submodules.
+"""
+
+from orchestrator.api.errors import ConfigError, CoserveError, RetryableError, RunError, TrajectoryError
+from orchestrator.api.ports import (
+    Environment,
+    MetadataStore,
+    Relay,
+    RewardFunction,
+    RolloutWorker,
+    Task,
+    Trainer,
+)
+from orchestrator.api.types import (
+    Completion,
+    CompletionTiming,
+    GenerationRequest,
+    Observation,
+    Prompt,
+    PublishResult,
+    Sampling,
+    ShardKey,
+    StepResult,
+    TrainBatch,
+    TrainMetrics,
+    TrainSample,
+    Trajectory,
+    Turn,
+    UpdateResult,
+    VersionSpans,
+    WeightManifest,
+    WorkerStats,
+    merge_spans,
+)
+
+__all__ = [
+    "Completion",
+    "CompletionTiming",
+    "ConfigError",
+    "CoserveError",
+    "Environment",
+    "GenerationRequest",
+    "MetadataStore",
+    "Observation",
+    "Prompt",
+    "PublishResult",
+    "Relay",
+    "RetryableError",
+    "RewardFunction",
+    "RolloutWorker",
+    "RunError",
+    "Sampling",
+    "ShardKey",
+    "StepResult",
+    "Task",
+    "TrainBatch",
+    "TrainMetrics",
+    "TrainSample",
+    "Trainer",
+    "Trajectory",
+    "TrajectoryError",
+    "Turn",
+    "UpdateResult",
+    "VersionSpans",
+    "WeightManifest",
+    "WorkerStats",
+    "merge_spans",
+]

@@ -1,0 +1,151 @@
+"""The ports: what the orchestrator asks of engines, environments, rewards, relays and stores.
+
+Every adapter (Ray actor, HTTP, Mooncake, SQLite) and every simulated twin implements one of these. Methods that wait are
+coroutines; none may block the event loop, none reads a clock other than the loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from orchestrator.api.types import (
+    Completion,
+    GenerationRequest,
+    Observation,
+    Prompt,
+    PublishResult,
+    StepResult,
+    TrainBatch,
+    TrainMetrics,
+    Trajectory,
+    UpdateResult,
+    WorkerStats,
+)
+
+
+@runtime_checkable
+class RolloutWorker(Protocol):
+    """A command-driven inference worker (RollArt 6.1): commands are taken between engine steps.
+
+    Every request that was added ends in exactly one completion, ABORT included. Commands are idempotent by request id.
+    A worker that died raises :class:`~orchestrator.api.RetryableError` from every pending and later call.
+    """
+
+    name: str
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Enqueue turns. Accepted while suspended; they start after ``resume``."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Cancel. Each aborted request still yields a completion, with finish reason ``abort``. Unknown ids are ignored."""
+
+    async def completions(self) -> list[Completion]:
+        """Wait until at least one request has finished; return all that have, once each, in order of finishing."""
+
+    async def suspend(self) -> None:
+        """Stop between two engine steps; in-flight requests keep their tokens."""
+
+    async def update(self, version: int) -> UpdateResult:
+        """Pull ``version`` from the relay and load it. Only while suspended. KV of older weights is dropped."""
+
+    async def resume(self) -> None:
+        """Go on: in-flight requests recompute their KV under the new weights (RollArt 6.2, step 5)."""
+
+    async def stats(self) -> WorkerStats:
+        """A snapshot; cheap."""
+
+    async def close(self) -> None:
+        """Stop the worker and free what it holds. Idempotent."""
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """The training side. ``version`` counts published updates; one ``train_step`` makes the next one."""
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """Train on complete groups; the weights are then those of ``metrics.version`` but not yet published."""
+
+    async def publish(self) -> PublishResult:
+        """Put the present weights on the relay under the present version, then move the version pointer."""
+
+    async def save(self, folder: str) -> None:
+        """Write model, optimizer, LR schedule, RNG and version into an existing empty folder."""
+
+    async def load(self, folder: str) -> int:
+        """Restore what ``save`` wrote; returns the version."""
+
+    async def close(self) -> None:
+        """Stop and free. Idempotent."""
+
+
+class Environment(Protocol):
+    """One environment instance: token ids in, token ids out. May raise; the manager counts it by cause."""
+
+    version: str
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """Start an episode from a prompt."""
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """Apply one turn's tokens."""
+
+    async def close(self) -> None:
+        """Free the instance. Idempotent."""
+
+
+class Task(Protocol):
+    """What is trained on: prompts, environments for them, and the vocabulary they speak."""
+
+    name: str
+    vocabulary: Sequence[str]  # token id -> word
+    pad_id: int
+    end_id: int  # end of turn
+    max_turns: int
+    max_response_tokens: int  # a turn
+    max_context_tokens: int  # a trajectory
+
+    def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
+        """``"train"``: endless and deterministic in ``seed``. ``"heldout"``: finite, fixed, disjoint from training."""
+
+    def environment(self) -> Environment:
+        """A fresh environment instance."""
+
+
+class RewardFunction(Protocol):
+    """Scores a finished trajectory. Raises RetryableError when the endpoint may recover, TrajectoryError when not."""
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """The terminal reward; finite."""
+
+
+class Relay(Protocol):
+    """Write-once objects under immutable keys (a Mooncake Store, or its in-memory twin). Called inside engine processes."""
+
+    def put(self, key: str, data: memoryview) -> None:
+        """Store once. Verified by size. Raises RetryableError."""
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        """Fill ``buffer`` from its start; returns the bytes written. Raises RetryableError when missing or failed."""
+
+    def size(self, key: str) -> int:
+        """Bytes, or -1 when the key does not exist."""
+
+    def remove(self, key: str) -> bool:
+        """Drop it; False while it is leased to a reader (try again later)."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class MetadataStore(Protocol):
+    """Small shared facts (version pointer, leases). Values are bytes; ``revision`` grows with every change of a key."""
+
+    def get(self, key: str) -> tuple[bytes, int] | None:
+        """(value, revision), or None."""
+
+    def compare_and_set(self, key: str, value: bytes, revision: int) -> bool:
+        """Set only if the key is at ``revision`` (0: it does not exist). False when somebody else was first."""
+
+    def close(self) -> None:
+        """Idempotent."""

@@ -1,0 +1,303 @@
+"""The configuration of a run: typed, closed (an unknown key is an error), importable without torch or an engine.
+
+A config comes from a TOML file plus dotted overrides (``rollout.alpha=2``). :func:`load_config` reports every violation
+at once, each with field, value and fix, as a :class:`~orchestrator.api.ConfigError`. Times are seconds, sizes are in the
+unit that the field's name ends with.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from orchestrator.api import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: closed and immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """What runs, for how long, and where its folder is."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="folder name prefix under `folder`")
+    folder: str = "runs"
+    seed: Annotated[int, Field(ge=0)] = 0
+    mode: Literal["sync", "async"] = "async"
+    steps: Positive = 100
+    minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
+
+
+class ModelSection(Section):
+    """Which model: a Hugging Face folder, or (``path`` empty) a tiny Qwen3 that the run creates."""
+
+    path: str = ""
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 256
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 32
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _shapes(self) -> ModelSection:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class TaskSection(Section):
+    """What is trained on."""
+
+    name: Literal["frozenlake"] = "frozenlake"
+    frozen_probability: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    heldout_maps: Annotated[int, Field(ge=1, le=1000)] = 300
+
+
+class EngineSection(Section):
+    """The vLLM engine of a rollout worker."""
+
+    max_num_seqs: Positive = 64
+    max_model_len: Positive = 256
+    block_size: Annotated[int, Field(gt=0, multiple_of=32)] = 32
+    kv_cache_mb: Positive = 64
+    threads: Positive = 1
+
+
+class RolloutSection(Section):
+    """How trajectories are produced, and how stale they may be."""
+
+    workers: Positive = 1
+    environments: Positive = 64  # trajectories in flight at most
+    alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
+    group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
+    groups_per_step: Positive = 32
+    redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # launched over needed
+    member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, a group
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    environment_step_timeout: PositiveSeconds = 10.0
+    trajectory_timeout: PositiveSeconds = 120.0
+    worker_restarts: Annotated[int, Field(ge=0)] = 2
+    stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
+    engine: EngineSection = EngineSection()
+
+
+class TrainerSection(Section):
+    """GRPO with clipping, and truncated importance sampling against the rollout's log-probs."""
+
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    final_learning_rate: Annotated[float, Field(gt=0, lt=1)] | None = None  # linear decay to this over run.steps
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0  # 0 switches gradient clipping off
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    tis_cap: Annotated[float, Field(gt=0)] = 2.0  # cap of pi_old / pi_rollout
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    normalize_advantage: bool = True  # divide by the group's standard deviation
+    loss: Literal["token-mean", "sequence-mean"] = "token-mean"
+    minibatches: Positive = 1  # optimizer steps a batch
+    micro_batch_size: Positive = 64  # trajectories a forward and backward
+    threads: Positive = 1
+    logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
+
+
+class WarmupSection(Section):
+    """Supervised warm-up before RL. None of its data is used in RL. ``steps = 0``: none."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    batch_size: Positive = 64
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    skill: Fraction = 0.0  # chance that a demonstrated move is the expert's; 0: uniformly random moves, format only
+
+
+class RewardSection(Section):
+    """The reward function behind HTTP. ``url`` empty: the embedded function host runs ``function``."""
+
+    function: str = Field("orchestrator.tasks.rewards:frozenlake_success", pattern=r"^[\w.]+:\w+$")
+    url: str = ""
+    concurrency: Positive = 32
+    timeout: PositiveSeconds = 10.0
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
+    idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this
+
+
+class RelaySection(Section):
+    """The weight relay: Mooncake Store. ``master`` empty: a `mooncake_master` child process is started."""
+
+    master: str = ""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the embedded master; 0: a free one
+    segment_mb: Positive = 256
+    bucket_mb: Positive = 64
+    keep_versions: Annotated[int, Field(ge=2)] = 2
+
+
+class EvaluationSection(Section):
+    """Greedy evaluation on held-out prompts: at the start, every ``every`` steps, and at the end."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # 0: start and end only
+    prompts: Positive = 300
+
+
+class CheckpointSection(Section):
+    """Atomic checkpoints; the last ``keep`` stay."""
+
+    every: Positive = 1
+    keep: Positive = 2
+
+
+class RaySection(Section):
+    """The local Ray, or the address of a cluster."""
+
+    address: str = ""
+    cpus: Positive = 4
+    object_store_mb: Annotated[int, Field(ge=80)] = 128
+
+
+class SimSection(Section):
+    """The simulated twins of `rl-coserve sim`: linear cost model, environments, rewards (seconds), and faults."""
+
+    prefill_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-6
+    decode_seconds_per_step: Annotated[float, Field(gt=0)] = 0.02
+    decode_seconds_per_sequence: Annotated[float, Field(ge=0)] = 1e-4
+    response_tokens_mean: Annotated[float, Field(gt=0)] = 20.0
+    response_tokens_max: Positive = 256
+    turns_max: Positive = 8
+    environment_seconds_mean: Annotated[float, Field(ge=0)] = 0.5
+    environment_seconds_sigma: Annotated[float, Field(ge=0)] = 0.5
+    reward_seconds: Annotated[float, Field(ge=0)] = 0.05
+    train_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-4
+    publish_seconds: Annotated[float, Field(ge=0)] = 0.5
+    update_seconds: Annotated[float, Field(ge=0)] = 0.5
+    fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = ("crash", "delay", "drop", "duplicate", "cancel")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    rollout: RolloutSection = RolloutSection()
+    trainer: TrainerSection = TrainerSection()
+    warmup: WarmupSection = WarmupSection()
+    reward: RewardSection = RewardSection()
+    relay: RelaySection = RelaySection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    ray: RaySection = RaySection()
+    sim: SimSection = SimSection()
+
+    @model_validator(mode="after")
+    def _across(self) -> Config:
+        if self.run.mode == "sync" and self.rollout.alpha != 0:
+            raise ValueError("rollout.alpha must be 0 when run.mode is 'sync' (set rollout.alpha=0, or run.mode='async')")
+        if self.run.mode == "async" and self.rollout.alpha == 0:
+            raise ValueError("rollout.alpha = 0 is synchronous: set run.mode='sync', or rollout.alpha >= 1")
+        if self.rollout.environments < self.rollout.group_size:
+            raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
+        return self
+
+    @property
+    def batch_trajectories(self) -> int:
+        """Trajectories a step trains on."""
+        return self.rollout.groups_per_step * self.rollout.group_size
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file (None: all defaults) and apply dotted overrides. Raises ConfigError."""
+    data: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError("config", str(file), "no such file; give the path of a TOML file") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
+    for override in overrides:
+        _apply_override(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: dict[str, Any]) -> Config:
+    """Validate a plain dictionary. Raises one ConfigError that lists every violation."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        problems = [
+            (".".join(str(part) for part in item["loc"]) or "config", item["input"], _fix(item)) for item in error.errors()
+        ]
+    field, value, fix = problems[0]
+    if len(problems) > 1:
+        fix += "".join(f"\n  {name} = {_short(item)}: {how}" for name, item, how in problems[1:])
+    raise ConfigError(field, _Short(value), fix)
+
+
+class _Short:
+    """A value whose repr does not flood the terminal."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return _short(self.value)
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, BaseModel | dict) else "(the section)"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _fix(item: Any) -> str:
+    if item["type"] == "extra_forbidden":
+        parent: Any = Config
+        for part in item["loc"][:-1]:
+            parent = parent.model_fields[part].annotation
+        import difflib  # only on the way to an error
+
+        known = sorted(parent.model_fields)
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"no such key; {hint}known keys: {', '.join(known)}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    name, separator, raw = override.partition("=")
+    name = name.strip()
+    if not separator or not name:
+        raise ConfigError("override", override, "write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()  # a bare word is a string
+    *sections, key = name.split(".")
+    table = data
+    for section in sections:
+        child = table.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(name, raw, f"{section} is not a section")
+        table = child
+    table[key] = value
+
+
+def to_json(config: Config) -> str:
+    """The resolved config, stable and readable; saved with every run."""
+    return json.dumps(config.model_dump(mode="json"), indent=2, sort_keys=True)
