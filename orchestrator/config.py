@@ -31,7 +31,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """What runs, for how long, and where its folder is."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="folder name prefix under `folder`")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"  # folder name prefix under `folder`
     folder: str = "runs"
     seed: Annotated[int, Field(ge=0)] = 0
     mode: Literal["sync", "async"] = "async"
@@ -128,7 +128,7 @@ class WarmupSection(Section):
 class RewardSection(Section):
     """The reward function behind HTTP. ``url`` empty: the embedded function host runs ``function``."""
 
-    function: str = Field("orchestrator.tasks.rewards:frozenlake_success", pattern=r"^[\w.]+:\w+$")
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "orchestrator.tasks.rewards:frozenlake_success"
     url: str = ""
     concurrency: Positive = 32
     timeout: PositiveSeconds = 10.0
@@ -184,7 +184,13 @@ class SimSection(Section):
     publish_seconds: Annotated[float, Field(ge=0)] = 0.5
     update_seconds: Annotated[float, Field(ge=0)] = 0.5
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = ("crash", "delay", "drop", "duplicate", "cancel")
+    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = (
+        "crash",
+        "delay",
+        "drop",
+        "duplicate",
+        "cancel",
+    )
 
 
 class Config(Section):
@@ -206,7 +212,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _across(self) -> Config:
         if self.run.mode == "sync" and self.rollout.alpha != 0:
-            raise ValueError("rollout.alpha must be 0 when run.mode is 'sync' (set rollout.alpha=0, or run.mode='async')")
+            raise ValueError(
+                "rollout.alpha must be 0 when run.mode is 'sync' (set rollout.alpha=0, or run.mode='async')"
+            )
         if self.run.mode == "async" and self.rollout.alpha == 0:
             raise ValueError("rollout.alpha = 0 is synchronous: set run.mode='sync', or rollout.alpha >= 1")
         if self.rollout.environments < self.rollout.group_size:
@@ -241,7 +249,8 @@ def parse_config(data: dict[str, Any]) -> Config:
         return Config.model_validate(data)
     except ValidationError as error:
         problems = [
-            (".".join(str(part) for part in item["loc"]) or "config", item["input"], _fix(item)) for item in error.errors()
+            (".".join(str(part) for part in item["loc"]) or "config", item["input"], _fix(item))
+            for item in error.errors()
         ]
     field, value, fix = problems[0]
     if len(problems) > 1:

@@ -6,6 +6,7 @@ Import names from here (``from orchestrator.api import Trajectory``), never from
 from orchestrator.api.errors import ConfigError, CoserveError, RetryableError, RunError, TrajectoryError
 from orchestrator.api.ports import (
     Environment,
+    ManagedWorker,
     MetadataStore,
     Relay,
     RewardFunction,
@@ -42,6 +43,7 @@ __all__ = [
     "CoserveError",
     "Environment",
     "GenerationRequest",
+    "ManagedWorker",
     "MetadataStore",
     "Observation",
     "Prompt",

@@ -60,6 +60,15 @@ class RolloutWorker(Protocol):
 
 
 @runtime_checkable
+class ManagedWorker(RolloutWorker, Protocol):
+    """A worker whose process the orchestrator can bring back (RollArt 8: restart in place)."""
+
+    async def restart(self) -> None:
+        """Start anew after a death or a stall: no requests, resumed, the weights it started with first (version in
+        ``stats``). Raises RetryableError when it does not come up."""
+
+
+@runtime_checkable
 class Trainer(Protocol):
     """The training side. ``version`` counts published updates; one ``train_step`` makes the next one."""
 

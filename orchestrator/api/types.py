@@ -157,9 +157,7 @@ class Trajectory:
     @property
     def logprobs(self) -> tuple[float, ...]:
         """Rollout log-probs aligned with ``token_ids``; 0.0 where the environment wrote the token."""
-        return tuple(
-            value for turn in self.turns for value in (*(0.0 for _ in turn.observation_ids), *turn.logprobs)
-        )
+        return tuple(value for turn in self.turns for value in (*(0.0 for _ in turn.observation_ids), *turn.logprobs))
 
     @property
     def generated_tokens(self) -> int:

@@ -1,0 +1,42 @@
+"""What both engine plugins need to hook into stock engines safely: tested versions, patches, signatures.
+
+Standard library only. See the submodules for what each guarantees.
+"""
+
+from orchestrator.hooks.patches import Patch, PatchRegister
+from orchestrator.hooks.signatures import Mismatch, signature_mismatches
+from orchestrator.hooks.versions import (
+    COMPONENTS,
+    MEGATRON_CORE,
+    MOONCAKE,
+    PYTHON,
+    RAY,
+    VLLM,
+    Component,
+    Installed,
+    VersionRange,
+    check,
+    find,
+    installed_version,
+    parse_release,
+)
+
+__all__ = [
+    "COMPONENTS",
+    "MEGATRON_CORE",
+    "MOONCAKE",
+    "PYTHON",
+    "RAY",
+    "VLLM",
+    "Component",
+    "Installed",
+    "Mismatch",
+    "Patch",
+    "PatchRegister",
+    "VersionRange",
+    "check",
+    "find",
+    "installed_version",
+    "parse_release",
+    "signature_mismatches",
+]

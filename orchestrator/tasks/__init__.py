@@ -1,0 +1,1 @@
+"""Tasks: what an agent is trained on. Importing this package imports nothing else."""

@@ -1,0 +1,39 @@
+# Everything runs in .venv, which `make venv` makes (scripts/bootstrap.sh); every target but clean calls it first.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv demo test lint types test-long test-gpu clean
+
+BIN := .venv/bin
+CONFIG ?= examples/frozenlake.toml
+PYTEST_ARGS ?=
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: ## Make .venv with CPU builds of the stock engines (3 to 5 minutes; returns at once when it is there)
+	@scripts/bootstrap.sh
+
+demo: venv ## Train an agent on FrozenLake with real engines (CONFIG=FILE for another run); prints where the report is
+	@$(BIN)/rl-coserve train $(CONFIG)
+
+lint: venv ## ruff and the import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports
+
+types: venv ## mypy
+	@$(BIN)/mypy
+
+test: lint types ## Lint, types and the test suite (what CI runs; PYTEST_ARGS='-k ledger' for a part)
+	@$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+
+# pytest's exit code 5 says that no test is marked so: true, and no failure.
+test-long: venv ## Soaks, kills, many seeds
+	@$(BIN)/pytest -m long --timeout=3600 $(PYTEST_ARGS) || (code=$$?; [ $$code -eq 5 ] && echo "no test is marked long" || exit $$code)
+
+test-gpu: venv ## The tests that need an NVIDIA GPU
+	@$(BIN)/pytest -m gpu $(PYTEST_ARGS) || (code=$$?; [ $$code -eq 5 ] && echo "no test is marked gpu" || exit $$code)
+
+clean: ## Remove .venv, caches and build products; keeps runs/
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,168 @@
+"""The sample buffer: groups of scored trajectories between rollout and training.
+
+Guarantees: ``get_batch`` hands out complete GRPO groups only, in order of completion, each trajectory within the
+staleness bound at the moment it is taken; stale ones are evicted eagerly when the trainer's version moves; a group that
+lost members is trained smaller (two at least) or dropped, never silently; ``get_batch`` can always say what it waits for.
+It decides nothing about starting trajectories: the pipeline does, told by the callbacks' return values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from orchestrator.api import Prompt, Trajectory
+from orchestrator.policies.staleness import StalenessBound
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt's trajectories. ``live``: members still running or being scored, in order of starting."""
+
+    id: str
+    prompt: Prompt
+    refills_left: int
+    live: dict[str, None] = field(default_factory=dict)
+    scored: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """No member is still under way."""
+        return not self.live
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A trajectory in a batch, with the lag at which ``get_batch`` took it."""
+
+    trajectory: Trajectory
+    lag: int
+
+
+class SampleBuffer:
+    """``on_evict(trajectory, state, cause)`` is called for each scored trajectory that leaves without being trained."""
+
+    def __init__(self, bound: StalenessBound, on_evict: Callable[[Trajectory, str, str], None]) -> None:
+        self._bound = bound
+        self._on_evict = on_evict
+        self._groups: dict[str, Group] = {}
+        self._ready: dict[str, Group] = {}  # complete groups in order of completion
+        self._taken: dict[str, list[Taken]] = {}  # groups in a batch that is not trained yet
+        self._changed = asyncio.Event()
+        self.version = 0  # the trainer's
+
+    # -- what the pipeline reports -----------------------------------------------------------------------------------
+
+    def open(self, group_id: str, prompt: Prompt, members: list[str], refills: int) -> None:
+        """A group starts."""
+        self._groups[group_id] = Group(group_id, prompt, refills, dict.fromkeys(members))
+
+    def put(self, trajectory: Trajectory) -> bool:
+        """A member is scored. Returns whether it was already too stale (then it was evicted, and the member is lost)."""
+        group = self._groups[trajectory.group_id]
+        if not self._bound.admissible(self.version, trajectory.first_version):
+            self._on_evict(trajectory, "evicted_stale", "")
+            return True
+        del group.live[trajectory.id]
+        group.scored.append(trajectory)
+        self._settle(group)
+        return False
+
+    def lose(self, group_id: str, trajectory_id: str, replacement: Callable[[Prompt], str] | None) -> None:
+        """A member ended without a score. ``replacement`` starts another one for the same prompt and returns its id; it
+        is called only while the group's refills last."""
+        group = self._groups[group_id]
+        group.live.pop(trajectory_id, None)
+        if replacement is not None and group.refills_left > 0:
+            group.refills_left -= 1
+            group.live[replacement(group.prompt)] = None
+        self._settle(group)
+
+    def set_version(self, version: int) -> None:
+        """The trainer's version moved: evict what is too stale now."""
+        self.version = version
+        for group in list(self._groups.values()):
+            fresh = [t for t in group.scored if self._bound.admissible(version, t.first_version)]
+            stale = [t for t in group.scored if not self._bound.admissible(version, t.first_version)]
+            if stale:
+                group.scored = fresh
+                for trajectory in stale:
+                    self._on_evict(trajectory, "evicted_stale", "")
+                self._ready.pop(group.id, None)
+                self._settle(group)
+
+    # -- get_batch ---------------------------------------------------------------------------------------------------
+
+    async def get_batch(self, groups: int, on_take: Callable[[Trajectory], None]) -> list[Taken]:
+        """Wait for ``groups`` complete groups (RollArt 6.2, step 1), taking each as soon as it is complete. Cancelled, it
+        keeps what it took: the next call goes on from there."""
+        while True:
+            while self._ready and len(self._taken) < groups:
+                group_id, group = next(iter(self._ready.items()))
+                del self._ready[group_id]
+                del self._groups[group_id]
+                self._taken[group_id] = [Taken(t, self._bound.lag(self.version, t.first_version)) for t in group.scored]
+                for trajectory in group.scored:
+                    on_take(trajectory)
+            if len(self._taken) >= groups:
+                return [taken for members in self._taken.values() for taken in members]
+            self._changed.clear()
+            await self._changed.wait()
+
+    def hand_over(self) -> list[Taken]:
+        """The batch goes into training; ``get_batch`` may collect the next one. The caller keeps it until trained."""
+        batch = [taken for members in self._taken.values() for taken in members]
+        self._taken.clear()
+        return batch
+
+    def drain(self, state: str, cause: str) -> None:
+        """End every scored trajectory that is not in a batch (the run ends)."""
+        for group in list(self._groups.values()):
+            scored, group.scored = group.scored, []
+            for trajectory in scored:
+                self._on_evict(trajectory, state, cause)
+        for members in list(self._taken.values()):
+            for taken in members:
+                self._on_evict(taken.trajectory, state, cause)
+        self._groups.clear()
+        self._ready.clear()
+        self._taken.clear()
+
+    # -- what others ask ---------------------------------------------------------------------------------------------
+
+    @property
+    def scored(self) -> int:
+        """Trajectories scored and not yet handed to training."""
+        return sum(len(group.scored) for group in self._groups.values()) + sum(len(m) for m in self._taken.values())
+
+    @property
+    def ready_groups(self) -> int:
+        """Complete groups, taken ones included."""
+        return len(self._ready) + len(self._taken)
+
+    def stored(self) -> list[Trajectory]:
+        """Everything scored, for a checkpoint."""
+        held = [taken.trajectory for members in self._taken.values() for taken in members]
+        return held + [trajectory for group in self._groups.values() for trajectory in group.scored]
+
+    def restore(self, trajectories: list[Trajectory], version: int) -> None:
+        """Put a checkpoint's trajectories back: their groups count as complete as they are."""
+        self.version = version
+        for trajectory in trajectories:
+            group = self._groups.setdefault(trajectory.group_id, Group(trajectory.group_id, trajectory.prompt, 0))
+            group.scored.append(trajectory)
+        for group in list(self._groups.values()):
+            self._settle(group)
+        self.set_version(version)
+
+    def _settle(self, group: Group) -> None:
+        if not group.complete or group.id not in self._groups:
+            return
+        if len(group.scored) >= 2:
+            self._ready[group.id] = group
+        else:
+            del self._groups[group.id]
+            for trajectory in group.scored:  # alone, it has nothing to be compared with
+                self._on_evict(trajectory, "filtered", "group_too_small")
+        self._changed.set()

@@ -1,0 +1,209 @@
+"""EnvManager: drives one environment through one episode (RollArt 6.1).
+
+Guarantees: every call into an environment has a time limit; whatever the environment does (raise, hang, wrong types,
+not-a-number, too much text) ends only this trajectory, with a cause, and the environment is closed and never reused;
+tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from orchestrator.api import (
+    Environment,
+    GenerationRequest,
+    Observation,
+    Prompt,
+    Sampling,
+    StepResult,
+    Task,
+    Trajectory,
+    TrajectoryError,
+    Turn,
+)
+from orchestrator.proxy import LLMProxy
+
+Answer = TypeVar("Answer")
+
+
+class StaleTrajectory(Exception):
+    """The staleness bound was passed at a turn boundary: the trajectory is evicted."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """A trajectory while it is being made; what there is of it survives every failure."""
+
+    id: str
+    group_id: str
+    prompt: Prompt
+    started_at: float
+    turns: list[Turn] = field(default_factory=list)
+    env_version: str = ""
+    truncated: bool = False
+    waiting_for: str = "start"
+    requests: int = 0
+
+    def trajectory(
+        self, finished_at: float, errors: tuple[str, ...] = (), reward: float | None = None, scored_at: float = 0.0
+    ) -> Trajectory:
+        """The record of it."""
+        return Trajectory(
+            id=self.id,
+            group_id=self.group_id,
+            task=self.prompt.task,
+            prompt=self.prompt,
+            turns=tuple(self.turns),
+            reward=reward,
+            env_version=self.env_version,
+            env_seed=self.prompt.seed,
+            truncated=self.truncated,
+            errors=errors,
+            started_at=self.started_at,
+            finished_at=finished_at,
+            scored_at=scored_at,
+        )
+
+
+class EnvManager:
+    """Plays episodes; one call of :meth:`play` is one environment's life. ``is_stale(first_version)`` is the bound."""
+
+    def __init__(
+        self,
+        task: Task,
+        proxy: LLMProxy,
+        *,
+        step_timeout: float,
+        trajectory_timeout: float,
+        is_stale: Callable[[int], bool],
+    ) -> None:
+        self._task = task
+        self._proxy = proxy
+        self._step_timeout = step_timeout
+        self._trajectory_timeout = trajectory_timeout
+        self._is_stale = is_stale
+
+    async def play(self, episode: Episode, sampling: Sampling) -> None:
+        """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
+        environment = self._create()
+        try:
+            async with asyncio.timeout(self._trajectory_timeout):
+                await self._turns(episode, sampling, environment)
+        except TimeoutError as error:
+            raise TrajectoryError(
+                "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
+            ) from error
+        finally:
+            await self._close(environment)
+
+    async def _turns(self, episode: Episode, sampling: Sampling, environment: Environment) -> None:
+        loop = asyncio.get_running_loop()
+        episode.env_version = str(environment.version)
+        episode.waiting_for = "environment reset"
+        observation: Observation = await self._guard(environment.reset(episode.prompt), Observation, "reset")
+        context: list[int] = []
+        for turn in range(self._task.max_turns):
+            self._check_tokens(observation)
+            context.extend(observation.token_ids)
+            room = self._task.max_context_tokens - len(context)
+            if room < 1:
+                episode.truncated = True
+                return
+            episode.waiting_for = "generation"
+            asked = loop.time()
+            completion = await self._proxy.generate(
+                GenerationRequest(
+                    request_id=f"{episode.id}/{turn}",
+                    trajectory_id=episode.id,
+                    turn=turn,
+                    token_ids=tuple(context),
+                    sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
+                    task=episode.prompt.task,
+                )
+            )
+            answered = loop.time()
+            episode.requests += 1
+            if completion.finish_reason in ("error", "abort") or not completion.token_ids:
+                raise TrajectoryError(f"generation_{completion.finish_reason}", completion.error)
+            episode.waiting_for = "environment step"
+            result: StepResult = await self._guard(environment.step(completion.token_ids), StepResult, "step")
+            if not math.isfinite(result.reward):
+                raise TrajectoryError("environment_not_finite", f"step reward {result.reward}")
+            context.extend(completion.token_ids)
+            episode.turns.append(
+                Turn(
+                    observation_ids=observation.token_ids,
+                    action_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    versions=completion.versions,
+                    reward=result.reward,
+                    done=result.done,
+                    generate_seconds=round(answered - asked, 6),
+                    environment_seconds=round(loop.time() - answered, 6),
+                )
+            )
+            if result.done or result.truncated:
+                episode.truncated = result.truncated
+                return
+            if self._is_stale(episode.turns[0].versions[0][0]):
+                raise StaleTrajectory
+            observation = result.observation
+        episode.truncated = True
+
+    def _create(self) -> Environment:
+        try:
+            return self._task.environment()
+        except (
+            Exception
+        ) as error:  # third-party code: anything it raises is this trajectory's failure, counted by cause
+            raise TrajectoryError("environment_start", repr(error)) from error
+
+    async def _guard(self, call: object, expected: type[Answer], what: str) -> Answer:
+        """Await an environment's answer within the step limit; everything that goes wrong becomes a TrajectoryError."""
+        try:
+            async with asyncio.timeout(self._step_timeout) as limit:
+                answer = await call  # type: ignore[misc]
+        except TimeoutError as error:
+            if not limit.expired():  # the environment raised it itself
+                raise TrajectoryError("environment_error", f"{what}: {error!r}") from error
+            raise TrajectoryError("environment_timeout", f"{what} took over {self._step_timeout} s") from error
+        except TrajectoryError:
+            raise
+        except Exception as error:  # third-party code: see _create
+            raise TrajectoryError("environment_error", f"{what}: {error!r}") from error
+        if not isinstance(answer, expected):
+            raise TrajectoryError("environment_output", f"{what} returned {type(answer).__name__}")
+        return answer
+
+    def _check_tokens(self, observation: Observation) -> None:
+        size = len(self._task.vocabulary)
+        if not observation.token_ids or not all(isinstance(t, int) and 0 <= t < size for t in observation.token_ids):
+            raise TrajectoryError("environment_output", f"observation must be token ids in [0, {size})")
+        if len(observation.token_ids) > self._task.max_context_tokens:
+            raise TrajectoryError(
+                "environment_output", f"observation of {len(observation.token_ids)} tokens is over the context"
+            )
+
+    async def _close(self, environment: Environment) -> None:
+        """Close within the step limit; the trajectory's outcome does not depend on it."""
+        try:
+            async with asyncio.timeout(self._step_timeout):
+                await environment.close()
+        except TimeoutError:
+            self._proxy.note_fault("environment_close", "hung; abandoned")
+        except Exception as error:  # noqa: BLE001  third-party code: see _create
+            self._proxy.note_fault("environment_close", repr(error))
+
+
+def _shortened(sampling: Sampling, room: int) -> Sampling:
+    return Sampling(
+        max_tokens=room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        stop_token_ids=sampling.stop_token_ids,
+        seed=sampling.seed,
+    )

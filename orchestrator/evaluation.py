@@ -1,0 +1,74 @@
+"""Greedy evaluation on held-out prompts, with a 95 % Wilson interval.
+
+Evaluation episodes are not trajectories of the ledger: they are never trained on. One that fails (environment, reward)
+counts as not solved, and how many did is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from orchestrator.api import Prompt, RetryableError, RewardFunction, Sampling, Task, TrajectoryError
+from orchestrator.config import Config
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``low`` and ``high`` bound the success rate at 95 %."""
+
+    success: float
+    successes: int
+    prompts: int
+    failed: int
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the event log."""
+        return asdict(self)
+
+
+def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """The Wilson score interval of a proportion."""
+    if total == 0:
+        return 0.0, 1.0
+    share = successes / total
+    centre = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+async def evaluate(
+    environments: EnvManager, task: Task, reward: RewardFunction, config: Config, label: str
+) -> Evaluation:
+    """Play each held-out prompt once, greedily. ``label`` makes request ids unique."""
+    sampling = Sampling(max_tokens=task.max_response_tokens, temperature=0.0, stop_token_ids=(task.end_id,))
+    prompts = list(islice(task.prompts("heldout", config.run.seed), config.evaluation.prompts))
+    slots = asyncio.Semaphore(config.rollout.environments)
+
+    async def play(index: int, prompt: Prompt) -> float | None:
+        episode = Episode(f"{label}-{index}", label, prompt, 0.0)
+        async with slots:
+            try:
+                await environments.play(episode, sampling)
+                return await reward.score(episode.trajectory(0.0))
+            except (TrajectoryError, RetryableError, StaleTrajectory):
+                return None
+
+    scores = await asyncio.gather(*(play(index, prompt) for index, prompt in enumerate(prompts)))
+    successes = sum(score is not None and score > 0.5 for score in scores)
+    low, high = wilson(successes, len(scores))
+    return Evaluation(
+        round(successes / max(1, len(scores)), 6),
+        successes,
+        len(scores),
+        sum(s is None for s in scores),
+        round(low, 6),
+        round(high, 6),
+    )

@@ -1,0 +1,89 @@
+"""The event log of a run: one sorted-key JSON object a line, in the order in which things happened.
+
+Guarantee: for the same seed, config and Python build, a simulated run writes the same bytes. So nothing here reads a
+wall clock, and values that depend on the machine belong into ``environment.json``, not here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class LineSink(Protocol):
+    """Where lines go: a file opened for appending, or a list in the simulator."""
+
+    def write(self, line: str, /) -> object: ...
+
+
+class MemorySink:
+    """Collects lines in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, line: str, /) -> None:
+        """Keep one line."""
+        self.lines.append(line)
+
+    def text(self) -> str:
+        """All lines as one string."""
+        return "".join(self.lines)
+
+
+class EventLog:
+    """Writes events stamped with the loop's time since the run's start (seconds, rounded to microseconds)."""
+
+    def __init__(self, sink: LineSink, now: Callable[[], float], offset: float = 0.0) -> None:
+        self._sink = sink
+        self._now = now
+        self._origin = now() - offset  # a resumed run goes on where the log ended
+
+    def time(self) -> float:
+        """Seconds since the run's start."""
+        return round(self._now() - self._origin, 6)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append one event."""
+        record = {"kind": kind, "t": self.time(), **fields}
+        self._sink.write(json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=True) + "\n")
+
+    @contextmanager
+    def stage(self, name: str, step: int) -> Iterator[StageNote]:
+        """Record a stage with start and end; the body may say what it waited for."""
+        note = StageNote()
+        start = self.time()
+        try:
+            yield note
+        finally:
+            self.emit("stage", stage=name, step=step, start=start, end=self.time(), waiting_for=note.waiting_for)
+
+
+class StageNote:
+    """What a stage says about itself."""
+
+    def __init__(self) -> None:
+        self.waiting_for = ""
+
+
+def read_events(file: Path) -> list[dict[str, Any]]:
+    """All complete events of a log; a half-written last line (the process was killed) is left out."""
+    events: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        if not line:
+            continue
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return events
+
+
+def last_time(file: Path) -> float:
+    """The largest event time in a log, 0.0 when there is none."""
+    if not file.exists():
+        return 0.0
+    return max((float(event.get("t", 0.0)) for event in read_events(file)), default=0.0)

@@ -1,0 +1,239 @@
+"""The ledger: every trajectory that started is accounted for, always.
+
+A trajectory lives through ``running`` (its environment and the policy talk), ``scoring``, ``buffered`` and ``taken`` (in
+a batch), and ends in exactly one of ``trained``, ``evicted_stale``, ``aborted_redundant``, ``deferred``, ``filtered``,
+``failed``. Every start, change and end is a line of the journal before anything acts on it. Invariant, checked at every
+step's end: started = sum over the ends + in flight, where in flight is counted by its own counter and must equal the
+number of open entries. Never is a number computed as the remainder of the others.
+
+A resume goes back to a checkpoint: what was trained after it is journalled as ``rolled_back`` and either returns to the
+buffer (the checkpoint holds it) or ends as ``failed: rolled_back``; what was in flight ends as ``failed: interrupted``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.api import RunError
+from orchestrator.events import LineSink
+
+LIVE_STATES = ("running", "scoring", "buffered", "taken")
+END_STATES = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
+
+_ALLOWED = {
+    "running": ("scoring", *END_STATES),
+    "scoring": ("buffered", *END_STATES),
+    "buffered": ("taken", *END_STATES),
+    "taken": ("buffered", *END_STATES),
+}
+
+
+@dataclass(slots=True)
+class Entry:
+    """The present state of one trajectory."""
+
+    group_id: str
+    state: str
+    cause: str = ""
+    step: int = -1  # of training, when trained
+
+
+@dataclass
+class Counts:
+    """Totals of a ledger."""
+
+    started: int = 0
+    in_flight: int = 0
+    rolled_back: int = 0
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(END_STATES, 0))
+    failed_by_cause: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger as reports show it."""
+        return {
+            "started": self.started,
+            **self.ended,
+            "in_flight": self.in_flight,
+            "rolled_back": self.rolled_back,
+            "failed_by_cause": dict(sorted(self.failed_by_cause.items())),
+        }
+
+
+class Ledger:
+    """The journal's writer and the totals. ``now`` is the event log's time."""
+
+    def __init__(self, sink: LineSink, now: Callable[[], float]) -> None:
+        self._sink = sink
+        self._now = now
+        self._entries: dict[str, Entry] = {}
+        self.counts = Counts()
+        self.sequence = 0
+
+    def start(self, trajectory_id: str, group_id: str) -> None:
+        """A trajectory begins."""
+        if trajectory_id in self._entries:
+            raise RunError(f"ledger: trajectory {trajectory_id} started twice")
+        self._write({"id": trajectory_id, "group": group_id, "state": "running"})
+        self._entries[trajectory_id] = Entry(group_id, "running")
+        self.counts.started += 1
+        self.counts.in_flight += 1
+
+    def move(self, trajectory_id: str, state: str) -> None:
+        """It changes to another live state."""
+        entry = self._open(trajectory_id, state)
+        if state not in LIVE_STATES:
+            raise RunError(f"ledger: {state!r} is an end; use end()")
+        self._write({"id": trajectory_id, "state": state})
+        entry.state = state
+
+    def end(self, trajectory_id: str, state: str, cause: str = "", step: int = -1) -> None:
+        """It ends. ``cause`` is required for ``failed``."""
+        entry = self._open(trajectory_id, state)
+        if state not in END_STATES:
+            raise RunError(f"ledger: {state!r} is not an end; known: {', '.join(END_STATES)}")
+        if state == "failed" and not cause:
+            raise RunError(f"ledger: trajectory {trajectory_id} failed without a cause")
+        record: dict[str, Any] = {"id": trajectory_id, "state": state}
+        if cause:
+            record["cause"] = cause
+        if step >= 0:
+            record["step"] = step
+        self._write(record)
+        entry.state, entry.cause, entry.step = state, cause, step
+        self._count_end(state, cause)
+
+    def state(self, trajectory_id: str) -> str:
+        """The present state, "" when unknown."""
+        entry = self._entries.get(trajectory_id)
+        return entry.state if entry else ""
+
+    def live(self, *states: str) -> list[str]:
+        """Ids in flight, in order of starting, optionally only those in ``states``."""
+        wanted = states or LIVE_STATES
+        return [name for name, entry in self._entries.items() if entry.state in wanted]
+
+    def check(self) -> None:
+        """Raise RunError unless every trajectory is accounted for."""
+        counts = self.counts
+        ends = sum(counts.ended.values())
+        open_entries = sum(1 for entry in self._entries.values() if entry.state in LIVE_STATES)
+        if (
+            counts.started != ends + counts.in_flight
+            or open_entries != counts.in_flight
+            or counts.started != len(self._entries)
+        ):
+            raise RunError(
+                f"ledger does not close: started {counts.started}, ended {ends}, in flight {counts.in_flight}, "
+                f"open entries {open_entries}, entries {len(self._entries)}: {counts.as_dict()}"
+            )
+
+    def restore(self, lines: Iterable[str], checkpoint_step: int, held: Collection[str]) -> list[str]:
+        """Replay a journal after a crash; ``held`` are the ids in the checkpoint's buffer, ``checkpoint_step`` the number of
+        training steps it contains. Returns the ids that are back in the buffer."""
+        for line in lines:
+            record = _parse(line)
+            if record is not None:
+                self._replay(record)
+        returned: list[str] = []
+        for trajectory_id, entry in self._entries.items():
+            if entry.state == "trained" and entry.step >= checkpoint_step:
+                self._write({"id": trajectory_id, "state": "rolled_back", "step": entry.step})
+                self._roll_back(entry)
+            if entry.state not in LIVE_STATES:
+                continue
+            if trajectory_id in held:
+                self._write({"id": trajectory_id, "state": "buffered"})
+                entry.state = "buffered"
+                returned.append(trajectory_id)
+            else:
+                self.end(trajectory_id, "failed", "rolled_back" if entry.state == "taken" else "interrupted")
+        self.check()
+        return returned
+
+    @property
+    def groups_started(self) -> int:
+        """How many groups have ever started (for numbering after a resume)."""
+        return len({entry.group_id for entry in self._entries.values()})
+
+    def _open(self, trajectory_id: str, state: str) -> Entry:
+        entry = self._entries.get(trajectory_id)
+        if entry is None:
+            raise RunError(f"ledger: trajectory {trajectory_id} was never started, cannot become {state!r}")
+        if state not in _ALLOWED.get(entry.state, ()):
+            raise RunError(f"ledger: trajectory {trajectory_id} is {entry.state!r}, cannot become {state!r}")
+        return entry
+
+    def _count_end(self, state: str, cause: str) -> None:
+        self.counts.ended[state] += 1
+        self.counts.in_flight -= 1
+        if state == "failed":
+            self.counts.failed_by_cause[cause] = self.counts.failed_by_cause.get(cause, 0) + 1
+
+    def _roll_back(self, entry: Entry) -> None:
+        self.counts.ended["trained"] -= 1
+        self.counts.in_flight += 1
+        self.counts.rolled_back += 1
+        entry.state, entry.step = "taken", -1
+
+    def _replay(self, record: dict[str, Any]) -> None:
+        trajectory_id, state = str(record["id"]), str(record["state"])
+        self.sequence = max(self.sequence, int(record["seq"]) + 1)
+        if state == "running":
+            self._entries[trajectory_id] = Entry(str(record["group"]), "running")
+            self.counts.started += 1
+            self.counts.in_flight += 1
+            return
+        entry = self._entries[trajectory_id]
+        if state == "rolled_back":
+            self._roll_back(entry)
+        elif state in LIVE_STATES:
+            entry.state = state
+        else:
+            entry.state, entry.cause, entry.step = state, str(record.get("cause", "")), int(record.get("step", -1))
+            self._count_end(state, entry.cause)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        record["seq"] = self.sequence
+        record["t"] = self._now()
+        self.sequence += 1
+        self._sink.write(json.dumps(record, sort_keys=True, separators=(",", ":")) + "\n")
+
+
+def recount(lines: Iterable[str]) -> dict[str, Any]:
+    """Count a journal anew, sharing no code with the writer's totals: the last state of each id decides."""
+    last: dict[str, tuple[str, str]] = {}
+    rolled_back = 0
+    for line in lines:
+        record = _parse(line)
+        if record is None:
+            continue
+        if record["state"] == "rolled_back":
+            rolled_back += 1
+            last[record["id"]] = ("taken", "")
+        else:
+            last[record["id"]] = (record["state"], record.get("cause", ""))
+    totals: dict[str, Any] = {
+        "started": len(last),
+        **dict.fromkeys(END_STATES, 0),
+        "in_flight": 0,
+        "rolled_back": rolled_back,
+    }
+    causes: dict[str, int] = {}
+    for state, cause in last.values():
+        totals[state if state in END_STATES else "in_flight"] += 1
+        if state == "failed":
+            causes[cause] = causes.get(cause, 0) + 1
+    totals["failed_by_cause"] = dict(sorted(causes.items()))
+    return totals
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """One journal record, or None for a half-written line (the process was killed while it wrote)."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and "id" in record and "seq" in record else None

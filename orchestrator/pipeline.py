@@ -1,0 +1,426 @@
+"""The loop: six steps of RollArt 6.2, trajectories flowing beside them.
+
+Each iteration: (1) ``get_batch`` collects complete groups while the previous batch still trains; then, once that is
+trained and published, (2) suspend, (3) update, (4) resume the rollout workers, which (5) recompute the KV of what is in
+flight and go on, while (6) ``train_step`` runs on the batch. ``sync`` mode trains before it resumes and starts nothing
+meanwhile: the same code with alpha = 0.
+
+Guarantees: every trajectory that starts is in the ledger and ends there; the ledger is checked at every step's end; a
+checkpoint holds everything a resume needs; what waits, waits with a named reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from orchestrator.api import (
+    ManagedWorker,
+    RetryableError,
+    RewardFunction,
+    RunError,
+    Task,
+    TrainBatch,
+    Trainer,
+    TrainMetrics,
+    TrainSample,
+    Trajectory,
+)
+from orchestrator.buffer import Taken
+from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.config import Config
+from orchestrator.evaluation import evaluate
+from orchestrator.events import EventLog
+from orchestrator.ledger import Ledger
+from orchestrator.rollout import Rollout
+
+Answer = TypeVar("Answer")
+
+
+class Store(Protocol):
+    """Where trajectories are kept (:mod:`orchestrator.store`)."""
+
+    def append(self, trajectory: Trajectory, step: int, outcome: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Display(Protocol):
+    """Who watches (:mod:`orchestrator.progress`)."""
+
+    def stage(self, name: str, detail: str = "") -> None: ...
+
+    def waiting(self, reason: str) -> None: ...
+
+    def update(self, **numbers: Any) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+@dataclass
+class Parts:
+    """Everything the pipeline talks to. Real or simulated, it cannot tell."""
+
+    task: Task
+    workers: list[ManagedWorker]
+    trainer: Trainer
+    reward: RewardFunction
+    events: EventLog
+    ledger: Ledger
+    store: Store
+    display: Display
+    checkpoints: Checkpoints | None = None
+
+
+@dataclass
+class Position:
+    """Where a run stands; what a resume starts from."""
+
+    step: int = 0  # training steps done
+    version: int = 0
+    groups: int = 0  # ever started
+    trajectories: int = 0
+    buffered: tuple[Trajectory, ...] = ()
+    success_history: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Pipeline:
+    """One run. :meth:`run` returns the reason why it ended; :meth:`stop` asks it to end now."""
+
+    def __init__(self, config: Config, parts: Parts, position: Position | None = None) -> None:
+        self.config = config
+        self.parts = parts
+        self.position = position or Position()
+        self.rollout = Rollout(
+            config,
+            parts.task,
+            parts.workers,
+            parts.reward,
+            parts.events,
+            parts.ledger,
+            keep=self._keep,
+            fail=self._fail,
+            groups=self.position.groups,
+            trajectories=self.position.trajectories,
+        )
+        self._training: asyncio.Task[None] | None = None
+        self._failure: asyncio.Future[None] | None = None
+        self._stop = ""
+
+    # -- the six steps -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> str:
+        """Run to the last step, the time limit or :meth:`stop`. Returns "completed" or the reason for stopping early."""
+        self._failure = asyncio.get_running_loop().create_future()
+        self.rollout.proxy.start()
+        helpers = [
+            asyncio.create_task(self.rollout.start_groups(), name="start groups"),
+            asyncio.create_task(self._report_waiting(), name="report waiting"),
+        ]
+        for helper in helpers:
+            helper.add_done_callback(self._helper_done)
+        try:
+            await self._unless_failed(self._prepare())
+            while not self._stop and self.position.step + self._steps_training() < self.config.run.steps:
+                if self._time_is_up():
+                    break
+                await self._unless_failed(self._iteration(self.position.step + self._steps_training()))
+            await self._unless_failed(self._conclude())
+            return self._stop or "completed"
+        finally:
+            await self._shut_down(helpers)
+
+    async def _iteration(self, step: int) -> None:
+        sync = self.config.run.mode == "sync"
+        self.rollout.open_starts()
+        self.parts.display.stage("get_batch", f"step {step}")
+        with self.parts.events.stage("get_batch", step) as note:  # (1)
+            taken = await self._get_batch()
+            note.waiting_for = "" if self._training is None else "rollout and training"
+        await self._finish_training()
+        if sync:
+            self.rollout.close_starts()
+            await self.rollout.end_members("aborted_redundant", "")
+        batch = TrainBatch(step, self.position.version, tuple(_sample(item.trajectory) for item in taken))
+        self.rollout.buffer.hand_over()
+        self.rollout.poke()
+        if sync:
+            await self._train(step, taken, batch)
+            await self._sync_weights(step)
+            await self._evaluate_if_due(step + 1)
+        else:
+            await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
+            self._training = asyncio.create_task(self._train(step, taken, batch), name=f"train step {step}")  # (6)
+            await self._evaluate_if_due(step)
+
+    async def _get_batch(self) -> list[Taken]:
+        """Step 1, interrupted when the training step that runs beside it fails."""
+        wanted = self.config.rollout.groups_per_step
+        batch = asyncio.ensure_future(self.rollout.buffer.get_batch(wanted, self.rollout.on_take))
+        try:
+            while not batch.done():
+                training = self._training
+                if training is not None and training.done():
+                    training.result()  # raises what ended it
+                    training = None
+                watched: list[asyncio.Future[Any]] = [batch] if training is None else [batch, training]
+                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            return batch.result()
+        finally:
+            batch.cancel()
+
+    async def _sync_weights(self, step: int) -> None:
+        """Steps 2 to 4: bring the rollout workers to the trainer's version."""
+        version, proxy, events = self.position.version, self.rollout.proxy, self.parts.events
+        if proxy.version == version:
+            return
+        with events.stage("suspend", step) as note:
+            note.waiting_for = "the engine step in progress"
+            await proxy.suspend()
+        with events.stage("update", step) as note:
+            note.waiting_for = f"weights of version {version} from the relay"
+            results = await proxy.update(version)
+        with events.stage("resume", step):
+            await proxy.resume()
+        for result in results:
+            events.emit(
+                "update", version=version, bytes=result.bytes, seconds=result.seconds, preempted=result.preempted
+            )
+        for name, stats in await proxy.stats():
+            events.emit(
+                "worker",
+                name=name,
+                running=stats.running,
+                waiting=stats.waiting,
+                kv_used=stats.kv_used,
+                kv_capacity=stats.kv_capacity,
+                preemptions=stats.preemptions,
+                tokens_per_s=round(stats.tokens_per_s, 3),
+                version=stats.version,
+            )
+
+    async def _train(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
+        """Step 6: train, publish, account, checkpoint."""
+        events, parts, position = self.parts.events, self.parts, self.position
+        begun = events.time()
+        with events.stage("train_step", step):
+            metrics = await _of_trainer("train_step", parts.trainer.train_step(batch))
+        for item in taken:
+            parts.ledger.end(item.trajectory.id, "trained", step=step)
+            parts.store.append(item.trajectory, step, "trained")
+        with events.stage("publish", step):
+            await _of_trainer("publish", parts.trainer.publish())
+        position.step, position.version = step + 1, metrics.version
+        self.rollout.buffer.set_version(metrics.version)
+        self.rollout.poke()
+        self._report_step(step, taken, batch, metrics, begun)
+        parts.ledger.check()
+        if (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.run.steps:
+            await self._checkpoint()
+
+    async def _finish_training(self) -> None:
+        """Wait for the training step in progress; its failure is the run's."""
+        if self._training is not None:
+            with self.parts.events.stage("wait_train", self.position.step) as note:
+                note.waiting_for = "the training step in progress"
+                await asyncio.shield(self._training)
+            self._training = None
+
+    def _steps_training(self) -> int:
+        """1 while a step is in training and not yet counted in the position."""
+        return 1 if self._training is not None and self._training_step >= self.position.step else 0
+
+    @property
+    def _training_step(self) -> int:
+        return int(self._training.get_name().rsplit(" ", 1)[1]) if self._training is not None else -1
+
+    # -- before and after --------------------------------------------------------------------------------------------
+
+    async def _prepare(self) -> None:
+        """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
+        with self.parts.events.stage("publish", self.position.step):
+            await _of_trainer("publish", self.parts.trainer.publish())
+        self.rollout.proxy.version = -1
+        await self._sync_weights(self.position.step)
+        self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
+        if self.position.step == 0:
+            await self._evaluate("start")
+            await self._checkpoint()
+
+    async def _conclude(self) -> None:
+        """The last step is trained; what is still under way is not needed any more."""
+        self.rollout.close_starts()
+        await self._finish_training()
+        await self.rollout.end_members("aborted_redundant", "")
+        self.rollout.buffer.drain("aborted_redundant", "")
+        await self._sync_weights(self.position.step)
+        await self._evaluate("end")
+
+    async def _shut_down(self, helpers: list[asyncio.Task[None]]) -> None:
+        self.rollout.close_starts()
+        for helper in helpers:
+            helper.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+        await self.rollout.end_members("failed", "interrupted")
+        if self._training is not None:
+            self._training.cancel()
+            await asyncio.gather(self._training, return_exceptions=True)
+        await self.rollout.proxy.close()
+        self.parts.store.flush()
+        self.parts.ledger.check()
+
+    async def _evaluate_if_due(self, step: int) -> None:
+        every = self.config.evaluation.every
+        if every and step and step % every == 0 and step < self.config.run.steps:
+            await self._evaluate("mid")
+
+    async def _evaluate(self, phase: str) -> None:
+        """Greedy play on held-out prompts with the weights that the workers hold."""
+        version, count = self.rollout.proxy.version, self.config.evaluation.prompts
+        label = f"eval-{version}-{phase}"
+        with self.parts.events.stage("evaluate", version):
+            self.parts.display.stage("evaluate", f"{count} held-out prompts")
+            result = await evaluate(self.rollout.environments, self.parts.task, self.parts.reward, self.config, label)
+        self.position.success_history.append((version, result.success))
+        self.parts.events.emit("evaluation", step=version, version=version, phase=phase, **result.as_dict())
+        self.parts.display.update(success=result.success, low=result.low, high=result.high, phase=phase)
+
+    async def _checkpoint(self) -> None:
+        checkpoints, position = self.parts.checkpoints, self.position
+        if checkpoints is None:
+            return
+        with self.parts.events.stage("checkpoint", position.step):
+            partial = checkpoints.begin(position.step)
+            await _of_trainer("save", self.parts.trainer.save(str(partial / "trainer")))
+            self.parts.store.flush()
+            state = RunState(
+                position.step,
+                position.version,
+                self.parts.ledger.sequence,
+                self.parts.events.time(),
+                tuple(self.rollout.buffer.stored()),
+                tuple(position.success_history),
+            )
+            checkpoints.commit(partial, state)
+
+    # -- control -----------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to end: what is in flight is accounted for, a resume goes on from the last checkpoint."""
+        self._stop = reason
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _helper_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, but end it early when the run failed or was asked to stop."""
+        assert self._failure is not None
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            else:
+                await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _time_is_up(self) -> bool:
+        minutes = self.config.run.minutes
+        return minutes is not None and self.parts.events.time() >= minutes * 60
+
+    def _keep(self, trajectory: Trajectory, state: str, cause: str) -> None:
+        self.parts.store.append(trajectory, self.position.step, f"{state}: {cause}" if cause else state)
+
+    # -- what it says ------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting_for(self) -> str:
+        """What the next batch waits for, in words."""
+        wanted, have = self.config.rollout.groups_per_step, self.rollout.buffer.ready_groups
+        if self.rollout.proxy.waiting_for:
+            return self.rollout.proxy.waiting_for
+        if have >= wanted and self._training is not None:
+            return "the training step in progress"
+        return f"{have} of {wanted} groups complete; {self.rollout.waits()}"
+
+    async def _report_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            self.parts.display.waiting(self.waiting_for)
+            self.parts.display.update(
+                in_flight=self.rollout.in_flight,
+                buffered=self.rollout.buffer.scored,
+                tokens=self.rollout.proxy.tokens,
+                training=self._training is not None and not self._training.done(),
+                ledger=self.parts.ledger.counts.as_dict(),
+            )
+
+    def _report_step(
+        self, step: int, taken: list[Taken], batch: TrainBatch, metrics: TrainMetrics, begun: float
+    ) -> None:
+        rewards = [float(item.trajectory.reward or 0.0) for item in taken]
+        reward = round(sum(rewards) / len(rewards), 6)
+        success = round(sum(value > 0.5 for value in rewards) / len(rewards), 6)
+        ledger, values = self.parts.ledger.counts.as_dict(), dict(metrics.values)
+        self.parts.events.emit(
+            "step",
+            step=step,
+            version=metrics.version,
+            trained=len(taken),
+            tokens=sum(item.trajectory.generated_tokens for item in taken),
+            turns=sum(len(item.trajectory.turns) for item in taken),
+            reward_mean=reward,
+            success=success,
+            lag=_histogram([item.lag for item in taken]),
+            lag_trained=_histogram([batch.version - item.trajectory.first_version for item in taken]),
+            versions_mixed=sum(len(item.trajectory.versions) > 1 for item in taken),
+            seconds=round(self.parts.events.time() - begun, 6),
+            metrics=values,
+            ledger=ledger,
+        )
+        gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
+        if gap > limit:
+            self.parts.events.emit(
+                "alarm", what="logprob_gap", detail=f"mean {gap:.4g} over {limit:.4g} at step {step}"
+            )
+            self.parts.display.message(f"ALARM: log-prob gap {gap:.4g} between rollout and trainer (limit {limit:.4g})")
+        self.parts.display.update(
+            step=step + 1, version=metrics.version, reward=reward, train_success=success, ledger=ledger, metrics=values
+        )
+
+
+def _histogram(values: list[int]) -> dict[str, int]:
+    return {str(value): values.count(value) for value in sorted(set(values))}
+
+
+def _sample(trajectory: Trajectory) -> TrainSample:
+    if trajectory.reward is None:
+        raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
+    return TrainSample(
+        trajectory.id,
+        trajectory.group_id,
+        trajectory.token_ids,
+        trajectory.loss_mask,
+        trajectory.logprobs,
+        trajectory.versions,
+        trajectory.reward,
+    )
+
+
+async def _of_trainer(what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
+    """A trainer that fails ends the run: its state is in the last checkpoint."""
+    try:
+        return await call
+    except RetryableError as error:
+        raise RunError(f"the trainer failed in {what}: {error}") from error

@@ -1,0 +1,51 @@
+"""The staleness bound alpha (RollArt 6.2), per trajectory, and the gate on new starts that follows from it.
+
+Guarantee: no trajectory is handed to the trainer whose lag exceeds alpha, where the *lag* is the trainer's version at the
+moment ``get_batch`` takes the trajectory, minus the version of its first token. Because a batch is collected while the
+previous one still trains, the lag when it is trained can be one more; both are reported. ``alpha = 0`` is synchronous.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessBound:
+    """``alpha`` is counted in weight versions."""
+
+    alpha: int
+
+    def lag(self, trainer_version: int, first_version: int) -> int:
+        """Versions that the trainer is ahead of the trajectory's first token."""
+        return trainer_version - first_version
+
+    def admissible(self, trainer_version: int, first_version: int) -> bool:
+        """Whether a trajectory may still be taken. Checked at every turn boundary, at eviction and in ``get_batch``."""
+        return self.lag(trainer_version, first_version) <= self.alpha
+
+
+@dataclass(frozen=True, slots=True)
+class StartGate:
+    """How many trajectories may be under way: finished and unfinished together never exceed (alpha + 1) batches."""
+
+    alpha: int
+    batch: int  # trajectories a training step takes
+    redundancy: float  # launched over needed (RollArt 6.3), >= 1
+    environments: int  # trajectories in flight at most
+
+    @property
+    def bound(self) -> int:
+        """The largest number of trajectories between start and training."""
+        return (self.alpha + 1) * math.ceil(self.batch * self.redundancy)
+
+    def may_start(self, group_size: int, in_flight: int, waiting: int) -> bool:
+        """Whether a whole group may start, given trajectories in flight and those finished but not yet in training."""
+        return in_flight + group_size <= self.environments and in_flight + waiting + group_size <= self.bound
+
+    def reason(self, group_size: int, in_flight: int, waiting: int) -> str:
+        """Why a group may not start, in words."""
+        if in_flight + group_size > self.environments:
+            return f"{in_flight} of {self.environments} environments busy"
+        return f"{in_flight + waiting} trajectories ahead of the trainer, bound {self.bound} for alpha = {self.alpha}"

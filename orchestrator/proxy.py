@@ -1,0 +1,316 @@
+"""LLMProxy: the gateway between environments and inference workers (RollArt 6.1).
+
+Guarantees: ``generate`` ends in exactly one completion or one error, whatever happens to workers; a request whose worker
+died or stalled is sent again elsewhere, or to the same worker once it is back; duplicated completions are ignored; while
+suspended no request reaches a worker, and none is refused; a worker that comes back gets the current weights before its
+first request. All commands of one tick of the event loop to one worker travel in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.api import (
+    Completion,
+    GenerationRequest,
+    ManagedWorker,
+    RetryableError,
+    RunError,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.events import EventLog
+from orchestrator.policies.routing import CacheAffineRouting, WorkerLoad
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that has no completion yet. ``worker`` is None while it waits for one."""
+
+    request: GenerationRequest
+    answer: asyncio.Future[Completion]
+    worker: _Lane | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """One worker and what was sent to it."""
+
+    worker: ManagedWorker
+    index: int
+    alive: bool = True
+    removed: bool = False
+    restarts: int = 0
+    outbox: list[GenerationRequest] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    sent: dict[str, Pending] = field(default_factory=dict)
+    last_progress: float = 0.0
+    pump: asyncio.Task[None] | None = None
+    sender: asyncio.Task[None] | None = None
+    reviver: asyncio.Task[None] | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LLMProxy:
+    """``version`` is that of the weights the workers hold. Call :meth:`start` once, :meth:`close` at the end."""
+
+    def __init__(
+        self,
+        workers: Sequence[ManagedWorker],
+        events: EventLog,
+        *,
+        stall_timeout: float,
+        restarts: int,
+        routing: CacheAffineRouting | None = None,
+        on_fatal: Callable[[RunError], None],
+    ) -> None:
+        self._lanes = [_Lane(worker, index) for index, worker in enumerate(workers)]
+        self._events = events
+        self._stall_timeout = stall_timeout
+        self._restarts = restarts
+        self._routing = routing or CacheAffineRouting()
+        self._on_fatal = on_fatal
+        self._pending: dict[str, Pending] = {}
+        self._holder: dict[str, int] = {}  # trajectory -> lane that holds its prefix
+        self._suspended = False
+        self._watch: asyncio.Task[None] | None = None
+        self.version = 0
+        self.tokens = 0  # generated so far
+        self.faults = 0
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to pump completions. The workers are up."""
+        for lane in self._lanes:
+            self._open_lane(lane)
+        self._watch = asyncio.create_task(self._watchdog(), name="proxy watchdog")
+
+    async def close(self) -> None:
+        """Stop all tasks. Workers are closed by their owner."""
+        tasks = [self._watch] + [task for lane in self._lanes for task in (lane.pump, lane.sender, lane.reviver)]
+        alive = [task for task in tasks if task is not None]
+        for task in alive:
+            task.cancel()
+        await asyncio.gather(*alive, return_exceptions=True)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One turn. Cancelling the caller aborts the request in its worker."""
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        pending = Pending(request, answer)
+        self._pending[request.request_id] = pending
+        self._dispatch(pending)
+        try:
+            return await answer
+        finally:
+            del self._pending[request.request_id]
+            lane = pending.worker
+            if lane is not None and lane.sent.pop(request.request_id, None) is not None and answer.cancelled():
+                lane.aborts.append(request.request_id)
+                lane.wake.set()
+
+    def forget(self, trajectory_id: str) -> None:
+        """The trajectory ended: its prefix location is of no use any more."""
+        self._holder.pop(trajectory_id, None)
+
+    def _dispatch(self, pending: Pending) -> None:
+        """Choose a worker, or leave the request waiting: :meth:`_redispatch` sends it when a worker is there."""
+        if self._suspended:
+            return
+        loads = [WorkerLoad(lane.alive, len(lane.sent)) for lane in self._lanes]
+        choice = self._routing.choose(loads, self._holder.get(pending.request.trajectory_id))
+        if choice is None:
+            return
+        lane = self._lanes[choice]
+        self._holder[pending.request.trajectory_id] = choice
+        if not lane.sent:
+            lane.last_progress = asyncio.get_running_loop().time()
+        pending.worker = lane
+        lane.sent[pending.request.request_id] = pending
+        lane.outbox.append(pending.request)
+        lane.wake.set()
+
+    def _redispatch(self) -> None:
+        for pending in list(self._pending.values()):
+            if pending.worker is None and not pending.answer.done():
+                self._dispatch(pending)
+
+    # -- the six-step protocol's commands ----------------------------------------------------------------------------
+
+    async def suspend(self) -> None:
+        """Hold new requests, and stop every live worker between two steps."""
+        self._suspended = True
+        await self._each(lambda lane: lane.worker.suspend())
+
+    async def update(self, version: int) -> list[UpdateResult]:
+        """Load ``version`` into every live worker; one that is being revived loads it when it is back."""
+        self.version = version
+        results: list[UpdateResult] = []
+
+        async def update_one(lane: _Lane) -> None:
+            results.append(await lane.worker.update(version))
+
+        await self._each(update_one)
+        return results
+
+    async def resume(self) -> None:
+        """Let workers go on, and send what was held."""
+        await self._each(lambda lane: lane.worker.resume())
+        self._suspended = False
+        now = asyncio.get_running_loop().time()
+        for lane in self._lanes:
+            lane.last_progress = now
+            lane.wake.set()
+        self._redispatch()
+
+    async def stats(self) -> list[tuple[str, WorkerStats]]:
+        """A snapshot of each live worker."""
+        rows: list[tuple[str, WorkerStats]] = []
+
+        async def one(lane: _Lane) -> None:
+            rows.append((lane.worker.name, await lane.worker.stats()))
+
+        await self._each(one)
+        return sorted(rows, key=lambda row: row[0])
+
+    async def _each(self, call: Callable[[_Lane], Awaitable[object]]) -> None:
+        """Run a command on all live workers at once. A worker that fails it, or hangs in it, is revived."""
+
+        async def guarded(lane: _Lane) -> None:
+            try:
+                async with asyncio.timeout(self._stall_timeout):
+                    await call(lane)
+            except RetryableError as error:
+                self._lost(lane, str(error))
+            except TimeoutError:
+                self._lost(lane, f"no answer to a command for {self._stall_timeout} s")
+
+        await asyncio.gather(*(guarded(lane) for lane in self._lanes if lane.alive))
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def _open_lane(self, lane: _Lane) -> None:
+        lane.alive = True
+        lane.last_progress = asyncio.get_running_loop().time()
+        lane.pump = asyncio.create_task(self._pump(lane), name=f"pump {lane.worker.name}")
+        lane.sender = asyncio.create_task(self._send(lane), name=f"send {lane.worker.name}")
+
+    async def _pump(self, lane: _Lane) -> None:
+        """Deliver completions to the waiting environments as they come."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                for completion in await lane.worker.completions():
+                    lane.last_progress = loop.time()
+                    pending = lane.sent.pop(completion.request_id, None)
+                    if pending is None or pending.answer.done():
+                        continue  # delivered twice, or aborted meanwhile
+                    self.tokens += len(completion.token_ids)
+                    pending.answer.set_result(completion)
+        except RetryableError as error:
+            self._lost(lane, str(error))
+
+    async def _send(self, lane: _Lane) -> None:
+        """Send what accumulated since the last call. While suspended only aborts go out."""
+        try:
+            while True:
+                await lane.wake.wait()
+                lane.wake.clear()
+                await asyncio.sleep(0)  # let the rest of this tick join the batch
+                requests, lane.outbox = lane.outbox, []
+                aborts, lane.aborts = lane.aborts, []
+                if requests:
+                    await lane.worker.add(requests)
+                if aborts:
+                    await lane.worker.abort(aborts)
+        except RetryableError as error:
+            self._lost(lane, str(error))
+
+    def _lost(self, lane: _Lane, why: str) -> None:
+        """A worker is dead or stuck: take its requests back, bring it up again in the background."""
+        if not lane.alive:
+            return
+        lane.alive = False
+        self.note_fault(f"worker {lane.worker.name}", why)
+        for task in (lane.pump, lane.sender):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        for pending in lane.sent.values():
+            pending.worker = None
+        lane.sent.clear()
+        lane.outbox.clear()
+        lane.aborts.clear()
+        self._holder = {t: index for t, index in self._holder.items() if index != lane.index}
+        lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
+        self._redispatch()
+
+    async def _revive(self, lane: _Lane) -> None:
+        """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
+        loop = asyncio.get_running_loop()
+        while lane.restarts < self._restarts:
+            lane.restarts += 1
+            begun = loop.time()
+            try:
+                async with asyncio.timeout(4 * self._stall_timeout):  # an engine start takes longer than a command
+                    await lane.worker.restart()
+                loaded = -1
+                while loaded != self.version or self._suspended:
+                    # the version may move while we load it, and a suspended proxy is about to move it
+                    if loaded != self.version:
+                        loaded = self.version
+                        async with asyncio.timeout(self._stall_timeout):
+                            await lane.worker.suspend()
+                            await lane.worker.update(loaded)
+                            await lane.worker.resume()
+                    else:
+                        await asyncio.sleep(0.05)
+            except (RetryableError, TimeoutError) as error:
+                self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {error!r}")
+                continue
+            self._open_lane(lane)
+            lane.wake.set()
+            self._events.emit(
+                "recovered",
+                what=f"worker {lane.worker.name}",
+                detail=f"restart {lane.restarts}, {loop.time() - begun:.1f} s",
+            )
+            self._redispatch()
+            return
+        lane.removed = True
+        if all(other.removed for other in self._lanes):
+            self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name} failed {lane.restarts + 1} times"))
+
+    async def _watchdog(self) -> None:
+        """A worker that holds requests but finishes none for the stall time is treated as dead."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._stall_timeout / 4)
+            if self._suspended:
+                continue
+            for lane in self._lanes:
+                if lane.alive and lane.sent and loop.time() - lane.last_progress > self._stall_timeout:
+                    self._lost(lane, f"{len(lane.sent)} requests, no completion for {self._stall_timeout} s")
+
+    def note_fault(self, what: str, detail: str) -> None:
+        """Record something that went wrong and was handled."""
+        self.faults += 1
+        self._events.emit("fault", what=what, cause=what.split(" ")[0], detail=detail[:300])
+
+    # -- what others ask ---------------------------------------------------------------------------------------------
+
+    @property
+    def waiting_for(self) -> str:
+        """In words, what generation waits for, "" when nothing is unusual."""
+        reviving = [lane.worker.name for lane in self._lanes if not lane.alive and not lane.removed]
+        if reviving:
+            return f"worker {', '.join(reviving)} to come back"
+        return "weight update" if self._suspended else ""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests without a completion."""
+        return len(self._pending)

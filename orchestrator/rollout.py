@@ -1,0 +1,234 @@
+"""The rollout side of a run: starts groups, lets each trajectory run on its own, and accounts for every one of them.
+
+Guarantees: groups start whole and only while the gate allows; a trajectory's task ends in the ledger whatever ends it
+(success, its own failure, staleness, cancellation by us or by anybody else); a failed member is replaced while its group's
+refills last. The pipeline opens and closes starts; nothing here knows about training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from orchestrator.api import (
+    ManagedWorker,
+    Prompt,
+    RetryableError,
+    RewardFunction,
+    RunError,
+    Sampling,
+    Task,
+    Trajectory,
+    TrajectoryError,
+)
+from orchestrator.buffer import SampleBuffer
+from orchestrator.config import Config
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory
+from orchestrator.events import EventLog
+from orchestrator.ledger import Ledger
+from orchestrator.policies.staleness import StalenessBound, StartGate
+from orchestrator.proxy import LLMProxy
+
+
+class Rollout:
+    """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        workers: list[ManagedWorker],
+        reward: RewardFunction,
+        events: EventLog,
+        ledger: Ledger,
+        *,
+        keep: Callable[[Trajectory, str, str], None],
+        fail: Callable[[BaseException], None],
+        groups: int,
+        trajectories: int,
+    ) -> None:
+        settings = config.rollout
+        self._config = config
+        self._task = task
+        self._reward = reward
+        self._events = events
+        self._ledger = ledger
+        self._keep = keep
+        self._fail = fail
+        self._groups = groups  # ever started: numbers go on after a resume
+        self._trajectories = trajectories
+        bound = StalenessBound(settings.alpha)
+        self.gate = StartGate(
+            settings.alpha, config.batch_trajectories, settings.redundant_groups, settings.environments
+        )
+        self.buffer = SampleBuffer(bound, self._on_evict)
+        self.proxy = LLMProxy(
+            workers, events, stall_timeout=settings.stall_timeout, restarts=settings.worker_restarts, on_fatal=fail
+        )
+        self.environments = EnvManager(
+            task,
+            self.proxy,
+            step_timeout=settings.environment_step_timeout,
+            trajectory_timeout=settings.trajectory_timeout,
+            is_stale=lambda first: not bound.admissible(self.buffer.version, first),
+        )
+        self._sampling = Sampling(task.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
+        self._prompts = task.prompts("train", config.run.seed)
+        for _ in range(groups):
+            self._next_prompt()
+        self._members: dict[str, asyncio.Task[None]] = {}
+        self._episodes: dict[str, Episode] = {}
+        self._end_reason: dict[str, tuple[str, str]] = {}  # why we cancel a member: (state, cause)
+        self._open = False
+        self._room = asyncio.Event()
+
+    # -- what the pipeline calls -------------------------------------------------------------------------------------
+
+    def open_starts(self) -> None:
+        """New groups may start."""
+        self._open = True
+        self._room.set()
+
+    def close_starts(self) -> None:
+        """No new trajectory starts, replacements included."""
+        self._open = False
+
+    def poke(self) -> None:
+        """Something changed that the gate depends on."""
+        self._room.set()
+
+    async def start_groups(self) -> None:
+        """Start whole groups while the gate allows. Runs until cancelled."""
+        size = self._config.rollout.group_size
+        while True:
+            await self._room.wait()
+            self._room.clear()
+            while self._open and self.gate.may_start(size, len(self._members), self.buffer.scored):
+                prompt = self._next_prompt()
+                group_id = f"g{self._groups:07d}"
+                self._groups += 1
+                members = [self._new_id() for _ in range(size)]
+                self.buffer.open(group_id, prompt, members, self._config.rollout.member_refills)
+                for trajectory_id in members:
+                    self._start_member(trajectory_id, group_id, prompt)
+
+    async def end_members(self, state: str, cause: str) -> None:
+        """Cancel everything in flight and wait until it is accounted for."""
+        while self._members:
+            members = list(self._members.items())
+            for trajectory_id, task in members:
+                self._end_reason.setdefault(trajectory_id, (state, cause))
+                task.cancel()
+            await asyncio.gather(*(task for _, task in members), return_exceptions=True)
+            await asyncio.sleep(0)  # done callbacks run on the next tick
+
+    def on_take(self, trajectory: Trajectory) -> None:
+        """``get_batch`` took it."""
+        self._ledger.move(trajectory.id, "taken")
+        self._room.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories not scored yet."""
+        return len(self._members)
+
+    def waits(self) -> str:
+        """What the trajectories in flight wait for, counted, in words."""
+        counts: dict[str, int] = {}
+        for episode in self._episodes.values():
+            counts[episode.waiting_for] = counts.get(episode.waiting_for, 0) + 1
+        if counts:
+            return ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
+        if not self._open:
+            return "starts are closed"
+        return self.gate.reason(self._config.rollout.group_size, self.in_flight, self.buffer.scored)
+
+    # -- one trajectory ----------------------------------------------------------------------------------------------
+
+    def _next_prompt(self) -> Prompt:
+        prompt = next(self._prompts, None)
+        if prompt is None:
+            raise RunError(f"task {self._task.name}: the training split has no prompts left")
+        return prompt
+
+    def _new_id(self) -> str:
+        self._trajectories += 1
+        return f"t{self._trajectories - 1:08d}"
+
+    def _start_member(self, trajectory_id: str, group_id: str, prompt: Prompt) -> None:
+        self._ledger.start(trajectory_id, group_id)
+        episode = Episode(trajectory_id, group_id, prompt, self._events.time())
+        self._episodes[trajectory_id] = episode
+        member = asyncio.create_task(self._member(episode), name=f"trajectory {trajectory_id}")
+        self._members[trajectory_id] = member
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._member_done(trajectory_id, task)
+
+        member.add_done_callback(done)
+
+    async def _member(self, episode: Episode) -> None:
+        """Play, score, buffer."""
+        await self.environments.play(episode, self._sampling)
+        self._ledger.move(episode.id, "scoring")
+        finished = self._events.time()
+        episode.waiting_for = "reward"
+        reward = await self._score(episode.trajectory(finished))
+        trajectory = episode.trajectory(finished, reward=reward, scored_at=self._events.time())
+        self._ledger.move(episode.id, "buffered")
+        if self.buffer.put(trajectory):
+            self.buffer.lose(episode.group_id, episode.id, self._replacement(episode.group_id))
+
+    async def _score(self, trajectory: Trajectory) -> float:
+        try:
+            async with asyncio.timeout(self._config.rollout.trajectory_timeout):
+                reward = await self._reward.score(trajectory)
+        except RetryableError as error:
+            raise TrajectoryError("reward_unavailable", str(error)) from error
+        except TimeoutError as error:
+            raise TrajectoryError("reward_timeout", str(error)) from error
+        if not math.isfinite(reward):
+            raise TrajectoryError("reward_not_finite", f"{reward}")
+        return reward
+
+    def _member_done(self, trajectory_id: str, task: asyncio.Task[None]) -> None:
+        """The member's task ended, one way or another: close its entry if it got no score."""
+        del self._members[trajectory_id]
+        episode = self._episodes.pop(trajectory_id)
+        self.proxy.forget(trajectory_id)
+        state, cause = self._end_reason.pop(trajectory_id, ("", ""))
+        error = None if task.cancelled() else task.exception()
+        replace = False
+        if isinstance(error, StaleTrajectory):
+            state, cause, replace = "evicted_stale", "", True
+        elif isinstance(error, TrajectoryError):
+            state, cause, replace = "failed", error.cause, True
+        elif error is not None:
+            self._fail(error if isinstance(error, RunError) else RunError(f"trajectory {trajectory_id}: {error!r}"))
+            state, cause = "failed", "internal_error"
+        elif task.cancelled() and not state:  # cancelled by nobody we know
+            state, cause, replace = "failed", "cancelled", True
+        if self._ledger.state(trajectory_id) in ("running", "scoring"):
+            self._ledger.end(trajectory_id, state, cause)
+            detail = (f"{cause}: {getattr(error, 'detail', '')}".strip(": "),) if state == "failed" else ()
+            self._keep(episode.trajectory(self._events.time(), detail), state, cause)
+            replacement = self._replacement(episode.group_id) if replace else None
+            self.buffer.lose(episode.group_id, trajectory_id, replacement)
+        self._room.set()
+
+    def _replacement(self, group_id: str) -> Callable[[Prompt], str] | None:
+        """How to start another member of a group; None while starts are closed."""
+        if not self._open:
+            return None
+
+        def start(prompt: Prompt) -> str:
+            trajectory_id = self._new_id()
+            self._start_member(trajectory_id, group_id, prompt)
+            return trajectory_id
+
+        return start
+
+    def _on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
+        self._ledger.end(trajectory.id, state, cause)
+        self._keep(trajectory, state, cause)

@@ -1,0 +1,303 @@
+"""A virtual-time asyncio event loop: hours pass in seconds, and one seed gives one history.
+
+Guarantees:
+
+* ``loop.time()`` is virtual, starts at 0.0 and only jumps: when no callback is ready, to the deadline of the next timer.
+  Callbacks take no time. Nothing waits for the wall clock, a socket, a thread or a process; asking for one is an error.
+* The order of callbacks is a function of the program and of ``seed`` alone: ready callbacks run first in, first out, and
+  timers of one deadline in the order in which they were set. With ``shuffle`` each batch of ready callbacks runs in a
+  seeded random order instead, which a correct program must survive. Tasks hash by creation number, so that the sets of
+  tasks inside asyncio (``TaskGroup``, ``wait``) do not bring memory addresses into the order either.
+* Nothing hangs: no callback and no timer left is a :class:`DeadlockError` that names every pending task and the line it
+  waits at; too much virtual time or too many callbacks is a :class:`RunawayError` that does the same.
+* Nothing is lost silently: tasks still pending when the main coroutine ends, and exceptions nobody retrieved, are
+  reported.
+
+A coroutine that computes for ever without awaiting cannot be interrupted here: give the process a time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextvars
+import heapq
+import random
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+MAX_SECONDS = 30 * 24 * 3600.0  # virtual; a month of training is beyond every workload that is simulated
+MAX_CALLBACKS = 1_000_000_000  # hours of wall time: a last resort, tests set much less
+_PRUNE_AT = 256  # cancelled timers, or finished tasks, that are kept before they are swept out
+
+
+class SimulationError(Exception):
+    """The simulated program did something that a correct program never does."""
+
+
+class DeadlockError(SimulationError):
+    """Nothing can ever happen again, and the main coroutine has not ended."""
+
+
+class RunawayError(SimulationError):
+    """The limit on virtual time or on callbacks was passed."""
+
+
+class LeakError(SimulationError):
+    """The main coroutine ended and left pending tasks, or exceptions that nobody retrieved."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopReport:
+    """What a run of the loop leaves to say. ``leaked`` and ``unhandled`` are empty for a clean program."""
+
+    seconds: float
+    callbacks: int
+    leaked: tuple[str, ...]
+    unhandled: tuple[str, ...]
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    """A task that hashes by its creation number instead of by its address."""
+
+    def __init__(self, number: int, coro: Coroutine[Any, Any, Any], **keywords: Any) -> None:
+        self._number = number  # before super().__init__, which puts the task into a WeakSet
+        super().__init__(coro, **keywords)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """See the module. One loop serves one run; use :func:`run` unless the loop itself is needed."""
+
+    # Of BaseEventLoop, stable since Python 3.4 and not in typeshed.
+    _ready: collections.deque[asyncio.Handle]
+    _stopping: bool
+
+    def __init__(
+        self,
+        *,
+        seed: int | str = 0,
+        shuffle: bool = False,
+        max_seconds: float = MAX_SECONDS,
+        max_callbacks: int = MAX_CALLBACKS,
+    ) -> None:
+        super().__init__()
+        self.callbacks = 0
+        self.unhandled: list[str] = []
+        self._now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timer_count = 0
+        self._cancelled_timers = 0
+        self._tasks: list[_NumberedTask] = []  # strong references: a garbage collector has no seed
+        self._task_count = 0
+        self._prune_tasks_at = _PRUNE_AT
+        self._order = random.Random(f"{seed}/ready-order") if shuffle else None
+        self._max_seconds = max_seconds
+        self._max_callbacks = max_callbacks
+        self._home = threading.get_ident()
+        self.set_debug(False)  # debug mode times callbacks by the wall clock
+        self.set_exception_handler(_record_unhandled)
+
+    # Time and scheduling.
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Schedule at a virtual time; timers of one deadline keep their order."""
+        self._check_open()
+        if when != when:
+            raise ValueError("a timer was set to NaN")
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._timer_count += 1
+        heapq.heappush(self._timers, (when, self._timer_count, timer))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._cancelled_timers += 1
+        if self._cancelled_timers > _PRUNE_AT and self._cancelled_timers * 2 > len(self._timers):
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled_timers = 0
+
+    def create_task(self, coro: Any, **keywords: Any) -> Any:
+        """As asyncio's, with a name that depends on nothing but the order of creation in this loop."""
+        self._check_open()
+        self._task_count += 1
+        if keywords.get("name") is None:
+            keywords["name"] = f"task-{self._task_count}"
+        task = _NumberedTask(self._task_count, coro, loop=self, **keywords)
+        self._tasks.append(task)
+        if len(self._tasks) >= self._prune_tasks_at:
+            self._tasks = [task for task in self._tasks if not task.done() or _never_retrieved(task)]
+            self._prune_tasks_at = max(_PRUNE_AT, 2 * len(self._tasks))
+        return task
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """From this thread only (asyncio itself calls it to close generators); another thread has no seed."""
+        if threading.get_ident() != self._home:
+            raise SimulationError("a second thread reached the simulated event loop; its timing has no seed")
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:
+        """Refused: threads have no seed."""
+        raise SimulationError(f"run_in_executor({func!r}) in a simulation: threads have no virtual time")
+
+    def _check_open(self) -> None:
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+
+    # The heart: one batch of ready callbacks.
+
+    def _run_once(self) -> None:
+        ready = self._ready
+        timers = self._timers
+        if not ready and not self._stopping:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+                self._cancelled_timers -= 1
+            if not timers:
+                raise DeadlockError(f"deadlock at virtual time {self._now:.6f} s: {self.describe_tasks()}")
+            if timers[0][0] > self._max_seconds:
+                raise RunawayError(
+                    f"the next timer is at {timers[0][0]:.3f} s, past the limit of {self._max_seconds} virtual seconds: "
+                    f"{self.describe_tasks()}"
+                )
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            handle = heapq.heappop(timers)[2]
+            if handle.cancelled():
+                self._cancelled_timers -= 1
+            else:
+                ready.append(handle)
+        count = len(ready)
+        if self._order is not None and count > 1:
+            batch = list(ready)
+            self._order.shuffle(batch)
+            ready.clear()
+            ready.extend(batch)
+        self.callbacks += count
+        if self.callbacks > self._max_callbacks:
+            raise RunawayError(
+                f"more than {self._max_callbacks} callbacks, at virtual time {self._now:.6f} s: {self.describe_tasks()}"
+            )
+        for _ in range(count):
+            entry = ready.popleft()
+            if not entry.cancelled():
+                entry._run()  # type: ignore[attr-defined]  # what every event loop calls
+
+    # What is left to say.
+
+    def pending_tasks(self) -> list[asyncio.Task[Any]]:
+        """Tasks that have not ended, oldest first."""
+        return [task for task in self._tasks if not task.done()]
+
+    def describe_tasks(self) -> str:
+        """Every pending task, and the chain of awaits it stands in; free of addresses."""
+        pending = self.pending_tasks()
+        lines = [f"{len(pending)} pending task(s)"]
+        lines += [f"  {task.get_name()}: {_wait_chain(task)}" for task in pending]
+        return "\n".join(lines)
+
+    def finish(self) -> LoopReport:
+        """Cancel what is still pending, oldest first, run it to its end, close, and report. Call once, after the run."""
+        leaked = tuple(f"{task.get_name()}: {_wait_chain(task)}" for task in self.pending_tasks())
+        try:
+            while pending := self.pending_tasks():
+                for task in pending:
+                    task.cancel()
+                self.run_until_complete(asyncio.wait(pending))
+            self.run_until_complete(self.shutdown_asyncgens())
+            self.unhandled += [_unhandled_line(task) for task in self._tasks if _never_retrieved(task)]
+            report = LoopReport(self._now, self.callbacks, leaked, tuple(self.unhandled))
+        finally:
+            self._tasks.clear()
+            self._timers.clear()
+            self.close()
+        return report
+
+
+def run(
+    main: Coroutine[Any, Any, T],
+    *,
+    seed: int | str = 0,
+    shuffle: bool = False,
+    max_seconds: float = MAX_SECONDS,
+    max_callbacks: int = MAX_CALLBACKS,
+) -> T:
+    """Run ``main`` to its end in virtual time. A task or an exception that it leaves behind is a LeakError."""
+    result, report = run_with_report(
+        main, seed=seed, shuffle=shuffle, max_seconds=max_seconds, max_callbacks=max_callbacks
+    )
+    if report.leaked or report.unhandled:
+        raise LeakError("left behind: " + "; ".join((*report.leaked, *report.unhandled)))
+    return result
+
+
+def run_with_report(
+    main: Coroutine[Any, Any, T],
+    *,
+    seed: int | str = 0,
+    shuffle: bool = False,
+    max_seconds: float = MAX_SECONDS,
+    max_callbacks: int = MAX_CALLBACKS,
+) -> tuple[T, LoopReport]:
+    """As :func:`run`, but what was left behind is only reported."""
+    loop = VirtualTimeLoop(seed=seed, shuffle=shuffle, max_seconds=max_seconds, max_callbacks=max_callbacks)
+    try:
+        result = loop.run_until_complete(main)
+    except BaseException as error:
+        try:
+            loop.finish()
+        except SimulationError as second:
+            error.add_note(f"and cancelling what was left did not end: {second}")
+        raise
+    return result, loop.finish()
+
+
+def _record_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    assert isinstance(loop, VirtualTimeLoop)
+    error = context.get("exception")
+    what = f": {type(error).__name__}: {error}" if error is not None else ""
+    loop.unhandled.append(f"{context.get('message', 'unhandled')}{what}")
+
+
+def _never_retrieved(task: asyncio.Task[Any]) -> bool:
+    return bool(task.done() and not task.cancelled() and getattr(task, "_log_traceback", False))
+
+
+def _unhandled_line(task: asyncio.Task[Any]) -> str:
+    error = task.exception()  # also marks it as retrieved, so that it is not reported twice
+    return f"{task.get_name()} ended with {type(error).__name__}: {error}"
+
+
+def _wait_chain(task: asyncio.Task[Any]) -> str:
+    """The awaits of a task from the outside in, as ``function (file:line)``, and the task at the end, if it is one."""
+    parts: list[str] = []
+    inner: Any = task.get_coro()
+    while inner is not None:
+        frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None) or getattr(inner, "ag_frame", None)
+        if frame is None:
+            break
+        file = frame.f_code.co_filename.rpartition("/")[2]
+        parts.append(f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})")
+        inner = (
+            getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None) or getattr(inner, "ag_await", None)
+        )
+    waiter = getattr(task, "_fut_waiter", None)
+    if isinstance(waiter, asyncio.Task):
+        parts.append(f"task {waiter.get_name()}")
+    elif waiter is not None:
+        parts.append("a future")
+    return " > ".join(parts) or "not started"

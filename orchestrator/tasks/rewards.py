@@ -1,0 +1,44 @@
+"""Reward functions: pure, JSON in and JSON out, served by the function host under ``module:function``.
+
+Guarantee: the reward follows from the map and the tokens of the turns alone. It is computed by replaying them under the
+rules written here, with no environment and no flag of the caller believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.tasks.frozenlake import MAX_TURNS, TASK, move_of, next_state, parse_map
+
+
+def frozenlake_success(payload: Mapping[str, Any]) -> dict[str, float | str]:
+    """1.0 when the moves reach the goal of the map, else 0.0.
+
+    ``payload``: ``task`` (``"frozenlake"``), ``prompt`` (the map, ``SFFF/FHFH/FFFH/HFFG``), ``actions`` (a list of
+    token ids for each turn); other keys are ignored. Returns ``reward`` and ``outcome``: ``"goal"``, ``"hole"`` or ``"unfinished"``.
+    Raises ValueError when the payload is not of this form, has more than 12 turns, or goes on after the episode's end.
+    """
+    if payload.get("task") != TASK:
+        raise ValueError(f"task = {payload.get('task')!r}: this function scores {TASK!r}")
+    prompt, actions = payload.get("prompt"), payload.get("actions")
+    if not isinstance(prompt, str):
+        raise ValueError("prompt must be the map as text")
+    if not isinstance(actions, list) or not all(_is_turn(turn) for turn in actions):
+        raise ValueError("actions must be a list of lists of token ids")
+    if len(actions) > MAX_TURNS:
+        raise ValueError(f"{len(actions)} turns: an episode has at most {MAX_TURNS}")
+    cells = "".join(parse_map(prompt))
+    state = 0
+    for count, turn in enumerate(actions, start=1):
+        move = move_of(turn)
+        if move is not None:
+            state = next_state(state, move)
+        if cells[state] in "GH" and count < len(actions):
+            raise ValueError(f"the episode ended at turn {count}, but {len(actions)} turns were given")
+    outcome = {"G": "goal", "H": "hole"}.get(cells[state], "unfinished")
+    return {"reward": 1.0 if outcome == "goal" else 0.0, "outcome": outcome}
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in turn)

@@ -1,0 +1,101 @@
+"""Where the weights of one job travel: the one record that crosses from the orchestrator into the engines.
+
+A :class:`RelayEndpoint` is plain data (``to_dict`` / ``from_dict``, JSON- and msgpack-safe), checked when it is made. It
+says nothing about the epoch: that is in the metadata store, because it changes while the endpoint does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from orchestrator.api import ConfigError, MetadataStore, Relay
+from orchestrator.transfer.memory import MemoryMetadata, MemoryRelay
+
+MIB = 1 << 20
+SMALLEST_BUCKET_BYTES = 1024
+_JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")  # goes into object keys, whose separator is "/"
+_MASTER = re.compile(r"[^\s:/]+:\d{1,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class RelayEndpoint:
+    """How to reach the relay of one job.
+
+    ``kind`` "mooncake": ``master`` is "host:port" of its mooncake_master. ``kind`` "memory": ``master`` is any name; all
+    endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, or
+    "memory" (same rule). ``host`` is the address this process is reached at. ``segment_bytes`` is what a publisher lends
+    to the store: room for ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing.
+    """
+
+    job: str
+    kind: str = "mooncake"
+    master: str = ""
+    metadata: str = "memory"
+    protocol: str = "tcp"
+    host: str = "127.0.0.1"
+    segment_bytes: int = 256 * MIB
+    bucket_bytes: int = 64 * MIB
+    keep_versions: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("job", "kind", "master", "metadata", "protocol", "host"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"relay.{name}", getattr(self, name), "must be a string")
+        for name in ("segment_bytes", "bucket_bytes", "keep_versions"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"relay.{name}", getattr(self, name), "must be an integer")
+        if not _JOB.fullmatch(self.job):
+            raise ConfigError("relay.job", self.job, "use 1 to 128 of A-Z a-z 0-9 . _ -")
+        if self.kind not in ("mooncake", "memory"):
+            raise ConfigError("relay.kind", self.kind, "must be 'mooncake' or 'memory'")
+        if self.kind == "mooncake" and not _MASTER.fullmatch(self.master):
+            raise ConfigError("relay.master", self.master, "write it as host:port of the mooncake_master")
+        if not self.metadata:
+            raise ConfigError("relay.metadata", self.metadata, "give the path of a SQLite file, or 'memory'")
+        if self.segment_bytes < 0:
+            raise ConfigError("relay.segment_bytes", self.segment_bytes, "must be 0 (lend nothing) or more")
+        if self.bucket_bytes < SMALLEST_BUCKET_BYTES:
+            raise ConfigError("relay.bucket_bytes", self.bucket_bytes, f"must be at least {SMALLEST_BUCKET_BYTES}")
+        if self.keep_versions < 1:
+            raise ConfigError("relay.keep_versions", self.keep_versions, "must be at least 1")
+
+    def to_dict(self) -> dict[str, str | int]:
+        """A plain dictionary; ``from_dict`` gives the same endpoint back."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RelayEndpoint:
+        """Strict: an unknown or missing key, or a wrong type, is a ConfigError."""
+        known = [field.name for field in fields(cls)]
+        for key in data:
+            if key not in known:
+                raise ConfigError(f"relay.{key}", data[key], f"no such key; known keys: {', '.join(known)}")
+        if "job" not in data:
+            raise ConfigError("relay.job", None, "is required")
+        return cls(**data)
+
+
+def open_relay(endpoint: RelayEndpoint, *, segment_bytes: int = 0) -> Relay:
+    """Connect to the relay, lending it ``segment_bytes`` of this process's memory (0: pure client).
+
+    Raises ConfigError when Mooncake cannot be loaded, RelayError when the master does not answer.
+    """
+    if endpoint.kind == "memory":
+        return MemoryRelay.shared(endpoint.master)
+    from orchestrator.transfer.mooncake import MooncakeRelay  # lazily: only who uses it needs a Mooncake variant
+
+    return MooncakeRelay(
+        endpoint.master, host=endpoint.host, protocol=endpoint.protocol, segment_bytes=segment_bytes
+    )
+
+
+def open_metadata(endpoint: RelayEndpoint) -> MetadataStore:
+    """Open the metadata store. Raises ConfigError when the file cannot be used."""
+    if endpoint.metadata == "memory":
+        return MemoryMetadata.shared(endpoint.master)
+    from orchestrator.transfer.sqlite import SqliteMetadata
+
+    return SqliteMetadata(endpoint.metadata)

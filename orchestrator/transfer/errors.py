@@ -1,0 +1,38 @@
+"""The errors of weight transfer. Each carries ``reason``, a short stable word to count and to test by.
+
+* :class:`CorruptWeightsError` : bytes arrived that are not what was published. Nothing of them may be used.
+* :class:`RelayError` : the relay (or the metadata store) could not serve; the same call may succeed later.
+* :class:`VersionTakenError` : another publisher was first, or this one was replaced by a newer epoch. Never retried.
+"""
+
+from __future__ import annotations
+
+from orchestrator.api import CoserveError, RetryableError, RunError
+
+
+class CorruptWeightsError(CoserveError):
+    """What arrived is not what was published. ``reason``: truncated, format, checksum, identity, layout, digest, manifest."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"corrupt weights ({reason}): {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class RelayError(RetryableError):
+    """The relay cannot serve now. ``reason``: relay_full, missing, exists, not_stored, leased, transfer, unreachable,
+    buffer, closed, setup, unknown; of the metadata store: metadata_busy, metadata_contention."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class VersionTakenError(RunError):
+    """This publisher lost. ``reason``: version_taken (somebody published it), epoch_replaced (a newer run owns the job)."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
