@@ -6,6 +6,8 @@
 * :class:`RunError` : fatal to the run. The run stops cleanly, says how to resume, exit code 1.
 """
 
+from __future__ import annotations
+
 
 class CoserveError(Exception):
     """Base of all errors that rl-coserve raises on purpose."""
@@ -20,6 +22,9 @@ class ConfigError(CoserveError):
         self.value = value
         self.fix = fix
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return ConfigError, (self.field, self.value, self.fix)  # it crosses processes
+
 
 class RetryableError(CoserveError):
     """A part (worker, relay, reward endpoint) failed; the same call may succeed later."""
@@ -32,6 +37,9 @@ class TrajectoryError(CoserveError):
         super().__init__(f"{cause}: {detail}" if detail else cause)
         self.cause = cause
         self.detail = detail
+
+    def __reduce__(self) -> tuple[type[TrajectoryError], tuple[str, str]]:
+        return TrajectoryError, (self.cause, self.detail)
 
 
 class RunError(CoserveError):

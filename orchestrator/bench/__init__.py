@@ -1,0 +1,35 @@
+"""The benchmarks: one name, one figure of ``docs/results``, measured afresh by each call.
+
+A benchmark module has ``NAME``, a docstring whose first line says what it measures, and ``run(quick, nonce) -> dict`` with
+the keys ``name, kind, value, unit, reference, reference_value, bar, holds, machine, versions, detail``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from orchestrator.api import ConfigError
+
+_MODULES = {
+    "recompute-exact": "orchestrator.bench.recompute_exact",
+    "ledger-faults": "orchestrator.bench.ledger_faults",
+    "learns": "orchestrator.bench.learns",
+}
+
+
+def describe() -> list[tuple[str, str]]:
+    """Name and first line of each benchmark."""
+    rows = []
+    for name, module in sorted(_MODULES.items()):
+        text = importlib.import_module(module).__doc__ or ""
+        rows.append((name, text.strip().splitlines()[0]))
+    return rows
+
+
+def run(name: str, *, quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Raises ConfigError for an unknown name."""
+    if name not in _MODULES:
+        raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(_MODULES))}")
+    result: dict[str, Any] = importlib.import_module(_MODULES[name]).run(quick=quick, nonce=nonce)
+    return result

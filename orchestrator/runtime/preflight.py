@@ -1,0 +1,76 @@
+"""What is checked before anything starts: everything that would fail later for a reason that can be known now.
+
+Each check raises one ConfigError that names the field, the value and the fix; the command ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from orchestrator.api import ConfigError, Task
+from orchestrator.config import Config
+from orchestrator.hooks import versions
+from orchestrator.tasks.frozenlake import FrozenLakeTask
+
+_ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def make_task(config: Config) -> FrozenLakeTask:
+    """The task that the config names."""
+    try:
+        return FrozenLakeTask(config.task.frozen_probability, max(config.task.heldout_maps, config.evaluation.prompts))
+    except ValueError as error:
+        raise ConfigError("task", config.task.name, str(error)) from error
+
+
+def check(config: Config, task: Task) -> None:
+    """Run all checks. Nothing is started or written."""
+    for component in (versions.PYTHON, versions.VLLM, versions.MEGATRON_CORE, versions.MOONCAKE, versions.RAY):
+        versions.check(component)
+    _model(config)
+    _function(config)
+    _lengths(config, task)
+
+
+def _model(config: Config) -> None:
+    if not config.model.path:
+        return
+    file = Path(config.model.path) / "config.json"
+    fix = "give a Hugging Face folder of a Qwen3 model, or leave it empty to make a tiny one"
+    if not file.is_file():
+        raise ConfigError("model.path", config.model.path, f"is not a model folder (no config.json); {fix}")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["none"]
+    except (OSError, json.JSONDecodeError, AttributeError) as error:
+        raise ConfigError(
+            "model.path", config.model.path, f"its config.json cannot be read ({error}); {fix}"
+        ) from error
+    if found[0] not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ConfigError(
+            "model.path", config.model.path, f"its architecture {found[0]} is not supported ({known}); {fix}"
+        )
+
+
+def _function(config: Config) -> None:
+    if config.reward.url:
+        return
+    module, _, name = config.reward.function.partition(":")
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:
+        found = None
+    if found is None:
+        fix = f"there is no module {module!r} on the path; write module:function"
+        raise ConfigError("reward.function", config.reward.function, fix)
+    if not hasattr(importlib.import_module(module), name):
+        raise ConfigError("reward.function", config.reward.function, f"{module} has no function {name!r}")
+
+
+def _lengths(config: Config, task: Task) -> None:
+    room = config.rollout.engine.max_model_len
+    if room < task.max_context_tokens:
+        fix = f"a trajectory of task {task.name} may have {task.max_context_tokens} tokens; raise it to that or more"
+        raise ConfigError("rollout.engine.max_model_len", room, fix)

@@ -1,0 +1,302 @@
+"""A real run: stock vLLM and stock Megatron-Core in Ray actors, Mooncake between them, rewards behind HTTP.
+
+This module only assembles and takes apart: every part is started with a time limit and a name to wait for, and closed in
+reverse order whatever happens. What the run does is :mod:`orchestrator.pipeline`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError, Trajectory
+from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.config import Config
+from orchestrator.events import EventLog, last_time
+from orchestrator.ledger import Ledger
+from orchestrator.pipeline import Parts, Pipeline, Position
+from orchestrator.progress import Progress
+from orchestrator.rewards.client import HttpReward
+from orchestrator.rewards.launch import RewardHost
+from orchestrator.runfolder import RunFolder
+from orchestrator.runtime.actors import RayTrainer, RayWorker
+from orchestrator.runtime.mooncake import MooncakeMaster
+from orchestrator.store import TrajectoryStore
+from orchestrator.tasks.frozenlake import FrozenLakeTask
+from orchestrator.transfer import RelayEndpoint
+
+WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
+TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
+TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
+_START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
+
+
+@dataclass
+class Resumed:
+    """What a resume found."""
+
+    checkpoint: Path
+    state: RunState
+    returned: tuple[Trajectory, ...]
+
+
+def start_ray(config: Config) -> None:
+    """Connect to Ray, or start it on this machine. Before the event loop: it blocks for seconds."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if config.ray.address:
+            ray.init(address=config.ray.address, **common)
+        else:
+            ray.init(
+                num_cpus=config.ray.cpus,
+                object_store_memory=config.ray.object_store_mb << 20,
+                include_dashboard=False,
+                **common,
+            )
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
+
+
+async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume: bool) -> str:
+    """One run, from nothing or from its newest checkpoint. Returns why it ended."""
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        display = Progress(steps=config.run.steps, minutes=config.run.minutes, name=folder.path.name, now=loop.time)
+        stack.callback(display.close)
+        events_stream = stack.enter_context(folder.append(folder.events_file))
+        ledger_lines = folder.lines(folder.ledger_file)
+        ledger_stream = stack.enter_context(folder.append(folder.ledger_file))
+        events = EventLog(events_stream, loop.time, last_time(folder.events_file))
+        ledger = Ledger(ledger_stream, events.time)
+        store = TrajectoryStore(folder.trajectories)
+        stack.callback(store.close)
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        resumed = _rewind(checkpoints, ledger, ledger_lines, store, display) if resume else None
+        events.emit(
+            "run_start",
+            mode=config.run.mode,
+            alpha=config.rollout.alpha,
+            steps=config.run.steps,
+            name=folder.path.name,
+            simulated=False,
+            resumed_from=resumed.state.step if resumed else None,
+        )
+        reason, status = "", "failed"
+        try:
+            with events.stage("startup", resumed.state.step if resumed else 0):
+                parts, position = await _start(
+                    config, folder, task, events, ledger, store, checkpoints, display, stack, resumed
+                )
+            pipeline = Pipeline(config, parts, position)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, pipeline.stop, "interrupted")
+                stack.callback(loop.remove_signal_handler, number)
+            reason = await pipeline.run()
+            status = "completed" if reason == "completed" else "interrupted"
+            if status == "completed":
+                await parts.trainer.call("export", str(folder.path / "model-final"))  # type: ignore[attr-defined]
+        except (RunError, RetryableError) as error:
+            reason = str(error)
+            raise RunError(f"{reason}\n  resume with: rl-coserve train --resume {folder.path}") from error
+        except asyncio.CancelledError:
+            status, reason = "interrupted", "interrupted"
+            raise
+        finally:
+            store.flush()
+            events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
+        return reason
+
+
+def _rewind(
+    checkpoints: Checkpoints, ledger: Ledger, lines: list[str], store: TrajectoryStore, display: Progress
+) -> Resumed:
+    """Go back to the newest intact checkpoint: journal what is rolled back, drop what came after."""
+    found = checkpoints.newest()
+    if found is None:
+        raise RunError("there is no checkpoint to resume from; start the run anew")
+    checkpoint, state, damaged = found
+    for problem in damaged:
+        display.message(f"skipped a damaged checkpoint: {problem}")
+    checkpoints.drop_after(state.step)
+    held = {trajectory.id for trajectory in state.buffer}
+    returned = set(ledger.restore(lines, state.step, held))
+    store.discard_after(state.step)
+    return Resumed(checkpoint, state, tuple(t for t in state.buffer if t.id in returned))
+
+
+async def _start(
+    config: Config,
+    folder: RunFolder,
+    task: FrozenLakeTask,
+    events: EventLog,
+    ledger: Ledger,
+    store: TrajectoryStore,
+    checkpoints: Checkpoints,
+    display: Progress,
+    stack: AsyncExitStack,
+    resumed: Resumed | None,
+) -> tuple[Parts, Position]:
+    """Start everything, in parallel where it can be."""
+    display.stage("startup", "relay, reward host, model")
+    reward = await _start_reward(config, folder, stack)
+    endpoint = await _start_relay(config, folder, stack)
+    trainer = RayTrainer(TRAINER_CLASS, _environment(config.trainer.threads))
+    trainer.start()
+    stack.push_async_callback(trainer.close)
+    model = await _model(config, folder, task, trainer)
+    workers = [
+        RayWorker(
+            f"vllm-{index}",
+            WORKER_CLASS,
+            _worker_arguments(config, model, endpoint, index),
+            _environment(config.rollout.engine.threads),
+        )
+        for index in range(config.rollout.workers)
+    ]
+    for worker in workers:
+        stack.push_async_callback(worker.close)
+    display.stage("startup", "vLLM and Megatron-Core")
+
+    async def start_trainer() -> int:
+        await trainer.create(_trainer_arguments(config, model, endpoint))
+        if resumed is not None:
+            return int(await trainer.load(str(resumed.checkpoint / "trainer")))
+        await _warm_up(config, task, trainer, events, display)
+        return 0
+
+    async with asyncio.timeout(_START_LIMIT + config.warmup.steps):
+        engines = asyncio.gather(*(worker.start() for worker in workers))
+        version, _ = await asyncio.gather(start_trainer(), engines)
+    await _write_processes(folder, trainer, workers)
+    managed: list[ManagedWorker] = list(workers)
+    parts = Parts(task, managed, trainer, reward, events, ledger, store, display, checkpoints)
+    position = Position(groups=ledger.groups_started, trajectories=ledger.counts.started)
+    if resumed is not None:
+        position.step, position.version = resumed.state.step, version
+        position.buffered = resumed.returned
+        position.success_history = list(resumed.state.success_history)
+    return parts, position
+
+
+async def _start_reward(config: Config, folder: RunFolder, stack: AsyncExitStack) -> HttpReward:
+    url, token = config.reward.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
+    if not url:
+        host = RewardHost(
+            config.reward.function,
+            concurrency=min(config.reward.concurrency, 2 * (os.cpu_count() or 1)),
+            timeout=config.reward.timeout,
+            idle_seconds=config.reward.idle_seconds,
+            log=folder.logs / "reward-host.log",
+        )
+        await host.start()
+        stack.push_async_callback(host.stop)
+        url, token = host.url, host.token
+    reward = HttpReward(
+        url,
+        token=token,
+        concurrency=config.reward.concurrency,
+        timeout=config.reward.timeout,
+        retries=config.reward.retries,
+        seed=config.run.seed,
+    )
+    stack.push_async_callback(reward.close)
+    return reward
+
+
+async def _start_relay(config: Config, folder: RunFolder, stack: AsyncExitStack) -> RelayEndpoint:
+    address = config.relay.master
+    if not address:
+        master = MooncakeMaster(port=config.relay.port, log=folder.logs / "mooncake-master.log")
+        await master.start()
+        stack.push_async_callback(master.stop)
+        address = master.address
+    return RelayEndpoint(
+        job=folder.path.name,
+        master=address,
+        metadata=str(folder.metadata),
+        segment_bytes=config.relay.segment_mb << 20,
+        bucket_bytes=config.relay.bucket_mb << 20,
+        keep_versions=config.relay.keep_versions,
+    )
+
+
+async def _model(config: Config, folder: RunFolder, task: FrozenLakeTask, trainer: RayTrainer) -> str:
+    """The model's folder; a tiny one is made in the trainer's process."""
+    if config.model.path:
+        return os.path.abspath(config.model.path)
+    if not (folder.model / "config.json").exists():
+        shape = config.model.model_dump(exclude={"path"})
+        sizes = {"vocabulary": list(task.vocabulary), "max_positions": config.rollout.engine.max_model_len}
+        await trainer.function(TINY_MODEL, {"folder": str(folder.model), **shape, **sizes, "seed": config.run.seed})
+    return str(folder.model)
+
+
+async def _warm_up(
+    config: Config, task: FrozenLakeTask, trainer: RayTrainer, events: EventLog, display: Progress
+) -> None:
+    """Supervised steps before RL; none of this data is used again."""
+    settings = config.warmup
+    if settings.steps == 0:
+        return
+    display.stage("warmup", f"{settings.steps} supervised steps, skill {settings.skill:g}")
+    begun = events.time()
+    samples = task.demonstrations(settings.steps * settings.batch_size, config.run.seed, settings.skill)
+    losses: list[float] = []
+    with events.stage("warmup", 0):
+        for _ in range(settings.steps):
+            batch = [next(samples) for _ in range(settings.batch_size)]
+            metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
+            losses.append(float(metrics["loss"]))
+        await trainer.call("finish_warmup")
+    seconds = round(events.time() - begun, 3)
+    events.emit("warmup", steps=settings.steps, loss_first=losses[0], loss_last=losses[-1], seconds=seconds)
+
+
+def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
+    engine = config.rollout.engine
+    return {
+        "model": model,
+        "dtype": config.model.dtype,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_model_len": engine.max_model_len,
+        "block_size": engine.block_size,
+        "kv_cache_mb": engine.kv_cache_mb,
+        "threads": engine.threads,
+        "seed": config.run.seed + index,
+        "relay": endpoint.to_dict(),
+    }
+
+
+def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> dict[str, Any]:
+    return {
+        "model": model,
+        "settings": config.trainer.model_dump(),
+        "total_steps": config.run.steps,
+        "seed": config.run.seed,
+        "dtype": config.model.dtype,
+        "relay": endpoint.to_dict(),
+    }
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Set before the process starts: thread pools are sized when libraries load."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list[RayWorker]) -> None:
+    """Process ids, for people and for fault tests."""
+    lines = [f"trainer {await trainer.pid()}"] + [f"{worker.name} {await worker.pid()}" for worker in workers]
+    (folder.path / "processes").write_text("\n".join([*lines, f"orchestrator {os.getpid()}"]) + "\n", encoding="utf-8")
+
+
+__all__ = ["start_ray", "train"]

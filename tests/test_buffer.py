@@ -1,0 +1,156 @@
+"""The sample buffer: complete groups only, never too stale, nothing dropped in silence."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.api import Prompt, Trajectory, Turn
+from orchestrator.buffer import SampleBuffer
+from orchestrator.policies.staleness import StalenessBound, StartGate
+
+PROMPT = Prompt("key", "task", 0, "payload")
+
+
+def trajectory(name: str, group: str, version: int = 0) -> Trajectory:
+    turn = Turn((1,), (2, 3), (-0.1, -0.2), ((version, 2),))
+    return Trajectory(name, group, "task", PROMPT, (turn,), 1.0, "v", 0, False)
+
+
+class Recorder:
+    def __init__(self, alpha: int) -> None:
+        self.evicted: list[tuple[str, str, str]] = []
+        self.taken: list[str] = []
+        self.buffer = SampleBuffer(StalenessBound(alpha), lambda t, s, c: self.evicted.append((t.id, s, c)))
+
+    def take(self, t: Trajectory) -> None:
+        self.taken.append(t.id)
+
+
+def filled(recorder: Recorder, group: str, members: int, version: int = 0) -> None:
+    names = [f"{group}-{index}" for index in range(members)]
+    recorder.buffer.open(group, PROMPT, names, refills=1)
+    for name in names:
+        recorder.buffer.put(trajectory(name, group, version))
+
+
+def test_get_batch_waits_for_complete_groups_and_takes_them_in_order() -> None:
+    async def run() -> None:
+        r = Recorder(1)
+        r.buffer.open("a", PROMPT, ["a-0", "a-1"], refills=0)
+        r.buffer.put(trajectory("a-0", "a"))
+        batch = asyncio.ensure_future(r.buffer.get_batch(2, r.take))
+        filled(r, "b", 2)
+        await asyncio.sleep(0.01)
+        assert not batch.done()
+        assert r.taken == ["b-0", "b-1"]  # taken as soon as complete
+        r.buffer.put(trajectory("a-1", "a"))
+        assert [t.trajectory.id for t in await batch] == ["b-0", "b-1", "a-0", "a-1"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("alpha", "version", "kept"), [(0, 0, True), (0, 1, False), (1, 1, True), (1, 2, False), (3, 3, True)])
+def test_the_staleness_bound_is_exact(alpha: int, version: int, kept: bool) -> None:
+    r = Recorder(alpha)
+    filled(r, "a", 2, version=0)
+    r.buffer.set_version(version)
+    assert (r.buffer.ready_groups == 1) is kept
+    assert r.evicted == ([] if kept else [("a-0", "evicted_stale", ""), ("a-1", "evicted_stale", "")])
+
+
+def test_a_stale_arrival_is_evicted_at_once() -> None:
+    r = Recorder(1)
+    r.buffer.open("a", PROMPT, ["a-0", "a-1"], refills=0)
+    r.buffer.set_version(2)
+    assert r.buffer.put(trajectory("a-0", "a", version=0)) is True
+    assert r.evicted == [("a-0", "evicted_stale", "")]
+
+
+def test_a_lost_member_is_replaced_while_refills_last_then_the_group_shrinks_then_it_is_dropped() -> None:
+    r = Recorder(1)
+    started: list[str] = []
+
+    def start(_: Prompt) -> str:
+        started.append(f"new-{len(started)}")
+        return started[-1]
+
+    r.buffer.open("a", PROMPT, ["a-0", "a-1", "a-2"], refills=1)
+    r.buffer.lose("a", "a-0", start)
+    assert started == ["new-0"]
+    r.buffer.lose("a", "new-0", start)
+    assert started == ["new-0"]  # no refill left
+    r.buffer.put(trajectory("a-1", "a"))
+    r.buffer.put(trajectory("a-2", "a"))
+    assert r.buffer.ready_groups == 1
+
+    r.buffer.open("b", PROMPT, ["b-0", "b-1"], refills=0)
+    r.buffer.put(trajectory("b-0", "b"))
+    r.buffer.lose("b", "b-1", None)
+    assert r.evicted == [("b-0", "filtered", "group_too_small")]
+
+
+def test_a_cancelled_get_batch_keeps_what_it_took() -> None:
+    async def run() -> None:
+        r = Recorder(1)
+        filled(r, "a", 2)
+        batch = asyncio.ensure_future(r.buffer.get_batch(2, r.take))
+        await asyncio.sleep(0.01)
+        batch.cancel()
+        filled(r, "b", 2)
+        again = await r.buffer.get_batch(2, r.take)
+        assert [t.trajectory.id for t in again] == ["a-0", "a-1", "b-0", "b-1"]
+        assert r.taken == ["a-0", "a-1", "b-0", "b-1"]
+
+    asyncio.run(run())
+
+
+def test_a_restored_buffer_serves_what_it_held() -> None:
+    async def run() -> None:
+        r = Recorder(1)
+        filled(r, "a", 2, version=3)
+        stored = r.buffer.stored()
+        s = Recorder(1)
+        s.buffer.restore([*stored, replace(stored[0], id="x", group_id="alone")], version=4)
+        assert s.evicted == [("x", "filtered", "group_too_small")]
+        assert [t.lag for t in await s.buffer.get_batch(1, s.take)] == [1, 1]
+
+    asyncio.run(run())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 3), st.lists(st.tuples(st.sampled_from("pvt"), st.integers(0, 9)), max_size=80))
+def test_no_schedule_hands_out_a_stale_trajectory_or_loses_one(alpha: int, steps: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        r = Recorder(alpha)
+        put, version, trained = 0, 0, 0
+        for kind, number in steps:
+            if kind == "p":
+                filled(r, f"g{put}", 2, version=max(0, version - number % (alpha + 1)))
+                put += 1
+            elif kind == "v":
+                version += 1
+                r.buffer.set_version(version)
+            elif r.buffer.ready_groups:
+                batch = await r.buffer.get_batch(1, r.take)
+                assert all(0 <= t.lag <= alpha for t in batch)
+                trained += len(r.buffer.hand_over())
+        assert trained + len(r.evicted) + r.buffer.scored == 2 * put
+
+    asyncio.run(run())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 64), st.integers(2, 16), st.integers(1, 200))
+def test_the_gate_bounds_what_is_ahead_of_the_trainer(alpha: int, groups: int, size: int, environments: int) -> None:
+    gate = StartGate(alpha, groups * size, 1.0, environments)
+    in_flight = waiting = 0
+    for turn in range(500):
+        if gate.may_start(size, in_flight, waiting):
+            in_flight += size
+        elif in_flight:
+            in_flight, waiting = in_flight - 1, waiting + 1
+        assert in_flight <= environments
+        assert in_flight + waiting <= (alpha + 1) * groups * size, turn

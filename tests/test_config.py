@@ -1,0 +1,112 @@
+"""Bad input: one clear error that names field, value and fix; and every TOML of the repository loads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.config import load_config, parse_config, to_json
+
+ROOT = Path(__file__).parent.parent
+TOMLS = sorted(path for path in ROOT.rglob("*.toml") if path.name != "pyproject.toml" and ".venv" not in path.parts)
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
+def test_every_toml_of_the_repository_loads(path: Path) -> None:
+    load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "hint"),
+    [
+        ("rollout.alpa=1", "rollout.alpa", "did you mean 'alpha'"),
+        ("rollout.alpha=-1", "rollout.alpha", "greater than or equal to 0"),
+        ("rollout.group_size=1", "rollout.group_size", "greater than or equal to 2"),
+        ("trainer.learning_rate=0", "trainer.learning_rate", "greater than 0"),
+        ("run.mode=sometimes", "run.mode", "'sync' or 'async'"),
+        ("nothing.here=1", "nothing", "known keys"),
+        ("relay.port=70000", "relay.port", "65535"),
+        ("reward.function=os.system", "reward.function", "pattern"),
+        ("rollout.engine.block_size=20", "rollout.engine.block_size", "multiple of 32"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_fix(override: str, field: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert caught.value.field == field
+    assert hint in str(caught.value)
+
+
+def test_every_violation_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["rollout.alpha=-1", "trainer.clip_low=7", "model.layers=0"])
+    text = str(caught.value)
+    assert all(name in text for name in ("rollout.alpha", "trainer.clip_low", "model.layers"))
+
+
+@pytest.mark.parametrize("override", ["run.mode=sync", "rollout.alpha=0", "rollout.environments=4"])
+def test_values_that_do_not_fit_together_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(None, [override])
+
+
+def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match="TOML"):
+        load_config(tmp_path / "broken.toml")
+
+
+def test_the_saved_config_is_the_same_config() -> None:
+    import json
+
+    config = load_config(None, ["rollout.alpha=2", "run.name='x'"])
+    assert parse_config(json.loads(to_json(config))) == config
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "orchestrator.cli", *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "nowhere.toml"), "no such file"),
+        (("train", "--resume", "nowhere"), "is no run folder"),
+        (("train", "examples/frozenlake.toml", "model.path=/nonexistent"), "is not a model folder"),
+        (("train", "examples/frozenlake.toml", "reward.function=nowhere.at:all"), "no module"),
+        (("train", "examples/frozenlake.toml", "rollout.engine.max_model_len=20"), "may have"),
+        (("train", "examples/frozenlake.toml", "run.folder=/proc/nothing"), "cannot be written"),
+        (("report", "nowhere"), "is no run folder"),
+        (("bench", "nothing"), "no such benchmark"),
+    ],
+)
+def test_bad_input_ends_with_exit_code_2_and_starts_nothing(arguments: tuple[str, ...], words: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_prints_the_resolved_config_and_starts_nothing() -> None:
+    done = command("train", "examples/frozenlake.toml", "run.seed=7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert '"seed": 7' in done.stdout
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.35.1"])
+def test_an_untested_engine_version_is_refused_with_the_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.hooks import versions
+    from orchestrator.runtime import preflight
+
+    def installed(_: tuple[str, ...]) -> tuple[str, str]:
+        return "vllm", version
+
+    monkeypatch.setattr(versions, "installed_version", installed)
+    config = load_config(ROOT / "examples/frozenlake.toml")
+    with pytest.raises(ConfigError, match=r"0\.32") as caught:
+        preflight.check(config, preflight.make_task(config))
+    assert version in str(caught.value)

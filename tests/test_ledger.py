@@ -1,0 +1,147 @@
+"""The ledger closes, whatever happens; when it does not, it says so."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.api import RunError
+from orchestrator.events import MemorySink
+from orchestrator.ledger import END_STATES, Ledger, recount
+
+
+def make(sink: MemorySink | None = None) -> tuple[Ledger, MemorySink]:
+    sink = sink or MemorySink()
+    return Ledger(sink, lambda: 0.0), sink
+
+
+def drive(ledger: Ledger, name: str, *states: str) -> None:
+    for state in states:
+        if state in END_STATES:
+            ledger.end(name, state, "broke" if state == "failed" else "", step=3 if state == "trained" else -1)
+        else:
+            ledger.move(name, state)
+
+
+def test_every_start_is_in_exactly_one_place() -> None:
+    ledger, sink = make()
+    for index in range(4):
+        ledger.start(f"t{index}", "g0")
+    drive(ledger, "t0", "scoring", "buffered", "taken", "trained")
+    drive(ledger, "t1", "failed")
+    drive(ledger, "t2", "scoring", "buffered", "evicted_stale")
+    ledger.check()
+    counts = ledger.counts.as_dict()
+    assert (counts["started"], counts["in_flight"]) == (4, 1)
+    assert counts["trained"] == counts["failed"] == counts["evicted_stale"] == 1
+    assert counts["failed_by_cause"] == {"broke": 1}
+    assert recount(sink.lines) == counts
+
+
+@pytest.mark.parametrize(
+    "states", [("trained", "trained"), ("scoring", "scoring"), ("taken",), ("failed", "buffered"), ("scoring", "taken")]
+)
+def test_an_impossible_change_is_refused(states: tuple[str, ...]) -> None:
+    ledger, _ = make()
+    ledger.start("t", "g")
+    with pytest.raises(RunError):
+        drive(ledger, "t", *states)
+
+
+def test_unknown_and_repeated_ids_are_refused() -> None:
+    ledger, _ = make()
+    ledger.start("t", "g")
+    with pytest.raises(RunError, match="twice"):
+        ledger.start("t", "g")
+    with pytest.raises(RunError, match="never started"):
+        ledger.end("other", "trained")
+    with pytest.raises(RunError, match="without a cause"):
+        ledger.end("t", "failed")
+
+
+def test_a_lost_trajectory_is_caught() -> None:
+    """The mutation: an entry vanishes behind the ledger's back."""
+    ledger, _ = make()
+    ledger.start("t0", "g")
+    ledger.start("t1", "g")
+    del ledger._entries["t1"]
+    with pytest.raises(RunError, match="does not close"):
+        ledger.check()
+
+
+def test_a_miscounted_flight_is_caught() -> None:
+    ledger, _ = make()
+    ledger.start("t0", "g")
+    ledger.counts.in_flight -= 1
+    with pytest.raises(RunError, match="does not close"):
+        ledger.check()
+
+
+def test_resume_rolls_back_what_was_trained_after_the_checkpoint() -> None:
+    ledger, sink = make()
+    for name in ("old", "held", "lost", "flying", "buffered", "evicted"):
+        ledger.start(name, f"group-{name}")
+    drive(ledger, "old", "scoring", "buffered", "taken")
+    ledger.end("old", "trained", step=1)
+    for name in ("held", "lost"):
+        drive(ledger, name, "scoring", "buffered", "taken")
+        ledger.end(name, "trained", step=2)
+    drive(ledger, "buffered", "scoring", "buffered")
+    drive(ledger, "evicted", "scoring", "buffered", "evicted_stale")
+
+    again, journal = make()
+    returned = again.restore(sink.lines, checkpoint_step=2, held={"held", "buffered", "evicted"})
+
+    assert returned == ["held", "buffered"]
+    assert [again.state(name) for name in ("old", "held", "lost", "flying", "buffered", "evicted")] == [
+        "trained",
+        "buffered",
+        "failed",
+        "failed",
+        "buffered",
+        "evicted_stale",
+    ]
+    counts = again.counts.as_dict()
+    assert counts["rolled_back"] == 2
+    assert counts["failed_by_cause"] == {"interrupted": 1, "rolled_back": 1}
+    assert recount([*sink.lines, *journal.lines]) == counts
+    drive(again, "held", "taken", "trained")
+    again.check()
+
+
+def test_a_second_crash_replays_the_first_resume() -> None:
+    ledger, sink = make()
+    ledger.start("t", "g")
+    drive(ledger, "t", "scoring", "buffered", "taken")
+    ledger.end("t", "trained", step=5)
+    second, more = make()
+    second.restore(sink.lines, checkpoint_step=5, held={"t"})
+    third, _ = make()
+    lines = [*sink.lines, *more.lines]
+    assert third.restore(lines, checkpoint_step=5, held={"t"}) == ["t"]
+    assert third.counts.as_dict() == second.counts.as_dict()
+
+
+def test_a_half_written_line_is_skipped() -> None:
+    ledger, sink = make()
+    ledger.start("t", "g")
+    again, _ = make()
+    again.restore([*sink.lines, '{"id":"t","sta'], 0, set())
+    assert again.counts.failed_by_cause == {"interrupted": 1}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["scoring", "buffered", "taken", *END_STATES])), max_size=60))
+def test_random_histories_always_close_and_agree_with_the_recount(steps: list[tuple[int, str]]) -> None:
+    ledger, sink = make()
+    for index in range(6):
+        ledger.start(f"t{index}", "g")
+    for index, state in steps:
+        try:
+            drive(ledger, f"t{index}", state)
+        except RunError:
+            continue  # refused, and nothing was written
+    ledger.check()
+    assert recount(sink.lines) == ledger.counts.as_dict()
+    assert [json.loads(line)["seq"] for line in sink.lines] == list(range(len(sink.lines)))
