@@ -52,7 +52,9 @@ def test_get_batch_waits_for_complete_groups_and_takes_them_in_order() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("alpha", "version", "kept"), [(0, 0, True), (0, 1, False), (1, 1, True), (1, 2, False), (3, 3, True)])
+@pytest.mark.parametrize(
+    ("alpha", "version", "kept"), [(0, 0, True), (0, 1, False), (1, 1, True), (1, 2, False), (3, 3, True)]
+)
 def test_the_staleness_bound_is_exact(alpha: int, version: int, kept: bool) -> None:
     r = Recorder(alpha)
     filled(r, "a", 2, version=0)

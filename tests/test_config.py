@@ -68,7 +68,9 @@ def test_the_saved_config_is_the_same_config() -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "orchestrator.cli", *arguments], capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", *arguments], capture_output=True, text=True, cwd=ROOT
+    )
 
 
 @pytest.mark.parametrize(

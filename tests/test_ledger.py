@@ -132,7 +132,9 @@ def test_a_half_written_line_is_skipped() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["scoring", "buffered", "taken", *END_STATES])), max_size=60))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["scoring", "buffered", "taken", *END_STATES])), max_size=60)
+)
 def test_random_histories_always_close_and_agree_with_the_recount(steps: list[tuple[int, str]]) -> None:
     ledger, sink = make()
     for index in range(6):

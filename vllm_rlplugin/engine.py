@@ -231,8 +231,7 @@ class Engine:
             raise ValueError("this worker has no relay to update from; construct it with one")
         if version < self.version:
             raise ValueError(f"weight versions never decrease: {version} asked for, {self.version} is loaded")
-        if version == self.version:  # a repeated command
-            return UpdateResult(version, 0, 0.0)
+        # The same version is loaded again: after a rollback of the run its number may stand for other weights.
         try:
             self._rpc("start_weight_update")
             self._rpc("update_weights", update_info={"version": version})

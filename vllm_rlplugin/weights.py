@@ -8,7 +8,8 @@ Guarantees:
   the model is in no defined state (``damaged``) and the engine must not serve again.
 * No patch of vLLM: the stock layerwise reload does the sharding, packing and in-place copy.
 
-It must never keep a reference to a buffer of the relay: staged tensors are copies.
+Staged tensors are views of the relay's buffers, no copies: a buffer is reused only when nothing refers to it any more
+(``orchestrator.transfer.buffers``), and staging ends with the update.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         """Fetch, verify and stage a version. Raises RetryableError; the model is not touched."""
         if self._subscriber is None:
             raise RetryableError("the weight-transfer engine was not initialised with a relay endpoint")
-        manifest = self._subscriber.manifest(update_info.version)
         try:
+            manifest = self._subscriber.manifest(update_info.version)
             staged = stage(manifest, self._subscriber.fetch(manifest))
         except CorruptWeightsError as error:
             raise RetryableError(f"weight version {update_info.version}: {error}") from error
@@ -164,7 +165,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 def stage(
     manifest: WeightManifest, tensors: Iterable[tuple[ShardKey, np.ndarray[Any, np.dtype[np.uint8]]]]
 ) -> dict[str, torch.Tensor]:
-    """Copy all shards of a full version into whole tensors. Raises RetryableError unless every element was covered once."""
+    """Make whole tensors of all shards of a full version. Raises RetryableError when elements are missing."""
     if manifest.base_version != -1:
         raise RetryableError(
             f"weight version {manifest.version} is a difference to {manifest.base_version}, not a full snapshot"
@@ -178,7 +179,7 @@ def stage(
         shape = list(key.global_shape)
         if key.dim >= 0:
             shape[key.dim] = key.stop - key.start
-        piece = torch.from_numpy(np.array(data, dtype=np.uint8, copy=True)).view(dtype).view(shape)
+        piece = torch.from_numpy(data).view(dtype).view(shape)
         if key.dim < 0:
             staged[key.tensor] = piece
         else:

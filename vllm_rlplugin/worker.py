@@ -7,7 +7,8 @@ which they were given. Idle or suspended, the task sleeps on an event; it never 
 Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
 
 * Every added request ends in exactly one completion: finished, aborted (with the tokens it had) or refused by the engine
-  (finish reason ``error``). ADD or ABORT of an id that was seen before changes nothing.
+  (finish reason ``error``). ADD or ABORT of an id that was seen before changes nothing. Completions go to the latest call
+  of ``completions``; an earlier one that still waits (its caller was cancelled in another process) returns nothing.
 * An unexpected exception in the engine makes the worker broken: every pending and later call raises RetryableError with
   the cause. So does a call after ``close``.
 * A failed UPDATE that did not touch the model leaves the old version, and RESUME goes on with it; one that failed half-way
@@ -79,6 +80,7 @@ class EngineWorker:
         )
         self._commands: deque[_Command] = deque()
         self._finished: deque[Completion] = deque()
+        self._reader = 0  # the latest call of completions()
         self._seen: dict[str, None] = {}  # insertion-ordered set of request ids
         self._suspended = False
         self._closed = False
@@ -111,10 +113,15 @@ class EngineWorker:
 
     async def completions(self) -> list[Completion]:
         self._check()
+        self._reader += 1
+        reader = self._reader
+        self._news.set()  # an earlier call that still waits lost its caller, else it would not be repeated
         while not self._finished:
             self._news.clear()
             await self._news.wait()
             self._check()
+            if reader != self._reader:
+                return []
         completions = list(self._finished)
         self._finished.clear()
         return completions

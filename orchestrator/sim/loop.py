@@ -2,10 +2,10 @@
 
 Guarantees:
 
-* ``loop.time()`` is virtual, starts at 0.0 and only jumps: when no callback is ready, to the deadline of the next timer.
-  Callbacks take no time. Nothing waits for the wall clock, a socket, a thread or a process; asking for one is an error.
-* The order of callbacks is a function of the program and of ``seed`` alone: ready callbacks run first in, first out, and
-  timers of one deadline in the order in which they were set. With ``shuffle`` each batch of ready callbacks runs in a
+* ``loop.time()`` is virtual, starts at 0.0 and only jumps: when no callback is ready, to the deadline of the next
+  timer. Callbacks take no time. Nothing waits for the wall clock, a socket, a thread or a process; asking is an error.
+* The order of callbacks is a function of the program and of ``seed`` alone: ready callbacks run first in, first out,
+  and timers of one deadline in the order in which they were set. With ``shuffle`` each batch of ready callbacks runs in a
   seeded random order instead, which a correct program must survive. Tasks hash by creation number, so that the sets of
   tasks inside asyncio (``TaskGroup``, ``wait``) do not bring memory addresses into the order either.
 * Nothing hangs: no callback and no timer left is a :class:`DeadlockError` that names every pending task and the line it
@@ -110,7 +110,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Virtual seconds since the loop was made."""
         return self._now
 
-    def call_at(
+    def call_at(  # type: ignore[override]  # typeshed ties the arguments' types to the callback's
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Schedule at a virtual time; timers of one deadline keep their order."""
@@ -142,7 +142,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._prune_tasks_at = max(_PRUNE_AT, 2 * len(self._tasks))
         return task
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]  # as call_at
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """From this thread only (asyncio itself calls it to close generators); another thread has no seed."""
@@ -150,7 +150,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             raise SimulationError("a second thread reached the simulated event loop; its timing has no seed")
         return self.call_soon(callback, *args, context=context)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:
+    def run_in_executor(  # type: ignore[override]  # as call_at
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> NoReturn:
         """Refused: threads have no seed."""
         raise SimulationError(f"run_in_executor({func!r}) in a simulation: threads have no virtual time")
 
@@ -171,8 +173,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 raise DeadlockError(f"deadlock at virtual time {self._now:.6f} s: {self.describe_tasks()}")
             if timers[0][0] > self._max_seconds:
                 raise RunawayError(
-                    f"the next timer is at {timers[0][0]:.3f} s, past the limit of {self._max_seconds} virtual seconds: "
-                    f"{self.describe_tasks()}"
+                    f"the next timer is at {timers[0][0]:.3f} s, past the limit of {self._max_seconds} virtual "
+                    f"seconds: {self.describe_tasks()}"
                 )
             self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
@@ -195,7 +197,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         for _ in range(count):
             entry = ready.popleft()
             if not entry.cancelled():
-                entry._run()  # type: ignore[attr-defined]  # what every event loop calls
+                entry._run()  # what every event loop calls
 
     # What is left to say.
 
@@ -211,7 +213,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return "\n".join(lines)
 
     def finish(self) -> LoopReport:
-        """Cancel what is still pending, oldest first, run it to its end, close, and report. Call once, after the run."""
+        """Cancel what is still pending, oldest first, run it to its end, close, and report. Call once, at the end."""
         leaked = tuple(f"{task.get_name()}: {_wait_chain(task)}" for task in self.pending_tasks())
         try:
             while pending := self.pending_tasks():

@@ -1,0 +1,78 @@
+"""Success of the long demo run on held-out maps, by real RL, three seeds.
+
+Runs ``rl-coserve train examples/frozenlake_long.toml`` once a seed, from nothing, and reports the lowest final success.
+``--quick`` runs one seed for as long as 45 seconds allow: it shows that the measurement works, not that the bar is met.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import RunError
+from orchestrator.report.summary import summarize
+from orchestrator.runfolder import describe_machine
+
+NAME = "learns"
+_BAR = 0.80
+_SEEDS = (0, 1, 2)
+_CONFIG = Path("examples/frozenlake_long.toml")
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Needs the repository's ``examples`` folder. Raises RunError when a run fails."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    seeds = _SEEDS[:1] if quick else _SEEDS
+    short = ["run.steps=3", "evaluation.prompts=100", "evaluation.every=0", "warmup.steps=50"] if quick else []
+    with tempfile.TemporaryDirectory(prefix="rl-coserve-learns-") as folder:
+        summaries = [_train(seed, short, Path(folder)) for seed in seeds]
+    finals = [float(summary["success_end"]["value"]) for summary in summaries]
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": min(finals),
+        "unit": "success rate on held-out maps, worst seed",
+        "reference": "success before RL, best seed",
+        "reference_value": max(float(summary["success_start"]["value"]) for summary in summaries),
+        "bar": f">= {_BAR:.2f}",
+        "holds": not quick and min(finals) >= _BAR,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            "seeds": list(seeds),
+            "success_end": finals,
+            "curves": [summary["success_curve"] for summary in summaries],
+            "steps": [summary["steps"] for summary in summaries],
+            "seconds": [summary["seconds"] for summary in summaries],
+            "samples": sum(int(summary["success_end"]["prompts"]) for summary in summaries),
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid()],
+            "nonce": nonce,
+        },
+    }
+
+
+def _train(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "orchestrator.cli", "train", str(_CONFIG), f"run.seed={seed}"]
+    done = subprocess.run(
+        [*command, f'run.folder="{folder}"', f"run.name=seed{seed}", *overrides],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RunError(f"the run of seed {seed} ended with exit code {done.returncode}: {done.stderr[-800:]}")
+    run = folder / f"seed{seed}-001"
+    summary = summarize(run)
+    events = (json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    evaluations = [event for event in events if event["kind"] == "evaluation"]
+    summary["success_curve"] = [[event["step"], event["success"]] for event in evaluations]
+    return summary

@@ -1,0 +1,82 @@
+"""Tokens that an updated in-flight request writes differently from a fresh engine with the new weights (must be 0).
+
+Real engine, greedy, fp32: ``vllm_rlplugin.recompute_probe`` in a process of its own. The detail holds the two controls
+that show the comparison can fail: how many tokens the update changed, and how many differ when old KV is kept.
+``--quick`` compares at least 1,000 tokens, the full run at least 10,000 over three seeds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from orchestrator.api import RunError
+from orchestrator.runfolder import describe_machine
+
+NAME = "recompute-exact"
+_QUICK_TOKENS = 1_000
+_FULL_TOKENS = 10_000
+_FULL_SEEDS = (0, 1, 2)
+_LIMIT = 600.0  # seconds a probe may take on a machine that does other things
+_SUMS = (
+    "tokens",
+    "differing",
+    "requests",
+    "updates",
+    "preempted",
+    "kept_tokens",
+    "changed_by_update",
+    "changed_by_update_of",
+    "differing_without_reset",
+    "differing_without_reset_of",
+)
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Raises RunError when a probe fails."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    tokens, seeds = (_QUICK_TOKENS, (0,)) if quick else (_FULL_TOKENS // len(_FULL_SEEDS) + 1, _FULL_SEEDS)
+    probes = [_probe(tokens, seed) for seed in seeds]
+    sums = {name: sum(int(probe[name]) for probe in probes) for name in _SUMS}
+    enough = sums["tokens"] >= (_QUICK_TOKENS if quick else _FULL_TOKENS)
+    can_fail = sums["changed_by_update"] > 0 and sums["differing_without_reset"] > 0
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": sums["differing"],
+        "unit": "tokens that differ",
+        "reference": "a fresh engine with the new weights",
+        "reference_value": 0,
+        "bar": f"0 of >= {_FULL_TOKENS:,} tokens; both controls > 0",
+        "holds": sums["differing"] == 0 and enough and can_fail,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            **sums,
+            "samples": sums["requests"],
+            "seeds": list(seeds),
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid(), *(int(probe["pid"]) for probe in probes)],
+            "nonce": nonce,
+        },
+    }
+
+
+def _probe(tokens: int, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "vllm_rlplugin.recompute_probe", "--tokens", str(tokens), "--seed", str(seed)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"the recompute probe took longer than {_LIMIT:.0f} s") from error
+    if done.returncode != 0:
+        raise RunError(f"the recompute probe ended with exit code {done.returncode}: {done.stderr[-800:]}")
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise RunError("the recompute probe printed nothing")
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result

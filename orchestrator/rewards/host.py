@@ -1,0 +1,159 @@
+"""The embedded function host: functions of this installation behind the AWS Lambda Invoke REST API, on loopback.
+
+    python -m orchestrator.rewards.host --function module:fn [--function name=module:fn ...] --token-env NAME [--port P]
+
+    POST /2015-03-31/functions/{name}/invocations    JSON in, JSON out; X-Amz-Function-Error when the function failed
+    GET  /stats                                      processes and counters of every function
+
+Guarantees: it answers nobody without the bearer token (read from the environment variable NAME, never an argument, and
+not passed on to functions); it listens on loopback only; bodies are limited; a function that raises, hangs, exits,
+prints or returns garbage costs its caller an error and nobody else anything (:mod:`orchestrator.rewards.pool`). When it
+is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it ends when its standard input does, so it never outlives
+the process that holds the other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from orchestrator.rewards.pool import FunctionError, FunctionPool, Throttled
+from orchestrator.rewards.protocol import ERROR_HEADER, INVOKE_PATH, MAX_BODY_BYTES, reject_constant
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_ERROR_TYPE = "x-amzn-ErrorType"
+
+
+def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.Application:
+    """The HTTP side."""
+    wanted = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, wanted):
+            return _refuse(401, "UnrecognizedClientException", "send the bearer token")
+        return await handler(request)
+
+    async def invoke(request: web.Request) -> web.StreamResponse:
+        function = functions.get(request.match_info["name"])
+        if function is None:
+            return _refuse(404, "ResourceNotFoundException", f"no function; there are: {', '.join(functions)}")
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return _refuse(413, "RequestTooLargeException", f"the body has more than {MAX_BODY_BYTES} B")
+        try:
+            event = json.loads(body or b"{}", parse_constant=reject_constant)
+        except (ValueError, RecursionError) as error:
+            return _refuse(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
+        try:
+            return web.json_response(await function.invoke(event))
+        except FunctionError as error:
+            failed = {"errorType": error.kind, "errorMessage": error.message}
+            return web.json_response(failed, headers={ERROR_HEADER: "Unhandled"})
+        except Throttled:
+            return _refuse(429, "TooManyRequestsException", "too many calls wait already")
+
+    async def stats(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"functions": {name: function.stats() for name, function in functions.items()}})
+
+    application = web.Application(middlewares=[authorise], client_max_size=MAX_BODY_BYTES)
+    application.router.add_post(INVOKE_PATH, invoke)
+    application.router.add_get("/stats", stats)
+    return application
+
+
+def _refuse(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response({"Type": "User", "Message": message}, status=status, headers={_ERROR_TYPE: kind})
+
+
+async def serve(options: argparse.Namespace, token: str) -> None:
+    """Until SIGTERM, SIGINT or the end of standard input."""
+    functions = {
+        name: FunctionPool(
+            target,
+            concurrency=options.concurrency,
+            timeout=options.timeout,
+            idle_seconds=options.idle_seconds,
+            hidden=options.token_env,
+        )
+        for name, target in options.function
+    }
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    # Cancelled handlers kill the workers they hold.
+    runner = web.AppRunner(make_application(functions, token), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", options.port)
+        await site.start()
+        port = runner.addresses[0][1]
+        print(json.dumps({"port": port}), flush=True)
+        if options.die_with_stdin:
+            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+        for function in functions.values():
+            await function.close()
+
+
+class _EndOfInput(asyncio.Protocol):
+    """Tells when the other end of the pipe is gone."""
+
+    def __init__(self, ended: asyncio.Event) -> None:
+        self._ended = ended
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
+
+
+def _function(text: str) -> tuple[str, str]:
+    name, separator, target = text.rpartition("=")
+    module, colon, function = target.partition(":")
+    if not (module and colon and function):
+        raise argparse.ArgumentTypeError(f"{text!r}: write it as module:function or name=module:function")
+    return (name if separator else function), target
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.rewards.host", description=__doc__)
+    parser.add_argument("--function", type=_function, action="append", required=True, metavar="[NAME=]MODULE:FN")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
+    parser.add_argument("--token-env", required=True, help="environment variable that holds the bearer token")
+    parser.add_argument("--concurrency", type=int, default=4, help="worker processes a function")
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds a call may run")
+    parser.add_argument("--idle-seconds", type=float, default=30.0, help="an idle worker ends after this")
+    parser.add_argument("--die-with-stdin", action="store_true", help="end when standard input ends")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: told to stop. 2: wrong arguments, no token, or the port is taken."""
+    options: Any = _parser().parse_args(arguments)
+    token = os.environ.get(options.token_env, "")
+    if not token:
+        print(f"{options.token_env} is empty: it must hold the bearer token", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(serve(options, token))
+    except OSError as error:
+        print(f"cannot listen on 127.0.0.1:{options.port}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

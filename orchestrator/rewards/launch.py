@@ -1,0 +1,117 @@
+"""Starts the embedded function host as a child of the orchestrator, with a token that only the two know.
+
+Guarantees: after ``start`` returned the host answers; when it raises (or is cancelled), nothing is left behind; ``stop``
+is idempotent and reaps; the host ends when this process does, however it ends, because it holds the other end of a pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import IO
+
+from orchestrator.api import ConfigError, RunError
+from orchestrator.rewards.protocol import INVOKE_PATH
+
+TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
+START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
+STOP_LIMIT = 5.0  # seconds to stop by itself before it is killed
+
+
+class RewardHost:
+    """One embedded host that serves one function."""
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        concurrency: int = 4,
+        timeout: float = 10.0,
+        idle_seconds: float = 30.0,
+        log: Path | None = None,
+    ) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self._function = function
+        self._options = ["--concurrency", str(concurrency), "--timeout", str(timeout), "--idle-seconds", str(idle_seconds)]
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._port = 0
+
+    @property
+    def base_url(self) -> str:
+        """Where ``/stats`` is."""
+        if not self._port:
+            raise RunError("the reward host was not started")
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def url(self) -> str:
+        """What the function is invoked at."""
+        return self.base_url + INVOKE_PATH.format(name=self._function.partition(":")[2])
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self.alive() else None
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start and wait until it listens. Raises ConfigError when the function is refused, RunError otherwise."""
+        command = [sys.executable, "-m", "orchestrator.rewards.host", "--die-with-stdin", "--token-env", TOKEN_VARIABLE]
+        log = _open_log(self._log)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*command, "--function", self._function, *self._options),
+                stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the host
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, TOKEN_VARIABLE: self.token},
+                start_new_session=True,  # Ctrl-C is for the orchestrator, which stops the host when it is done
+            )
+        finally:
+            if log is not None:
+                log.close()
+        try:
+            assert self._process.stdout is not None
+            async with asyncio.timeout(START_LIMIT):
+                line = await self._process.stdout.readline()
+                if not line:
+                    code = await self._process.wait()
+                    if code == 2:
+                        raise ConfigError("reward.function", self._function, f"the reward host refused to start{self._hint()}")
+                    raise RunError(f"the reward host ended with code {code} before it was ready{self._hint()}")
+            self._port = int(json.loads(line)["port"])
+        except TimeoutError:
+            await self.stop()
+            raise RunError(f"the reward host was not ready within {START_LIMIT:g} s{self._hint()}") from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop, kill if need be, reap. Idempotent."""
+        process = self._process
+        self._port = 0
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(STOP_LIMIT):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    def _hint(self) -> str:
+        return f"; see {self._log}" if self._log is not None else ""
+
+
+def _open_log(path: Path | None) -> IO[bytes] | None:
+    return None if path is None else path.open("ab")

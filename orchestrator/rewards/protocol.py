@@ -1,0 +1,21 @@
+"""What client, host and worker agree on: paths, headers, limits and error types of the function host.
+
+The host speaks the AWS Lambda Invoke REST API, so error types that Lambda has are spelled as Lambda spells them.
+"""
+
+from __future__ import annotations
+
+INVOKE_PATH = "/2015-03-31/functions/{name}/invocations"
+ERROR_HEADER = "X-Amz-Function-Error"  # present: the function failed, the body is {"errorType", "errorMessage"}
+TIMED_OUT = "Sandbox.Timedout"
+NOT_FINITE = "Runtime.NotFinite"  # the result contains NaN or infinity, which JSON does not have
+BAD_RESULT = "Runtime.MarshalError"
+IMPORT_FAILED = "Runtime.ImportModuleError"
+EXITED = "Runtime.ExitError"
+
+MAX_BODY_BYTES = 1 << 20  # of a request and of a result; a trajectory of 100,000 tokens is about 600 kB
+
+
+def reject_constant(name: str) -> float:
+    """``parse_constant`` of a strict JSON parser: NaN and infinities are not JSON."""
+    raise ValueError(f"{name} is not JSON")

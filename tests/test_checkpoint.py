@@ -1,0 +1,74 @@
+"""Checkpoints are whole or absent; a damaged one is noticed and the one before it is used."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.api import Prompt, RunError, Trajectory, Turn
+from orchestrator.checkpoint import Checkpoints, RunState, verify
+
+
+def state(step: int) -> RunState:
+    turns = (Turn((1, 2), (3, 4), (-0.25, -0.125), ((step, 1), (step + 1, 1)), 0.5, True, 0.1, 0.2),)
+    trajectory = Trajectory(
+        "t", "g", "task", Prompt("k", "task", 1, "p"), turns, 1.0, "v", 1, False, ("e",), 1.0, 2.0, 3.0
+    )
+    return RunState(step, step + 1, 17, 12.5, (trajectory,), ((0, 0.25),))
+
+
+def write(checkpoints: Checkpoints, step: int) -> Path:
+    partial = checkpoints.begin(step)
+    (partial / "trainer" / "weights.bin").write_bytes(bytes([step]) * 1000)
+    return checkpoints.commit(partial, state(step))
+
+
+def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    folder = write(checkpoints, 3)
+    assert checkpoints.newest() == (folder, state(3), [])
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(5):
+        write(checkpoints, step)
+    assert [folder.name for folder in checkpoints.all()] == ["step-000003", "step-000004"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_skipped_with_a_reason(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    good, bad = write(checkpoints, 1), write(checkpoints, 2)
+    weights = bad / "trainer" / "weights.bin"
+    if damage == "flip":
+        weights.write_bytes(b"\xff" + weights.read_bytes()[1:])
+    elif damage == "truncate":
+        weights.write_bytes(b"")
+    elif damage == "remove":
+        weights.unlink()
+    else:
+        (bad / "files.json").unlink()
+    assert verify(bad)
+    found = checkpoints.newest()
+    assert found is not None
+    assert found[0] == good
+    assert len(found[2]) == 1
+
+
+def test_an_interrupted_write_leaves_the_one_before(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    good = write(checkpoints, 1)
+    checkpoints.begin(2)  # and the process dies here
+    found = checkpoints.newest()
+    assert found is not None
+    assert found[0] == good
+    checkpoints.drop_after(1)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_nothing_intact_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    (write(checkpoints, 1) / "state.json").write_text("{}")
+    with pytest.raises(RunError, match="no intact checkpoint"):
+        checkpoints.newest()
+    assert Checkpoints(tmp_path / "none", keep=1).newest() is None

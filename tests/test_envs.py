@@ -1,0 +1,161 @@
+"""EnvManager: whatever an environment does ends one trajectory, with a cause."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from orchestrator.api import (
+    Completion,
+    GenerationRequest,
+    Observation,
+    Prompt,
+    Sampling,
+    StepResult,
+    TrajectoryError,
+)
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory
+
+PROMPT = Prompt("key", "toy", 3, "payload")
+SAMPLING = Sampling(2, stop_token_ids=(1,))
+
+
+class Toy:
+    """Three turns, then done; ``misbehave`` replaces what ``step`` does."""
+
+    version = "toy 1"
+
+    def __init__(self, misbehave: Callable[[], object] | None, on_reset: Callable[[], object] | None) -> None:
+        self.misbehave, self.on_reset = misbehave, on_reset
+        self.turn = 0
+        self.closed = False
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        if self.on_reset is not None:
+            return self.on_reset()  # type: ignore[return-value]
+        return Observation((2, 3))
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        if self.misbehave is not None:
+            answer = self.misbehave()
+            return await answer if asyncio.iscoroutine(answer) else answer  # type: ignore[return-value]
+        self.turn += 1
+        return StepResult(Observation((4,)), 0.0, done=self.turn == 3)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class ToyTask:
+    name = "toy"
+    vocabulary: Sequence[str] = tuple("abcdefgh")
+    pad_id, end_id, max_turns, max_response_tokens, max_context_tokens = 0, 1, 5, 2, 40
+
+    def __init__(
+        self, misbehave: Callable[[], object] | None = None, on_reset: Callable[[], object] | None = None
+    ) -> None:
+        self.made: list[Toy] = []
+        self.misbehave, self.on_reset = misbehave, on_reset
+
+    def prompts(self, split: str, seed: int):  # type: ignore[no-untyped-def]
+        yield PROMPT
+
+    def environment(self) -> Toy:
+        self.made.append(Toy(self.misbehave, self.on_reset))
+        return self.made[-1]
+
+
+class EchoProxy:
+    def __init__(self, finish: str = "stop", delay: float = 0.0) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.finish, self.delay = finish, delay
+        self.faults: list[str] = []
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.requests.append(request)
+        await asyncio.sleep(self.delay)
+        return Completion(request.request_id, (5, 1), (-0.5, -0.1), ((4, 2),), self.finish)
+
+    def note_fault(self, what: str, detail: str) -> None:
+        self.faults.append(what)
+
+
+def play(task: ToyTask, proxy: EchoProxy, stale: bool = False, limit: float = 5.0, step: float = 0.2) -> Episode:
+    async def run() -> Episode:
+        manager = EnvManager(task, proxy, step_timeout=step, trajectory_timeout=limit, is_stale=lambda _: stale)  # type: ignore[arg-type]
+        episode = Episode("t0", "g0", PROMPT, 0.0)
+        try:
+            await manager.play(episode, SAMPLING)
+        finally:
+            assert all(environment.closed for environment in task.made)
+        return episode
+
+    return asyncio.run(run())
+
+
+def test_the_trained_tokens_are_exactly_those_the_policy_saw() -> None:
+    proxy = EchoProxy()
+    trajectory = play(ToyTask(), proxy).trajectory(1.0, reward=1.0)
+    assert trajectory.token_ids == (2, 3, 5, 1, 4, 5, 1, 4, 5, 1)
+    assert trajectory.loss_mask == (0, 0, 1, 1, 0, 1, 1, 0, 1, 1)
+    assert trajectory.logprobs == (0.0, 0.0, -0.5, -0.1, 0.0, -0.5, -0.1, 0.0, -0.5, -0.1)
+    assert [r.token_ids for r in proxy.requests] == [(2, 3), (2, 3, 5, 1, 4), (2, 3, 5, 1, 4, 5, 1, 4)]
+    assert trajectory.versions == ((4, 6),)
+    assert trajectory.env_version == "toy 1"
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+def boom() -> None:
+    raise ZeroDivisionError("inside the environment")
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "cause"),
+    [
+        (boom, "environment_error"),
+        (never, "environment_timeout"),
+        (lambda: StepResult(Observation((4,)), math.nan, False), "environment_not_finite"),
+        (lambda: "text", "environment_output"),
+        (lambda: StepResult(Observation((4, 99)), 0.0, False), "environment_output"),
+        (lambda: StepResult(Observation((4,) * 41), 0.0, False), "environment_output"),
+        (lambda: StepResult(Observation(()), 0.0, False), "environment_output"),
+    ],
+)
+def test_each_misbehaviour_of_a_step_has_its_cause(misbehave: Callable[[], object], cause: str) -> None:
+    with pytest.raises(TrajectoryError) as caught:
+        play(ToyTask(misbehave), EchoProxy())
+    assert caught.value.cause == cause
+
+
+def test_a_reset_that_raises_has_a_cause() -> None:
+    with pytest.raises(TrajectoryError, match="environment_error"):
+        play(ToyTask(on_reset=boom), EchoProxy())
+
+
+def test_a_trajectory_over_its_time_limit_ends() -> None:
+    with pytest.raises(TrajectoryError, match="trajectory_timeout"):
+        play(ToyTask(), EchoProxy(delay=0.2), limit=0.3)
+
+
+@pytest.mark.parametrize("finish", ["error", "abort"])
+def test_a_failed_generation_has_a_cause(finish: str) -> None:
+    with pytest.raises(TrajectoryError, match=f"generation_{finish}"):
+        play(ToyTask(), EchoProxy(finish))
+
+
+def test_staleness_is_checked_at_the_turn_boundary() -> None:
+    with pytest.raises(StaleTrajectory):
+        play(ToyTask(), EchoProxy(), stale=True)
+
+
+def test_an_episode_that_does_not_end_is_truncated_at_the_turn_limit_or_the_context() -> None:
+    endless = ToyTask(lambda: StepResult(Observation((4,)), 0.0, False))
+    episode = play(endless, EchoProxy())
+    assert (len(episode.turns), episode.truncated) == (5, True)
+    wordy = ToyTask(lambda: StepResult(Observation((4,) * 20), 0.0, False))
+    episode = play(wordy, EchoProxy())
+    assert (len(episode.turns), episode.truncated) == (2, True)

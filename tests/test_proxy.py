@@ -1,0 +1,273 @@
+"""LLMProxy: each request ends once, whatever workers do. The workers here are scripted doubles behind the port."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from orchestrator.api import (
+    Completion,
+    GenerationRequest,
+    RetryableError,
+    RunError,
+    Sampling,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.events import EventLog, MemorySink
+from orchestrator.proxy import LLMProxy
+
+
+class ScriptedWorker:
+    """Answers each request when told to (``answer``), or at once (``auto``)."""
+
+    def __init__(self, name: str, auto: bool = True) -> None:
+        self.name = name
+        self.auto = auto
+        self.held: dict[str, GenerationRequest] = {}
+        self.added: list[str] = []
+        self.add_calls = 0
+        self.aborted: list[str] = []
+        self.commands: list[str] = []
+        self.restarts = 0
+        self.dead = False
+        self.fail_restarts = 0
+        self.version = 0
+        self._done: asyncio.Queue[Completion] = asyncio.Queue()
+        self._died = asyncio.Event()
+
+    def _check(self) -> None:
+        if self.dead:
+            raise RetryableError(f"{self.name} is dead")
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        self._check()
+        self.add_calls += 1
+        for request in requests:
+            self.added.append(request.request_id)
+            self.held[request.request_id] = request
+            if self.auto:
+                self.answer(request.request_id)
+
+    def answer(self, name: str) -> None:
+        done = Completion(name, (5, 1), (-0.1, -0.1), ((self.version, 2),), "stop")
+        self.held.pop(name, None)
+        self._done.put_nowait(done)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._check()
+        self.aborted.extend(request_ids)
+
+    async def completions(self) -> list[Completion]:
+        self._check()
+        getter = asyncio.ensure_future(self._done.get())
+        died = asyncio.ensure_future(self._died.wait())
+        await asyncio.wait([getter, died], return_when=asyncio.FIRST_COMPLETED)
+        died.cancel()
+        if getter.done():
+            return [getter.result()]
+        getter.cancel()
+        raise RetryableError(f"{self.name} is dead")
+
+    def die(self) -> None:
+        self.dead = True
+        self.held.clear()
+        self._died.set()
+
+    async def suspend(self) -> None:
+        self._check()
+        self.commands.append("suspend")
+
+    async def update(self, version: int) -> UpdateResult:
+        self._check()
+        self.commands.append(f"update {version}")
+        self.version = version
+        return UpdateResult(version, 0, 0.0)
+
+    async def resume(self) -> None:
+        self._check()
+        self.commands.append("resume")
+
+    async def stats(self) -> WorkerStats:
+        return WorkerStats(len(self.held), 0, 0, 1, 0, 0.0, self.version)
+
+    async def restart(self) -> None:
+        self.restarts += 1
+        if self.fail_restarts:
+            self.fail_restarts -= 1
+            raise RetryableError("no")
+        self.dead = False
+        self._died = asyncio.Event()
+        self._done = asyncio.Queue()
+
+    async def close(self) -> None:
+        self.die()
+
+
+def request(name: str, trajectory: str = "t", turn: int = 0) -> GenerationRequest:
+    return GenerationRequest(name, trajectory, turn, (1, 2, 3), Sampling(2), "task")
+
+
+def play(
+    workers: Sequence[ScriptedWorker],
+    scenario: Callable[[LLMProxy, list[BaseException]], Awaitable[None]],
+    stall: float = 5.0,
+    restarts: int = 2,
+) -> MemorySink:
+    sink = MemorySink()
+
+    async def run() -> None:
+        fatal: list[BaseException] = []
+        events = EventLog(sink, asyncio.get_running_loop().time)
+        proxy = LLMProxy(list(workers), events, stall_timeout=stall, restarts=restarts, on_fatal=fatal.append)
+        proxy.start()
+        try:
+            async with asyncio.timeout(10):
+                await scenario(proxy, fatal)
+        finally:
+            await proxy.close()
+
+    asyncio.run(run())
+    return sink
+
+
+def test_requests_of_one_tick_travel_in_one_call() -> None:
+    worker = ScriptedWorker("w")
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        done = await asyncio.gather(*(proxy.generate(request(f"r{i}", f"t{i}")) for i in range(64)))
+        assert [c.request_id for c in done] == [f"r{i}" for i in range(64)]
+        assert proxy.tokens == 128
+
+    play([worker], scenario)
+    assert worker.add_calls == 1
+
+
+def test_a_dead_workers_requests_are_sent_again_and_the_worker_gets_the_current_weights_first() -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        await proxy.suspend()
+        await proxy.update(7)
+        await proxy.resume()
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.05)
+        worker.auto = True
+        worker.die()
+        done = await waiting
+        assert done.versions == ((7, 2),)
+
+    sink = play([worker], scenario)
+    assert worker.added == ["r", "r"]
+    assert worker.commands[-3:] == ["suspend", "update 7", "resume"]
+    assert any('"recovered"' in line for line in sink.lines)
+
+
+def test_with_another_worker_alive_the_request_does_not_wait_for_the_restart() -> None:
+    first, second = ScriptedWorker("a", auto=False), ScriptedWorker("b")
+    first.fail_restarts = 99
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.05)
+        assert list(first.held) == ["r"]
+        first.die()
+        await waiting
+        assert not fatal
+
+    play([first, second], scenario)
+    assert second.added == ["r"]
+
+
+def test_when_no_worker_is_left_the_run_ends_with_the_reason() -> None:
+    worker = ScriptedWorker("w", auto=False)
+    worker.fail_restarts = 99
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.05)
+        worker.die()
+        while not fatal:
+            await asyncio.sleep(0.01)
+        assert isinstance(fatal[0], RunError)
+        waiting.cancel()
+
+    play([worker], scenario, restarts=2)
+    assert worker.restarts == 2
+
+
+def test_a_stalled_worker_is_restarted() -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.1)
+        worker.auto = True
+        await waiting
+
+    play([worker], scenario, stall=0.4)
+    assert worker.restarts == 1
+
+
+def test_while_suspended_nothing_is_sent_and_nothing_refused() -> None:
+    worker = ScriptedWorker("w")
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        await proxy.suspend()
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.05)
+        assert worker.added == []
+        await proxy.update(1)
+        await proxy.resume()
+        assert (await waiting).versions == ((1, 2),)
+
+    play([worker], scenario)
+
+
+def test_cancelling_the_caller_aborts_in_the_worker() -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.sleep(0.05)
+        assert worker.aborted == ["r"]
+        assert proxy.in_flight == 0
+        worker.answer("r")  # too late: nobody waits, nothing breaks
+        worker.auto = True
+        await proxy.generate(request("s"))
+
+    play([worker], scenario)
+
+
+def test_a_completion_delivered_twice_is_used_once() -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.05)
+        worker.answer("r")
+        worker.answer("r")
+        await waiting
+        await asyncio.sleep(0.05)
+        assert proxy.tokens == 2
+
+    play([worker], scenario)
+
+
+@pytest.mark.parametrize("turns", [6])
+def test_later_turns_go_where_the_prefix_is(turns: int) -> None:
+    first, second = ScriptedWorker("a"), ScriptedWorker("b")
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        async def trajectory(name: str) -> None:
+            for turn in range(turns):
+                await proxy.generate(request(f"{name}/{turn}", name, turn))
+
+        await asyncio.gather(trajectory("x"), trajectory("y"))
+
+    play([first, second], scenario)
+    for worker in (first, second):
+        assert len({name.split("/")[0] for name in worker.added}) == 1
+        assert len(worker.added) == turns
