@@ -104,8 +104,10 @@ def prepare_process(threads: int) -> bool:
         # A first request with log-probs would otherwise compile C++ for 10 s; pinning would fight with other workers.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if "torch" in sys.modules:  # OpenMP has read its variable already
+        if "torch" in sys.modules:  # the variables were read already
             sys.modules["torch"].set_num_threads(threads)
+        if "torch._dynamo.config" in sys.modules:
+            sys.modules["torch._dynamo.config"].disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     return on_cpu
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 from pathlib import Path
 
 from orchestrator.api import ConfigError, Task
@@ -32,6 +33,19 @@ def check(config: Config, task: Task) -> None:
     _model(config)
     _function(config)
     _lengths(config, task)
+    _port(config)
+
+
+def _port(config: Config) -> None:
+    if config.relay.master or not config.relay.port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", config.relay.port))
+        except OSError as error:
+            fix = f"cannot be bound on 127.0.0.1 ({error.strerror}); choose another, or 0 for a free one"
+            raise ConfigError("relay.port", config.relay.port, fix) from error
 
 
 def _model(config: Config) -> None:

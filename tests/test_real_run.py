@@ -1,0 +1,220 @@
+"""Whole runs with real engines: vLLM, Megatron-Core, Ray, Mooncake, HTTP rewards. Small, but nothing is replaced.
+
+Each test starts the command a user starts, and reads what the user gets. Processes are killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.events import read_events
+from orchestrator.ledger import recount
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "model.hidden_size=64",
+    "model.intermediate_size=128",
+    "rollout.groups_per_step=4",
+    "rollout.environments=32",
+    "evaluation.prompts=40",
+    "evaluation.every=0",
+    "warmup.steps=5",
+]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "orchestrator.cli", *arguments]
+
+
+def started(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    place = [f'run.folder="{folder}"', "run.name=t"]
+    return launch(command("train", "examples/frozenlake.toml", *SMALL, *place, *overrides))
+
+
+def launch(arguments: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "NO_COLOR": "1"}
+    return subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def running(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 240) -> str:
+    output, _ = process.communicate(timeout=seconds)
+    return output
+
+
+def wait_for(run: Path, kind: str, count: int, process: subprocess.Popen[str], seconds: float = 180) -> None:
+    """Wait until the event log has ``count`` events of a kind."""
+    deadline = time.monotonic() + seconds
+    events = run / "events.jsonl"
+    while time.monotonic() < deadline:
+        if events.exists() and sum(event["kind"] == kind for event in read_events(events)) >= count:
+            return
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended early:\n{process.communicate()[0]}")
+        time.sleep(0.1)
+    raise AssertionError(f"no {count} {kind} events after {seconds} s")
+
+
+def process_of(run: Path, name: str) -> int:
+    rows = dict(line.split() for line in (run / "processes").read_text().splitlines())
+    return int(rows[name])
+
+
+def of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
+
+
+def check_books(run: Path, steps: int) -> dict[str, Any]:
+    """The ledger closes, an independent recount agrees, Parquet agrees, no bound was passed. Returns the summary."""
+    done = subprocess.run(command("report", str(run), "--json"), capture_output=True, text=True, cwd=ROOT, check=True)
+    summary: dict[str, Any] = json.loads(done.stdout)
+    ledger = summary["ledger"]
+    ends = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed", "in_flight")
+    assert ledger["started"] == sum(ledger[name] for name in ends)
+    counted = recount((run / "ledger.jsonl").read_text().splitlines())
+    assert {name: counted[name] for name in ("started", *ends)} == {name: ledger[name] for name in ("started", *ends)}
+    from orchestrator.store import count_by_outcome
+
+    assert count_by_outcome(run / "trajectories").get("trained", 0) == ledger["trained"]
+    by_step = {event["step"]: event for event in of(run, "step")}
+    assert sorted(by_step) == list(range(steps))
+    assert summary["steps"] == steps
+    alpha = summary["alpha"]
+    for event in by_step.values():
+        assert max(map(int, event["lag"])) <= alpha
+        assert max(map(int, event["lag_trained"])) <= alpha + 1
+        assert event["metrics"]["logprob_gap_mean"] < 1e-3  # fp32 on both sides
+    return summary
+
+
+def test_an_asynchronous_run_trains_publishes_and_accounts(tmp_path: Path) -> None:
+    with running(started(tmp_path, "run.steps=4")) as process:
+        output = finish(process)
+    run = tmp_path / "t-001"
+    assert process.returncode == 0, output
+    summary = check_books(run, 4)
+    assert (summary["mode"], summary["alpha"], summary["kind"], summary["status"]) == ("async", 1, "real", "completed")
+    assert summary["ledger"]["trained"] == 4 * 4 * 8
+    assert summary["ledger"]["in_flight"] == 0
+    assert [event["version"] for event in of(run, "step")] == [1, 2, 3, 4]
+    stages = {event["stage"] for event in of(run, "stage")}
+    assert {"get_batch", "suspend", "update", "resume", "train_step", "publish", "evaluate", "checkpoint"} <= stages
+    assert [event["phase"] for event in of(run, "evaluation")] == ["start", "end"]
+    overlapped = [
+        (train["start"], train["end"])
+        for train in of(run, "stage")
+        if train["stage"] == "train_step"
+        for batch in of(run, "stage")
+        if batch["stage"] == "get_batch" and batch["start"] < train["end"] and train["start"] < batch["end"]
+    ]
+    assert overlapped, "train_step never ran beside get_batch"
+    assert (run / "report.html").stat().st_size > 10_000
+    assert (tmp_path / "latest").resolve() == run.resolve()
+
+
+def test_a_synchronous_run_is_never_stale(tmp_path: Path) -> None:
+    with running(started(tmp_path, "run.steps=2", "run.mode=sync", "rollout.alpha=0")) as process:
+        output = finish(process)
+    assert process.returncode == 0, output
+    check_books(tmp_path / "t-001", 2)
+    for event in of(tmp_path / "t-001", "step"):
+        assert set(event["lag_trained"]) == {"0"}
+        assert event["versions_mixed"] == 0
+
+
+def test_a_killed_engine_is_restarted_and_the_run_completes(tmp_path: Path) -> None:
+    run = tmp_path / "t-001"
+    with running(started(tmp_path, "run.steps=6")) as process:
+        wait_for(run, "step", 1, process)
+        os.kill(process_of(run, "vllm-0"), signal.SIGKILL)
+        output = finish(process)
+    assert process.returncode == 0, output
+    assert of(run, "recovered")
+    summary = check_books(run, 6)
+    assert summary["ledger"]["failed"] == 0  # its requests were sent again, no trajectory was lost
+
+
+def test_a_killed_trainer_ends_in_one_clear_error_and_then_a_killed_run_resumes(tmp_path: Path) -> None:
+    run = tmp_path / "t-001"
+    with running(started(tmp_path, "run.steps=8")) as process:
+        wait_for(run, "step", 2, process)
+        os.kill(process_of(run, "trainer"), signal.SIGKILL)
+        output = finish(process)
+    assert process.returncode == 1, output
+    assert "trainer" in output
+    assert f"--resume {run}" in output
+    assert "Traceback" not in output
+
+    trained = max(event["step"] for event in of(run, "step")) + 1
+    with running(launch(command("train", "--resume", str(run)))) as process:
+        wait_for(run, "step", trained + 2, process)
+        os.killpg(process.pid, signal.SIGKILL)  # the orchestrator itself, with its children
+
+    with running(launch(command("train", "--resume", str(run)))) as process:
+        output = finish(process)
+    assert process.returncode == 0, output
+    resumes = [event["resumed_from"] for event in of(run, "run_start")]
+    assert resumes[0] is None
+    assert all(isinstance(step, int) and step >= 1 for step in resumes[1:])
+    summary = check_books(run, 8)
+    assert summary["ledger"]["in_flight"] == 0
+    versions = [event["version"] for event in of(run, "step")]
+    assert versions[-1] == 8
+
+
+def test_ctrl_c_stops_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "t-001"
+    with running(started(tmp_path, "run.steps=40")) as process:
+        wait_for(run, "step", 1, process)
+        os.kill(process.pid, signal.SIGINT)
+        output = finish(process, 60)
+    assert process.returncode == 130, output
+    assert "--resume" in output
+    assert of(run, "run_end")[-1]["status"] == "interrupted"
+    counted = recount((run / "ledger.jsonl").read_text().splitlines())
+    assert counted["started"] == sum(
+        value for name, value in counted.items() if name not in ("started", "rolled_back", "failed_by_cause")
+    )
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with running(started(tmp_path, f"relay.port={port}")) as process:
+            output = finish(process, 120)
+    assert process.returncode == 2, output
+    assert "relay.port" in output
+    assert str(port) in output
