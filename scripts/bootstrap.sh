@@ -155,14 +155,27 @@ forget_broken() {
 import csv, pathlib, shutil, subprocess, sys
 
 site = pathlib.Path(sys.argv[1])
+records = {}  # dist-info folder -> its files and their sizes, "" where not recorded; None where it is unreadable
+claimed = {}  # file -> sizes; two distributions may own one file (py-cpuinfo and py-cpuinfo2)
 for info in sorted(site.glob("*.dist-info")):
     try:
         with open(info / "RECORD", newline="", encoding="utf-8") as record:
-            rows = [row for row in csv.reader(record) if row and not row[0].endswith(".pyc")]
-        whole = all((site / path).stat().st_size == int(size or (site / path).stat().st_size) for path, _, size in rows)
+            records[info] = [(path, size) for path, _, size in filter(None, csv.reader(record)) if path[-4:] != ".pyc"]
     except (OSError, ValueError):
-        whole = False
-    if not whole:
+        records[info] = None
+    for path, size in records[info] or ():
+        claimed.setdefault(path, set()).add(size)
+
+
+def whole(path):
+    try:
+        return str((site / path).stat().st_size) in claimed[path] or "" in claimed[path]
+    except OSError:
+        return False
+
+
+for info, files in records.items():
+    if files is None or not all(whole(path) for path, _ in files):
         print("not whole, will be installed again:", info.name)
         shutil.rmtree(info)
 foreign = [

@@ -82,7 +82,9 @@ def test_a_missing_component_is_refused_with_the_tested_range() -> None:
 
 
 def test_the_first_distribution_that_is_there_provides_the_component() -> None:
-    component = Component("pytest", ("rl-coserve-no-such-distribution", "pytest"), VersionRange.parse(">=8,<99"), "here")
+    component = Component(
+        "pytest", ("rl-coserve-no-such-distribution", "pytest"), VersionRange.parse(">=8,<99"), "here"
+    )
     assert check(component).distribution == "pytest"
 
 

@@ -114,7 +114,9 @@ def test_an_unknown_vllm_leaves_the_plugin_inert_and_is_refused_when_asked_for(
     with caplog.at_level(logging.WARNING):
         vllm_rlplugin.register()
         vllm_rlplugin.register()
-    assert [record.message for record in caplog.records if "inert" in record.message and ">=0.32,<0.34" in record.message]
+    assert [
+        record.message for record in caplog.records if "inert" in record.message and ">=0.32,<0.34" in record.message
+    ]
     assert len(caplog.records) == 1
     status = vllm_rlplugin.status()
     assert ">=0.32,<0.34" in status["inert"]

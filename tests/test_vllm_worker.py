@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from orchestrator.api import Completion, GenerationRequest, RetryableError, RolloutWorker, RunError, Sampling
+from orchestrator.api import Completion, GenerationRequest, RetryableError, RolloutWorker, Sampling
 from orchestrator.transfer import Publisher, RelayEndpoint
 from vllm_rlplugin.recompute_probe import VOCABULARY, collect, greedy, publish, write_tiny_qwen3
 from vllm_rlplugin.worker import EngineWorker
 
 pytestmark = pytest.mark.engine
 T = TypeVar("T")
-SEQUENCES = 8  # fewer than the tests add, so that requests also wait
+SEQUENCES = 24  # fewer than some tests add, so that requests wait; more than the KV cache holds when they are long
 MODEL_LENGTH = 128
 
 
@@ -110,8 +110,8 @@ def test_every_request_ends_once_under_any_interleaving_and_frees_its_blocks(set
     def new_request() -> GenerationRequest:
         shared = prompt(rng.randrange(3), rng.choice((0, 32, 64)))  # some start with the same blocks
         length = rng.choice((0, 1, 20, 50, MODEL_LENGTH + 1))  # 0 and the longest are refused
-        maximum = rng.choice((1, 2, 8, 40))
-        stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 3))))
+        maximum = rng.choice((1, 2, 8, 90))
+        stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 0, 3))))
         sampling = Sampling(maximum, temperature=rng.choice((0.0, 1.0)), stop_token_ids=stops)
         token_ids = (shared + prompt(rng.randrange(1000), length)) if length else ()
         return sampled(f"fuzz{seed}-{len(added)}", token_ids, sampling)
@@ -125,7 +125,7 @@ def test_every_request_ends_once_under_any_interleaving_and_frees_its_blocks(set
             if action == "add":
                 fresh = [new_request()]
                 added.extend(fresh)
-                while rng.random() < 0.7:
+                while rng.random() < 0.8:
                     added.append(new_request())
                     fresh.append(added[-1])
                 await worker.add(fresh)
@@ -231,15 +231,17 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(
     import torch
     from transformers import AutoModelForCausalLM
 
-    sampling = Sampling(24, temperature=temperature, top_p=top_p, stop_token_ids=(3, 5, 8, 13, 21))
-    requests = [sampled(f"lp{temperature}-{index}", prompt(index, 20 + index), sampling) for index in range(10)]
+    def sampling(seed: int) -> Sampling:
+        return Sampling(24, temperature=temperature, top_p=top_p, stop_token_ids=(3, 5, 8, 13, 21), seed=seed)
+
+    requests = [sampled(f"lp{temperature}-{index}", prompt(index, 20 + index), sampling(index)) for index in range(10)]
 
     async def scenario() -> dict[str, Completion]:
         await setup.worker.add(requests)
         return await collect(setup.worker, len(requests))
 
     completions = setup.run(scenario())
-    assert {completion.finish_reason for completion in completions.values()} == {"stop", "length"}
+    assert "stop" in {completion.finish_reason for completion in completions.values()}
     reference = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
     for request in requests:
         completion = completions[request.request_id]
@@ -255,6 +257,40 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(
         chosen = torch.tensor(completion.token_ids)[:, None]
         expected = scaled.log_softmax(-1).gather(-1, chosen)[:, 0]
         assert completion.logprobs == pytest.approx(expected.tolist(), abs=2e-4)  # two fp32 implementations
+
+
+def test_a_seed_fixes_the_tokens_whatever_runs_beside(setup: Setup) -> None:
+    one = Sampling(20, seed=11)
+
+    async def scenario() -> None:
+        await setup.worker.add([sampled("seed-alone", prompt(1), one)])
+        alone = (await collect(setup.worker, 1))["seed-alone"]
+        others = [sampled(f"seed-beside{index}", prompt(index), Sampling(20)) for index in range(10)]
+        await setup.worker.add([*others, sampled("seed-again", prompt(1), one)])
+        assert (await collect(setup.worker, 11))["seed-again"].token_ids == alone.token_ids
+
+    setup.run(scenario())
+
+
+def test_requests_that_do_not_fit_the_kv_cache_are_preempted_and_lose_nothing(setup: Setup) -> None:
+    worker = setup.worker
+
+    async def scenario() -> None:
+        before = (await worker.stats()).preemptions
+        await worker.add([greedy(f"roomy{index}", prompt(index, 60), 60) for index in range(4)])
+        roomy = await collect(worker, 4)
+        assert (await worker.stats()).preemptions == before
+        await worker.add([greedy(f"tight{index}", prompt(index, 60), 60) for index in range(SEQUENCES)])
+        await turns(10)
+        assert (await worker.stats()).running > 0
+        tight = await collect(worker, SEQUENCES)
+        stats = await worker.stats()
+        assert stats.preemptions > before
+        assert stats.kv_used == 0
+        for index in range(4):
+            assert tight[f"tight{index}"].token_ids == roomy[f"roomy{index}"].token_ids
+
+    setup.run(scenario())
 
 
 def test_refused_requests_end_as_errors_and_harm_nobody(setup: Setup) -> None:
@@ -322,23 +358,23 @@ def test_an_update_needs_suspend_a_newer_version_and_a_relay_that_has_it(setup: 
     worker = setup.worker
 
     async def scenario() -> None:
-        version = worker._engine.version
+        await worker.suspend()
+        version = (await worker.update(setup.publish_next())).version
+        await worker.resume()
         with pytest.raises(ValueError, match="call suspend first"):
             await worker.update(version + 1)
         await worker.suspend()
         with pytest.raises(RetryableError, match="missing"):
             await worker.update(version + 1)
-        if version:
-            with pytest.raises(ValueError, match="never decrease"):
-                await worker.update(version - 1)
+        with pytest.raises(ValueError, match="never decrease"):
+            await worker.update(version - 1)
         assert (await worker.stats()).version == version
         await worker.resume()  # a failed update that touched nothing: the old version goes on
-        await worker.add([greedy(f"after-failure-{version}", prompt(6), 4)])
+        await worker.add([greedy("after-failure", prompt(6), 4)])
         (completion,) = (await collect(worker, 1)).values()
         assert completion.versions == ((version, 4),)
 
     setup.run(scenario())
-    setup.worker._engine.version or pytest.fail("an earlier test of this module has updated the worker")
 
 
 def test_an_idle_or_suspended_worker_does_not_spin(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,79 +438,3 @@ def test_a_stall_is_reported_and_its_end_too(setup: Setup, monkeypatch: pytest.M
         assert not (await worker.stats()).stalled
 
     setup.run(scenario())
-
-
-def _broken(setup: Setup, worker: EngineWorker, expected: str) -> None:
-    """Every call of a broken worker raises, with the cause; closing it works."""
-
-    async def scenario() -> None:
-        for call in (
-            worker.add([greedy("x", (1,), 1)]),
-            worker.abort(["x"]),
-            worker.completions(),
-            worker.suspend(),
-            worker.update(9),
-            worker.resume(),
-            worker.stats(),
-        ):
-            with pytest.raises(RetryableError, match=expected):
-                await call
-        assert expected in (await worker.status())["broken"]
-        await worker.close()
-        await worker.close()
-
-    setup.run(scenario())
-
-
-class TestBroken:
-    """Last in the file: an in-process engine must be closed before the next one starts."""
-
-    @pytest.fixture
-    def worker(self, setup: Setup) -> EngineWorker:
-        setup.run(setup.worker.close())
-        endpoint = RelayEndpoint(job="worker-tests", kind="memory", master="worker-tests")
-        return EngineWorker(model=str(setup.model), kv_cache_mb=1, relay=endpoint.to_dict())
-
-    def test_an_exception_in_the_engine_breaks_the_worker_with_its_cause(
-        self, setup: Setup, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async def scenario() -> None:
-            pending = asyncio.create_task(worker.completions())
-            await worker.add([greedy("last", (1, 2, 3), 4)])
-            monkeypatch.setattr(worker._engine._llm, "step", lambda: 1 / 0)
-            with pytest.raises(RetryableError, match="division by zero"):
-                await pending
-
-        setup.run(scenario())
-        _broken(setup, worker, "division by zero")
-
-    def test_an_update_that_fails_half_way_breaks_the_worker(
-        self, setup: Setup, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fail(*_: object) -> None:
-            raise RuntimeError("power cut")
-
-        monkeypatch.setattr("vllm_rlplugin.weights.finalize_layerwise_reload", fail)
-        publish(setup.publisher, 1000, setup.weights)
-
-        async def scenario() -> None:
-            await worker.suspend()
-            with pytest.raises(RetryableError, match="half-way.*power cut"):
-                await worker.update(1000)
-
-        setup.run(scenario())
-        assert isinstance(worker._broken, RunError)
-        _broken(setup, worker, "power cut")
-
-    def test_calls_after_close_and_calls_pending_at_close_raise(self, setup: Setup, worker: EngineWorker) -> None:
-        async def scenario() -> None:
-            pending = asyncio.create_task(worker.completions())
-            await worker.add([greedy("unfinished", (1, 2, 3), 50)])
-            await turns(3)
-            await worker.close()
-            with pytest.raises(RetryableError, match="closed"):
-                await pending
-            with pytest.raises(RetryableError, match="closed"):
-                await worker.add([greedy("more", (1,), 1)])
-
-        setup.run(scenario())

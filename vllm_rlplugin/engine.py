@@ -39,6 +39,7 @@ from orchestrator.hooks import VLLM, check, signature_mismatches
 from vllm_rlplugin import BACKEND, HOOKS, PLUGIN, register_backend
 from vllm_rlplugin import status as plugin_status
 
+CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
 _ARRIVAL_STEP = 1e-6  # seconds; keeps arrival times distinct, so that the order within a priority is that of arrival
 
 
@@ -107,7 +108,8 @@ def prepare_process(threads: int) -> bool:
         if "torch" in sys.modules:  # the variables were read already
             sys.modules["torch"].set_num_threads(threads)
         if "torch._dynamo.config" in sys.modules:
-            sys.modules["torch._dynamo.config"].disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
+            dynamo: Any = sys.modules["torch._dynamo.config"]
+            dynamo.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     return on_cpu
 
 
@@ -117,6 +119,7 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         on_cpu = prepare_process(options.threads)
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine import FinishReason
@@ -143,16 +146,19 @@ class Engine:
                 weight_transfer_config={"backend": BACKEND},
                 disable_log_stats=True,
             ).create_engine_config()
-        except ValueError as error:
+        except (VLLMValidationError, ValueError) as error:
             raise ConfigError("engine", options.model, f"vLLM refuses these options: {error}") from error
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         if not hasattr(self._llm.engine_core, "engine_core"):
-            raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "was read before; start the worker in a fresh process")
+            raise ConfigError(
+                "VLLM_ENABLE_V1_MULTIPROCESSING", "1", "was read before; start the worker in a fresh process"
+            )
         self._core = self._llm.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
         self._tokens_input = tokens_input
+        self._refusals = (VLLMValidationError, ValueError, TypeError, OverflowError)  # of a request, by vLLM
         self._abort_reason = FinishReason.ABORT
         self._sampling_params = functools.partial(
             SamplingParams,
@@ -174,7 +180,11 @@ class Engine:
         self.version = options.weight_version
         self._llm.set_weight_version(str(self.version))
         if options.relay is not None:
-            self._rpc("init_weight_transfer_engine", init_info={"endpoint": dict(options.relay)})
+            try:
+                self._rpc("init_weight_transfer_engine", init_info={"endpoint": dict(options.relay)})
+            except BaseException:
+                self.close()
+                raise
 
     def add(self, request: GenerationRequest, now: float) -> Completion | None:
         """Hand a request to vLLM. None: accepted. A completion: refused, with the reason in ``error``."""
@@ -187,7 +197,7 @@ class Engine:
                 arrival_time=self._last_arrival,
                 priority=request.priority,
             )
-        except (ValueError, TypeError, OverflowError) as error:  # all that vLLM's validation raises
+        except self._refusals as error:
             return Completion(request.request_id, (), (), (), "error", error=str(error) or type(error).__name__)
         active = _Active(internal_id, self._scheduler.requests[internal_id], now)
         self._active[request.request_id] = self._unstarted[request.request_id] = active
@@ -321,6 +331,8 @@ class Engine:
                 seed=sampling.seed,
             )
             if sampling.seed is None:  # seeded ones are as many as requests
+                if len(self._params) >= CACHED_SAMPLINGS:
+                    self._params.clear()
                 self._params[sampling] = params
         return params
 

@@ -156,9 +156,7 @@ async def continuations(model: Path, spanning: Iterable[Spanning]) -> dict[str, 
 
 def differing(spanning: Iterable[Spanning], reference: Mapping[str, tuple[int, ...]]) -> int:
     """Positions at which tails and reference differ."""
-    return sum(
-        mine != other for item in spanning for mine, other in zip(item.tail, reference[item.name], strict=True)
-    )
+    return sum(mine != other for item in spanning for mine, other in zip(item.tail, reference[item.name], strict=True))
 
 
 async def measure(tokens: int, seed: int, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,9 @@ Staged tensors are views of the relay's buffers, no copies: a buffer is reused o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         expected = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(staged.items()))
-        finalize_layerwise_reload(self.model, self.model_config)
+        with _quiet_reload():
+            finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and (missing := sorted(expected - loaded)):
             raise RuntimeError(f"the version lacks weights that the model has: {', '.join(missing[:8])}")
         self._repack_tied_heads()
@@ -143,7 +146,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             if names
         ]
         if problems:
-            raise RetryableError(f"weight version {version} does not fit {self.model_config.model}: {'; '.join(problems)}")
+            raise RetryableError(
+                f"weight version {version} does not fit {self.model_config.model}: {'; '.join(problems)}"
+            )
 
     def _repack_tied_heads(self) -> None:
         """Let a tied lm_head pack the new embedding.
@@ -160,6 +165,24 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             method = getattr(module, "quant_method", None)
             if shared and isinstance(module, ParallelLMHead) and isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(module)
+
+
+@contextlib.contextmanager
+def _quiet_reload() -> Iterator[None]:
+    """Drop vLLM's "Failed to load weights" for layers that have only buffers (rotary caches) or tied weights.
+
+    It would come with every update. Nothing is hidden: the caller compares what was loaded with the parameters there are.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def stage(
@@ -190,7 +213,9 @@ def stage(
         covered[key.tensor] = covered.get(key.tensor, 0) + piece.numel()
     partial = [name for name, tensor in staged.items() if covered[name] != tensor.numel()]
     if partial or not staged:
-        raise RetryableError(f"weight version {manifest.version} is incomplete: {', '.join(partial[:8]) or 'no tensors'}")
+        raise RetryableError(
+            f"weight version {manifest.version} is incomplete: {', '.join(partial[:8]) or 'no tensors'}"
+        )
     return staged
 
 

@@ -12,6 +12,7 @@ at; a hung storage process blocks ``get_into`` for 30 s; the client listens on 0
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,8 @@ APT_PACKAGES: Final = {
 }
 LOCAL_BUFFER_BYTES: Final = 16 << 20  # only for the copying calls, which are not used; the smallest that was tried
 TCP_SLICE_BYTES: Final = 1 << 20  # 2.7 to 3.2 GB/s instead of 2.2 to 2.5 with the default (64 MB objects, loopback)
+
+CONNECT_SECONDS: Final = 3.0
 
 MISSING: Final = -704
 NOT_READY: Final = -703
@@ -43,7 +46,9 @@ _REASONS: Final = {
 
 def load_store() -> Any:
     """Mooncake's store module. ConfigError when the package, or a system library it needs, is missing."""
-    os.environ.setdefault("MC_TCP_SLICE_SIZE", str(TCP_SLICE_BYTES))  # read once, when the library is loaded
+    # Read once, when the library is loaded. What the user set stays.
+    os.environ.setdefault("MC_TCP_SLICE_SIZE", str(TCP_SLICE_BYTES))
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else 16 lines on the engine's stderr for each connection
     try:
         from mooncake import store
     except ImportError as error:
@@ -68,6 +73,7 @@ class MooncakeRelay:
         self, master: str, *, host: str = "127.0.0.1", protocol: str = "tcp", segment_bytes: int = 0, devices: str = ""
     ) -> None:
         module = load_store()
+        _check_master(master)
         self._config = module.ReplicateConfig()
         self._config.replica_num = 1
         self._config.with_hard_pin = True
@@ -165,6 +171,15 @@ class _Registration:
     def __exit__(self, *_: object) -> None:
         if self._buffer is not None:
             self._relay.unregister(self._buffer)
+
+
+def _check_master(master: str) -> None:
+    """The store's own setup tries for 90 s when nobody listens."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise RelayError("unreachable", f"no mooncake_master answers at {master}: {error}") from error
 
 
 def _span(buffer: memoryview) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RunError
 from orchestrator.transfer.errors import RelayError
 
 BUSY_SECONDS = 10.0  # how long a call waits for another process's transaction, which takes microseconds
@@ -72,5 +72,7 @@ class SqliteMetadata:
             raise RelayError("closed", "this metadata store was closed")
         try:
             yield self._connection
-        except sqlite3.Error as error:
+        except sqlite3.OperationalError as error:  # locked for too long, disk full, I/O error
             raise RelayError("metadata_busy", f"{self._path}: {error}") from error
+        except sqlite3.Error as error:
+            raise RunError(f"the metadata store {self._path} is damaged or misused: {error}") from error

@@ -1,0 +1,75 @@
+"""The trainer's settings as the plugin reads them: a closed, checked record made from a plain dictionary.
+
+The orchestrator's ``TrainerSection`` has the same fields and defaults (a test compares them); this twin exists because
+the plugin imports no configuration library and runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from orchestrator.api import ConfigError
+
+LOSSES = ("token-mean", "sequence-mean")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """See ``orchestrator.config.TrainerSection`` for what each field means."""
+
+    learning_rate: float = 1e-3
+    final_learning_rate: float | None = None
+    lr_warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    clip_grad: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    tis_cap: float = 2.0
+    entropy_coefficient: float = 0.0
+    normalize_advantage: bool = True
+    loss: str = "token-mean"
+    minibatches: int = 1
+    micro_batch_size: int = 64
+    threads: int = 1
+    logprob_gap_alarm: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "tis_cap", "clip_high"):
+            self._require(name, getattr(self, name) > 0, "must be above 0")
+        for name in ("minibatches", "micro_batch_size", "threads"):
+            self._require(name, getattr(self, name) >= 1, "must be at least 1")
+        for name in ("weight_decay", "clip_grad", "entropy_coefficient", "lr_warmup_steps"):
+            self._require(name, getattr(self, name) >= 0, "must be at least 0")
+        self._require("clip_low", 0 < self.clip_low < 1, "must lie between 0 and 1")
+        self._require("loss", self.loss in LOSSES, f"must be one of {', '.join(LOSSES)}")
+        final = self.final_learning_rate
+        self._require(
+            "final_learning_rate",
+            final is None or 0 < final <= self.learning_rate,
+            f"must lie between 0 and trainer.learning_rate = {self.learning_rate!r}",
+        )
+
+    def _require(self, name: str, holds: bool, fix: str) -> None:
+        if not holds:
+            raise ConfigError(f"trainer.{name}", getattr(self, name), fix)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrainerSettings:
+        """Strict: an unknown key is a ConfigError."""
+        known = [field.name for field in fields(cls)]
+        for key in data:
+            if key not in known:
+                raise ConfigError(f"trainer.{key}", data[key], f"no such key; known keys: {', '.join(known)}")
+        return cls(**data)
+
+    def check_schedule(self, total_steps: int) -> None:
+        """The learning-rate schedule must fit into the run."""
+        if total_steps < 1:
+            raise ConfigError("run.steps", total_steps, "must be at least 1")
+        self._require(
+            "lr_warmup_steps", self.lr_warmup_steps < total_steps, f"must be below run.steps = {total_steps}"
+        )

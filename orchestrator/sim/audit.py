@@ -1,0 +1,235 @@
+"""The simulator's own bookkeeping, sharing no code with the ledger, the buffer or the staleness policy.
+
+It sees the outside of the system only: the journal's lines as they are written, the batches that reach the trainer, the
+versions that were published. From these it checks, as things happen:
+
+* each id starts once, moves as a trajectory can, ends at most once, and nothing is trained that was not taken;
+* each trajectory was taken within alpha versions of the trainer (RollArt 6.2), and is trained at most once, in a group of
+  at least two;
+* each token that is trained on is the one that the policy said, in order, once, with a version that existed.
+
+A violation is noted, not raised: the system under test must not be able to swallow it. :meth:`final` adds what can only
+be said at the end, when the journal, the totals, the trainer's history and the store must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from orchestrator.api import TrainBatch, TrainSample
+from orchestrator.config import Config
+from orchestrator.sim.draws import logprobs, response
+
+_NEXT = {
+    "": ("running",),
+    "running": ("scoring", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed"),
+    "scoring": ("buffered", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed"),
+    "buffered": ("taken", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed"),
+    "taken": ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed"),
+    "trained": ("rolled_back",),
+    "rolled_back": ("buffered", "failed"),
+}
+_OPEN = ("running", "scoring", "buffered", "taken", "rolled_back")
+_ENDS = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
+_KEEP_VIOLATIONS = 50  # one cause repeats itself; the first few say it
+
+
+class Audit:
+    """Feed it with :meth:`journal`, :meth:`batch`, :meth:`trained` and :meth:`published`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.violations: list[str] = []
+        self.count = 0
+        self.states: dict[str, str] = {}
+        self.groups: dict[str, str] = {}
+        self.taken_at: dict[str, int] = {}  # trajectory -> the trainer's published version when it was taken
+        self.trained_ids: dict[str, int] = {}  # trajectory -> training step
+        self.version = 0
+        self.lags: dict[int, int] = {}
+        self.started = 0
+        self._sequence = -1
+        self._resuming = False
+        self._dead = False
+
+    def note(self, violation: str) -> None:
+        """Record a violation."""
+        if self._dead:
+            return
+        self.count += 1
+        if len(self.violations) < _KEEP_VIOLATIONS:
+            self.violations.append(violation)
+
+    # What it sees.
+
+    def kill(self) -> None:
+        """The process was killed: whatever its remains still do has not happened. Until :meth:`resume`."""
+        self._dead = True
+
+    def resume(self) -> None:
+        """A new life begins: until :meth:`running`, states may go back to the checkpoint's."""
+        self._dead, self._resuming = False, True
+
+    def running(self) -> None:
+        """The new life has replayed its journal."""
+        self._resuming = False
+
+    def journal(self, line: str) -> None:
+        """A complete line of the journal."""
+        if self._dead:
+            return
+        record = json.loads(line)
+        name, state, sequence = record["id"], record["state"], record["seq"]
+        if sequence != self._sequence + 1:
+            self.note(f"journal: number {sequence} after {self._sequence}")
+        self._sequence = sequence
+        before = self.states.get(name, "")
+        allowed = _NEXT.get(before, ())
+        if self._resuming and before in _OPEN:
+            allowed = ("buffered", "failed")
+        if state not in allowed:
+            self.note(f"journal: {name} went from {before or 'nothing'} to {state}")
+        self.states[name] = state
+        if state == "running":
+            self.started += 1
+            self.groups[name] = record["group"]
+        elif state == "taken":
+            self.taken_at[name] = self.version
+        elif state == "failed" and not record.get("cause"):
+            self.note(f"journal: {name} failed without a cause")
+
+    def published(self, version: int) -> None:
+        """The trainer's ``publish`` has answered: from now on its version is this one."""
+        if not self._dead:
+            self.version = version
+
+    def batch(self, batch: TrainBatch, version: int) -> None:
+        """A batch has reached the trainer, which holds ``version``."""
+        if self._dead:
+            return
+        if batch.version != version:
+            self.note(f"batch {batch.step}: made for version {batch.version}, the trainer holds {version}")
+        if batch.step != version:
+            self.note(f"batch {batch.step}: step number at version {version}")
+        members: dict[str, int] = {}
+        seen: dict[str, None] = {}
+        for sample in batch.samples:
+            if sample.trajectory_id in seen:
+                self.note(f"batch {batch.step}: {sample.trajectory_id} is in it twice")
+            seen[sample.trajectory_id] = None
+            members[sample.group_id] = members.get(sample.group_id, 0) + 1
+            self._sample(sample, batch, version)
+        rollout = self._config.rollout
+        if len(members) != rollout.groups_per_step:
+            self.note(f"batch {batch.step}: {len(members)} groups instead of {rollout.groups_per_step}")
+        for group, size in members.items():
+            if not 2 <= size <= rollout.group_size:
+                self.note(f"batch {batch.step}: group {group} has {size} members")
+
+    def trained(self, batch: TrainBatch) -> None:
+        """The trainer has finished a step."""
+        if self._dead:
+            return
+        for sample in batch.samples:
+            self.trained_ids[sample.trajectory_id] = batch.step
+
+    def roll_back(self, trained: dict[str, int]) -> None:
+        """A trainer was loaded from a checkpoint."""
+        self.trained_ids = trained
+
+    # What it concludes.
+
+    def _sample(self, sample: TrainSample, batch: TrainBatch, version: int) -> None:
+        name = sample.trajectory_id
+        if name in self.trained_ids:
+            self.note(f"{name} is trained in step {batch.step} and was in step {self.trained_ids[name]}")
+        if self.states.get(name) != "taken":
+            self.note(f"{name} is trained while the journal says {self.states.get(name, 'nothing')}")
+        if self.groups.get(name) != sample.group_id:
+            self.note(f"{name} is trained in group {sample.group_id}, started in {self.groups.get(name)}")
+        lag = self.taken_at.get(name, version) - (sample.versions[0][0] if sample.versions else -1)
+        self.lags[lag] = self.lags.get(lag, 0) + 1
+        if not 0 <= lag <= self._config.rollout.alpha:
+            self.note(f"{name} was taken with lag {lag}, alpha is {self._config.rollout.alpha}")
+        problem = self._tokens(sample, version)
+        if problem:
+            self.note(f"{name}: {problem}")
+
+    def _tokens(self, sample: TrainSample, version: int) -> str:
+        generated = sum(sample.loss_mask)
+        if not len(sample.token_ids) == len(sample.loss_mask) == len(sample.logprobs):
+            return "tokens, mask and log-probs differ in length"
+        if sum(count for _, count in sample.versions) != generated:
+            return f"{generated} generated tokens, versions for {sum(count for _, count in sample.versions)}"
+        numbers = [number for number, _ in sample.versions]
+        if numbers != sorted(numbers) or numbers[0] < 0 or numbers[-1] > version:
+            return f"impossible versions {numbers} at version {version}"
+        costs, run = self._config.sim, self._config.run
+        position, turn, total = 0, 0, len(sample.token_ids)
+        while position < total:
+            begin = position
+            while position < total and not sample.loss_mask[position]:
+                position += 1
+            if position == begin:
+                return f"turn {turn} has no observation"
+            room = self._config.rollout.engine.max_model_len - position
+            limit = min(costs.response_tokens_max, room)
+            expected = response(run.seed, sample.trajectory_id, turn, costs.response_tokens_mean, limit)
+            end = position + len(expected)
+            if sample.token_ids[position:end] != expected or not all(sample.loss_mask[position:end]):
+                return f"the tokens of turn {turn} are not those that the policy said"
+            if sample.logprobs[position:end] != logprobs(expected):
+                return f"the log-probs of turn {turn} are not those of its tokens"
+            position, turn = end, turn + 1
+        return ""
+
+    def totals(self) -> dict[str, int]:
+        """How many ids are in which end state, by the journal's lines alone."""
+        counts = {"started": len(self.states), **dict.fromkeys(_ENDS, 0), "in_flight": 0}
+        for state in self.states.values():
+            counts[state if state in _ENDS else "in_flight"] += 1
+        return counts
+
+    def final(
+        self,
+        ledger: Mapping[str, Any],
+        recounted: Mapping[str, Any],
+        stored: Iterable[tuple[str, str]],
+        *,
+        completed: bool,
+        killed: bool,
+    ) -> None:
+        """The run has ended; ``stored`` are (id, outcome) of the store. After a kill the store may lack what it had not
+        flushed, so that only what was trained is compared."""
+        mine = self.totals()
+        for name, value in mine.items():
+            if ledger.get(name) != value:
+                self.note(f"totals: the ledger says {name} = {ledger.get(name)}, its journal's lines say {value}")
+            if recounted.get(name) != value:
+                self.note(f"totals: ledger.recount says {name} = {recounted.get(name)}, here {value}")
+        if completed and mine["in_flight"]:
+            names = [f"{name} ({state})" for name, state in self.states.items() if state in _OPEN]
+            self.note(f"the run has completed with {mine['in_flight']} in flight: {', '.join(names[:5])}")
+        trained = [name for name, state in self.states.items() if state == "trained"]
+        self._compare("the trainer's history", sorted(trained), sorted(self.trained_ids))
+        outcomes: dict[str, str] = {}
+        for name, outcome in stored:
+            if name in outcomes:
+                self.note(f"store: {name} is in it as {outcomes[name]!r} and as {outcome!r}")
+            outcomes[name] = outcome.partition(":")[0]
+        self._compare(
+            "the store", sorted(trained), sorted(n for n, outcome in outcomes.items() if outcome == "trained")
+        )
+        if completed and not killed:
+            for name, state in self.states.items():
+                if state in _ENDS and outcomes.get(name) != state:
+                    self.note(f"store: {name} is {outcomes.get(name, 'not there')}, the journal says {state}")
+
+    def _compare(self, what: str, journal: list[str], other: list[str]) -> None:
+        if journal != other:
+            known, present = dict.fromkeys(journal), dict.fromkeys(other)
+            only = [name for name in journal if name not in present], [name for name in other if name not in known]
+            self.note(f"{what} and the journal differ in what was trained: journal only {only[0][:5]}, "
+                      f"{what} only {only[1][:5]}")  # fmt: skip

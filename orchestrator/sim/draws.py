@@ -1,0 +1,44 @@
+"""Seeded draws of the simulated twins.
+
+Guarantee: every draw is a pure function of the run's seed and of what it is for (a trajectory's turn, an environment's
+history), so a trajectory's lengths, tokens and durations are the same whatever runs beside it, wherever it is routed and
+however often it is sent again. Two policies are therefore compared on the same workload.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import lru_cache
+
+PAD, END = 0, 1
+VOCABULARY = ("<pad>", "<end>", *(f"w{index}" for index in range(62)))
+_WORDS = len(VOCABULARY) - 2
+RESPONSE_SIGMA = 0.8  # of log(length); long-tailed, as RollPacker fig. 2 and Heddle fig. 3 show responses to be
+
+
+def stream(*parts: object) -> random.Random:
+    """A random stream that belongs to ``parts``. Strings are hashed with SHA-512 by ``random``, never with ``hash``."""
+    return random.Random("/".join(str(part) for part in parts))
+
+
+def lognormal(rng: random.Random, mean: float, sigma: float) -> float:
+    """A lognormal draw with the given mean; ``sigma`` is that of the logarithm. 0 when the mean is 0."""
+    if mean <= 0:
+        return 0.0
+    return rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
+
+
+@lru_cache(maxsize=4096)
+def response(seed: int, trajectory_id: str, turn: int, mean: float, limit: int) -> tuple[int, ...]:
+    """What the simulated policy says: words, then END if it ends before ``limit`` tokens."""
+    rng = stream(seed, "response", trajectory_id, turn)
+    length = max(1, round(lognormal(rng, mean, RESPONSE_SIGMA)))
+    words = rng.randbytes(min(length, limit))
+    tokens = tuple(2 + byte % _WORDS for byte in words)
+    return (*tokens[:-1], END) if length <= limit else tokens
+
+
+def logprobs(tokens: tuple[int, ...]) -> tuple[float, ...]:
+    """Synthetic log-probs: finite, negative, a function of the token, exact in binary so that JSON keeps them."""
+    return tuple(-(token + 1) / 32 for token in tokens)

@@ -1,0 +1,347 @@
+"""Seeded faults at the ports: crash, delay, drop, duplicate, cancel.
+
+At each call of a port the :class:`FaultInjector` draws, with probability ``sim.fault_rate``, one of ``sim.faults``; what a
+kind means depends on the port:
+
+| kind      | worker                        | trainer          | environment                        | reward             |
+| crash     | dies, its requests are lost   | dies             | raises                             | raises             |
+| delay     | answers late                  | answers late     | answers late, maybe past its limit | answers late       |
+| drop      | acts or not, never answers    | (see TRAINER)    | hangs                              | hangs              |
+| duplicate | command or completion twice   | publishes twice  | answers garbage (NaN, too long...) | NaN or infinite    |
+| cancel    |                               |                  | the trajectory's task is cancelled at a later await        |
+
+Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
+calls: the loop makes that order a function of the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from orchestrator.api import (
+    Completion,
+    Environment,
+    GenerationRequest,
+    ManagedWorker,
+    Observation,
+    Prompt,
+    PublishResult,
+    RetryableError,
+    RewardFunction,
+    StepResult,
+    Task,
+    TrainBatch,
+    TrainMetrics,
+    Trajectory,
+    TrajectoryError,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.config import Config
+from orchestrator.events import EventLog
+from orchestrator.sim.draws import stream
+from orchestrator.sim.twins import SimTrainer
+from orchestrator.sim.worker import SimWorker
+
+T = TypeVar("T")
+
+CALL = ("crash", "delay", "drop", "duplicate")
+EPISODE = ("crash", "delay", "drop", "duplicate", "cancel")
+# A hung trainer is not injected: no caller limits the time of a training step, so nothing would ever end the wait.
+TRAINER = ("crash", "delay")
+PUBLISH = ("crash", "delay", "duplicate")
+NO_TWICE = ("crash", "delay", "drop")
+TRAJECTORY_TASK = "trajectory "  # how the names of the tasks begin that `cancel` may hit
+
+
+class InjectedError(Exception):
+    """What third-party code raised: an environment's own exception, not one of ours."""
+
+
+class FaultInjector:
+    """Draws and counts. ``counts`` maps ``kind where`` to how often it was injected."""
+
+    def __init__(self, config: Config, events: EventLog, life: int, counts: dict[str, int]) -> None:
+        self._rate = config.sim.fault_rate
+        self._kinds = config.sim.faults
+        self._events = events
+        self._limit = config.rollout.environment_step_timeout
+        self.rng = stream(config.run.seed, "faults", life)
+        self.counts = counts
+        self.on = True
+
+    def draw(self, where: str, possible: Sequence[str]) -> str:
+        """The fault for this call, "" for none."""
+        if not self.on or self._rate <= 0 or self.rng.random() >= self._rate:
+            return ""
+        kinds = [kind for kind in self._kinds if kind in possible]
+        if not kinds:
+            return ""
+        kind = self.rng.choice(kinds)
+        self.record(kind, where)
+        return kind
+
+    def record(self, kind: str, where: str) -> None:
+        """Log and count an injected fault."""
+        name = f"{kind} {where}"
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self._events.emit("injected", what=kind, where=where)
+
+    def seconds(self) -> float:
+        """How long a delay is: mostly short, sometimes past the time limit of an environment's step."""
+        return float(min(self.rng.expovariate(2.0 / self._limit), 4 * self._limit))
+
+    async def late(self) -> None:
+        """A delay."""
+        await asyncio.sleep(self.seconds())
+
+    async def never(self) -> Any:
+        """A call whose answer is lost."""
+        await asyncio.get_running_loop().create_future()
+
+    def cancel_later(self) -> None:
+        """Cancel the trajectory that makes this call, at whatever it awaits a moment later."""
+        task = asyncio.current_task()
+        if task is not None and task.get_name().startswith(TRAJECTORY_TASK):
+            delay = self.rng.choice((0.0, self.rng.expovariate(1.0)))
+            asyncio.get_running_loop().call_later(delay, task.cancel)
+
+    async def call(
+        self, where: str, possible: Sequence[str], act: Callable[[], Awaitable[T]], crash: Callable[[], None]
+    ) -> T:
+        """One call of a port that may fail. A crash or a drop strikes before or after the callee has acted."""
+        kind = self.draw(where, possible)
+        first = bool(kind) and self.rng.random() < 0.5
+        if kind == "crash":
+            if first:
+                await act()
+            crash()
+            raise RetryableError(f"injected crash in {where}")
+        if kind == "drop":
+            if first:
+                await act()
+            await self.never()
+        if kind == "delay" and first:
+            await self.late()
+        answer = await act()
+        if kind == "duplicate":
+            answer = await act()
+        if kind == "delay" and not first:
+            await self.late()
+        return answer
+
+
+class FaultyWorker:
+    """A ManagedWorker around a :class:`SimWorker`."""
+
+    def __init__(self, inner: SimWorker, faults: FaultInjector) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._faults = faults
+        self._delivered: list[Completion] = []
+
+    async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = CALL) -> T:
+        return await self._faults.call(f"worker.{name}", possible, act, self._inner.die)
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        await self._call("add", lambda: self._inner.add(requests))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See the protocol."""
+        await self._call("abort", lambda: self._inner.abort(request_ids))
+
+    async def completions(self) -> list[Completion]:
+        """See the protocol. A duplicate delivers an earlier completion again, beside the new ones."""
+        kind = self._faults.draw("worker.completions", CALL)
+        if kind == "crash":
+            asyncio.get_running_loop().call_later(self._faults.seconds(), self._inner.die)
+        answer = await self._inner.completions()
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+        if kind == "duplicate":
+            again = self._faults.rng.choice([*self._delivered, *answer])
+            answer = [again, *answer] if self._faults.rng.random() < 0.5 else [*answer, again]
+        self._delivered = answer
+        return answer
+
+    async def suspend(self) -> None:
+        """See the protocol."""
+        await self._call("suspend", self._inner.suspend)
+
+    async def update(self, version: int) -> UpdateResult:
+        """See the protocol."""
+        return await self._call("update", lambda: self._inner.update(version))
+
+    async def resume(self) -> None:
+        """See the protocol."""
+        await self._call("resume", self._inner.resume)
+
+    async def stats(self) -> WorkerStats:
+        """See the protocol."""
+        return await self._call("stats", self._inner.stats, NO_TWICE)
+
+    async def restart(self) -> None:
+        """See the protocol."""
+        self._delivered = []
+        await self._call("restart", self._inner.restart, NO_TWICE)
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await self._inner.close()
+
+
+class FaultyTrainer:
+    """A Trainer around a :class:`SimTrainer`."""
+
+    def __init__(self, inner: SimTrainer, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = TRAINER) -> T:
+        return await self._faults.call(f"trainer.{name}", possible, act, self._inner.die)
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """See the protocol."""
+        return await self._call("train_step", lambda: self._inner.train_step(batch))
+
+    async def publish(self) -> PublishResult:
+        """See the protocol."""
+        return await self._call("publish", self._inner.publish, PUBLISH)
+
+    async def save(self, folder: str) -> None:
+        """See the protocol."""
+        await self._call("save", lambda: self._inner.save(folder))
+
+    async def load(self, folder: str) -> int:
+        """See the protocol."""
+        return await self._inner.load(folder)
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await self._inner.close()
+
+
+class FaultyTask:
+    """A Task whose environments fail."""
+
+    def __init__(self, inner: Task, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+        self.name = inner.name
+        self.vocabulary = inner.vocabulary
+        self.pad_id = inner.pad_id
+        self.end_id = inner.end_id
+        self.max_turns = inner.max_turns
+        self.max_response_tokens = inner.max_response_tokens
+        self.max_context_tokens = inner.max_context_tokens
+
+    def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
+        """See the protocol."""
+        return self._inner.prompts(split, seed)
+
+    def environment(self) -> Environment:
+        """See the protocol."""
+        if self._faults.draw("environment.create", ("crash",)):
+            raise InjectedError("injected: the environment did not start")
+        return FaultyEnvironment(self._inner.environment(), self._faults, self.max_context_tokens)
+
+
+class FaultyEnvironment:
+    """An Environment around another one."""
+
+    def __init__(self, inner: Environment, faults: FaultInjector, context: int) -> None:
+        self.version = inner.version
+        self._inner = inner
+        self._faults = faults
+        self._context = context
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """See the protocol."""
+        kind = await self._before("environment.reset", EPISODE)
+        observation = await self._inner.reset(prompt)
+        return self._garbage_observation(observation) if kind == "duplicate" else observation
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """See the protocol."""
+        kind = await self._before("environment.step", EPISODE)
+        result = await self._inner.step(action_ids)
+        if kind != "duplicate":
+            return result
+        garbage: list[Any] = [
+            StepResult(result.observation, float("nan"), result.done),
+            StepResult(result.observation, float("-inf"), result.done),
+            StepResult(self._garbage_observation(result.observation), result.reward, False),
+            None,
+        ]
+        answer: StepResult = self._faults.rng.choice(garbage)
+        return answer
+
+    async def close(self) -> None:
+        """See the protocol. An injected fault comes after the real end: only the caller can leave one open."""
+        kind = self._faults.draw("environment.close", NO_TWICE)
+        if kind == "delay":
+            await self._faults.late()
+        await self._inner.close()
+        if kind == "crash":
+            raise InjectedError("injected: close failed")
+        if kind == "drop":
+            await self._faults.never()
+
+    async def _before(self, where: str, possible: Sequence[str]) -> str:
+        kind = self._faults.draw(where, possible)
+        if kind == "crash":
+            errors: list[Exception] = [
+                InjectedError(f"injected in {where}"),
+                TimeoutError(f"injected in {where}"),
+                TrajectoryError("injected", where),
+            ]
+            raise self._faults.rng.choice(errors)
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+        if kind == "cancel":
+            self._faults.cancel_later()
+        return kind
+
+    def _garbage_observation(self, honest: Observation) -> Observation:
+        """Text that is empty, not of the vocabulary, as long as the context, longer, or just so that little room is left."""
+        rng = self._faults.rng
+        sizes = (0, self._context - 1, self._context, self._context + 1, 4 * self._context)
+        tokens: tuple[Any, ...] = rng.choice(
+            [(2,) * rng.choice(sizes), (-1,), (1 << 20,), ("text",), (*honest.token_ids, 2.5)]
+        )
+        return Observation(tokens)
+
+
+class FaultyReward:
+    """A RewardFunction around another one."""
+
+    def __init__(self, inner: RewardFunction, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """See the protocol."""
+        kind = self._faults.draw("reward.score", EPISODE)
+        if kind == "crash":
+            errors: list[Exception] = [RetryableError("injected"), TrajectoryError("injected_reward", "")]
+            raise self._faults.rng.choice(errors)
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+        if kind == "cancel":
+            self._faults.cancel_later()
+        score = await self._inner.score(trajectory)
+        return self._faults.rng.choice((float("nan"), float("inf"))) if kind == "duplicate" else score
+
+
+def faulty_workers(workers: Sequence[SimWorker], faults: FaultInjector) -> list[ManagedWorker]:
+    """The workers, each behind its faults."""
+    return [FaultyWorker(worker, faults) for worker in workers]

@@ -1,0 +1,389 @@
+"""A whole run in virtual time: the same Pipeline object, simulated parts, and a check of everything afterwards.
+
+``simulate`` guarantees: same config, same bytes of events, in any process of the same Python build; a run that cannot
+account for a trajectory, deadlocks, stands still, leaks a task or an environment, or breaks the staleness bound raises
+:class:`SimulationFailed` with all that was found (or returns it, when asked to).
+
+With ``sim.fault_rate`` above 0 the ready callbacks run in a seeded random order, ports fail (:mod:`orchestrator.sim.faults`),
+and the orchestrator itself is killed or interrupted now and then (fault ``crash``): a run is then a chain of *lives*, each
+of which resumes from the checkpoint, the journal and the store that the one before it left. Later lives have fewer faults
+and the last has none, so that every run comes to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ManagedWorker, PublishResult, RewardFunction, RunError, Task, Trainer
+from orchestrator.checkpoint import RunState
+from orchestrator.config import Config, to_json
+from orchestrator.events import EventLog
+from orchestrator.ledger import Ledger, recount
+from orchestrator.pipeline import Parts, Pipeline, Position
+from orchestrator.sim.audit import Audit
+from orchestrator.sim.draws import stream
+from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTrainer, faulty_workers
+from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
+from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
+from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
+from orchestrator.sim.worker import SimWeights, SimWorker
+
+FAULTY_LIVES = 4  # after so many lives the orchestrator and the trainer fail no more, after twice as many nothing does
+KILL_CHANCE = 0.5  # that such a life is ended from outside: by kill -9 or by a polite stop
+STANDSTILL = 3600.0  # virtual seconds without event, journal line or generated token that count as standing still
+MAX_CALLBACKS = 20_000_000  # of one faulty life
+EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left")  # ends of a run that faults may cause
+
+
+class SimulationFailed(SimulationError):
+    """The run under test did something wrong. ``result`` has all of it."""
+
+    def __init__(self, result: SimResult) -> None:
+        super().__init__("\n".join((f"{len(result.violations)} violation(s):", *result.violations)))
+        self.result = result
+
+
+class StandstillError(SimulationError):
+    """Timers still fire, but nothing happens any more."""
+
+
+@dataclass
+class SimResult:
+    """What a simulated run leaves. ``events`` and ``journal`` are the JSONL logs."""
+
+    summary: dict[str, Any]
+    events: bytes
+    journal: bytes
+    ledger: dict[str, Any]
+    violations: list[str] = field(default_factory=list)
+    deadlocks: int = 0
+    lives: int = 1
+    injected: dict[str, int] = field(default_factory=dict)  # "kind where" -> how often
+
+
+class SimDisplay:
+    """Nobody watches."""
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """See the pipeline's Display."""
+
+    def waiting(self, reason: str) -> None:
+        """See the pipeline's Display."""
+
+    def update(self, **numbers: Any) -> None:
+        """See the pipeline's Display."""
+
+    def message(self, text: str) -> None:
+        """See the pipeline's Display."""
+
+
+class _AuditedTrainer:
+    """The outermost layer around the trainer: the audit learns of a new version when the pipeline does."""
+
+    def __init__(self, inner: Trainer, audit: Audit) -> None:
+        self._audit = audit
+        self._inner = inner
+        self.train_step = inner.train_step
+        self.save = inner.save
+        self.load = inner.load
+        self.close = inner.close
+
+    async def publish(self) -> PublishResult:
+        """See the protocol."""
+        result = await self._inner.publish()
+        self._audit.published(result.version)
+        return result
+
+
+class _Simulation:
+    """One run, over all its lives."""
+
+    def __init__(self, config: Config, folder: Path, sink: Callable[[str], object] | None) -> None:
+        self.config = config
+        self.folder = folder
+        self.audit = Audit(config)
+        self.remains = Remains(self.audit)
+        self.injected: dict[str, int] = {}
+        self.deadlocks = 0
+        self.life = 0
+        self.seconds = 0.0
+        self.callbacks = 0
+        self.killed = False
+        self.reason = ""
+        self._sink = sink
+        self._faulty = config.sim.fault_rate > 0
+        self._ledger: Ledger | None = None
+        self._task = SimTask(config)
+        self._workers: list[SimWorker] = []
+
+    def run(self) -> SimResult:
+        """All lives, then the last checks."""
+        while True:
+            again = self._live()
+            self.life += 1
+            if not again:
+                break
+        assert self._ledger is not None
+        lines = self.remains.lines()
+        ledger = self._ledger.counts.as_dict()
+        self.audit.final(
+            ledger,
+            recount(lines),
+            ((name, outcome) for name, _, outcome in self.remains.rows),
+            completed=self.reason == "completed",
+            killed=self.killed,
+        )
+        violations = list(self.audit.violations)
+        if self.audit.count > len(violations):
+            violations.append(f"... and {self.audit.count - len(violations)} more")
+        return SimResult(
+            self._summary(ledger),
+            "".join(self.remains.events).encode(),
+            "".join(self.remains.journal).encode(),
+            ledger,
+            violations,
+            self.deadlocks,
+            self.life,
+            dict(sorted(self.injected.items())),
+        )
+
+    def _live(self) -> bool:
+        """One life of the orchestrator's process. Returns whether another one follows."""
+        config, seed = self.config, f"{self.config.run.seed}/{self.life}"
+        loop = VirtualTimeLoop(
+            seed=seed, shuffle=self._faulty, max_callbacks=MAX_CALLBACKS if self._faulty else 1 << 40
+        )
+        again = False
+        try:
+            main = loop.create_task(self._main(loop), name="main")
+            loop.run_until_complete(asyncio.wait([main]) if not main.done() else main)
+            again = self._conclude(main)
+        except SimulationError as error:
+            self._fatal(error)
+        finally:
+            try:
+                report = loop.finish()
+            except SimulationError as error:
+                self._fatal(error)
+            else:
+                self.seconds += report.seconds
+                self.callbacks += report.callbacks
+                if not self.remains.dead:
+                    for what in (*report.leaked, *report.unhandled):
+                        self.audit.note(f"life {self.life} left behind: {what}")
+                    if self._task.open_environments:
+                        self.audit.note(f"life {self.life} left {self._task.open_environments} environments open")
+        del config
+        return again
+
+    def _conclude(self, main: asyncio.Task[str]) -> bool:
+        if self.remains.dead:
+            if not main.cancelled():
+                main.exception()  # whatever a dead process raised, nobody saw it
+            self.killed = True
+            return True
+        if main.cancelled():
+            self.audit.note(f"life {self.life} was cancelled by nobody")
+            return False
+        error = main.exception()
+        if error is None:
+            self.reason = main.result()
+            return self.reason != "completed"
+        if isinstance(error, SimulationError):
+            self._fatal(error)
+            return False
+        if isinstance(error, RunError) and str(error).startswith(EXPECTED_ERRORS) and self.life < 2 * FAULTY_LIVES:
+            return self._faulty
+        self.audit.note(f"life {self.life} ended with {type(error).__name__}: {error}")
+        self.reason = str(error)
+        return False
+
+    def _fatal(self, error: SimulationError) -> None:
+        self.deadlocks += 1
+        self.audit.note(f"life {self.life}: {type(error).__name__}: {error}")
+        self.reason = type(error).__name__
+
+    async def _main(self, loop: VirtualTimeLoop) -> str:
+        """A life: put the parts together as :mod:`orchestrator.runtime.train` does, and run the pipeline."""
+        config = self.config
+        task = asyncio.current_task()
+        assert task is not None
+        rng = stream(config.run.seed, "kill", self.life)
+        style = self._draw_end(rng)
+        after = rng.randrange(1, 12 * config.batch_trajectories) if style == "kill" else -1
+        self.audit.resume()
+        self.remains.live(after, rng, lambda: loop.call_soon(task.cancel) and None)
+        last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
+        events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
+        ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
+        parts, position = await self._start(events, ledger)
+        self.audit.running()
+        pipeline = Pipeline(config, parts, position)
+        if style == "stop":
+            loop.call_later(rng.expovariate(1.0 / 30.0), pipeline.stop, "interrupted")
+        watch = loop.create_task(self._watch(task, pipeline), name="standstill watch")
+        status, reason = "failed", ""
+        try:
+            reason = await pipeline.run()
+            status = "completed" if reason == "completed" else "interrupted"
+        except asyncio.CancelledError:
+            if watch.done() and not watch.cancelled():
+                watch.result()  # it was the watch that cancelled us: say why
+            raise
+        except RunError as error:
+            reason = str(error)
+            raise
+        finally:
+            watch.cancel()
+            events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
+            for worker in self._workers:
+                await worker.close()
+            await parts.trainer.close()
+        return reason
+
+    def _draw_end(self, rng: Any) -> str:
+        """How this life ends from outside: "kill", "stop", or "" for not at all."""
+        if not self._faulty or "crash" not in self.config.sim.faults or self.life >= FAULTY_LIVES:
+            return ""
+        if rng.random() >= KILL_CHANCE:
+            return ""
+        return str(rng.choice(("kill", "kill", "stop")))
+
+    async def _start(self, events: EventLog, ledger: Ledger) -> tuple[Parts, Position]:
+        config, weights = self.config, SimWeights()
+        store = SimStore(self.remains)
+        checkpoints = SimCheckpoints(self.folder / "checkpoints", config.checkpoint.keep, self.remains)
+        trainer = SimTrainer(config, weights, self.audit)
+        position, resumed_from = Position(), None
+        if self.life > 0:
+            found = checkpoints.newest()
+            state = found[1] if found else RunState(0, 0, 0, 0.0, ())
+            resumed_from = state.step
+            checkpoints.drop_after(state.step)
+            returned = ledger.restore(self.remains.lines(), state.step, {t.id for t in state.buffer})
+            store.discard_after(state.step)
+            if found:
+                await trainer.load(str(found[0] / "trainer"))
+            else:
+                self.audit.roll_back({})
+            position = Position(
+                state.step,
+                trainer.version,
+                ledger.groups_started,
+                ledger.counts.started,
+                tuple(t for t in state.buffer if t.id in returned),
+                list(state.success_history),
+            )
+        events.emit(
+            "run_start",
+            mode=config.run.mode,
+            alpha=config.rollout.alpha,
+            steps=config.run.steps,
+            name=config.run.name,
+            simulated=True,
+            resumed_from=resumed_from,
+        )
+        self._task = SimTask(config)
+        self._workers = [SimWorker(f"sim-{index}", config, weights) for index in range(config.rollout.workers)]
+        task: Task = self._task
+        reward: RewardFunction = SimReward(config)
+        workers: list[ManagedWorker] = list(self._workers)
+        audited: Trainer = trainer
+        if self._faulty and self.life < 2 * FAULTY_LIVES:
+            faults = FaultInjector(config, events, self.life, self.injected)
+            task, reward, workers = (
+                FaultyTask(task, faults),
+                FaultyReward(reward, faults),
+                faulty_workers(self._workers, faults),
+            )
+            if self.life < FAULTY_LIVES:
+                audited = FaultyTrainer(trainer, faults)
+        audited = _AuditedTrainer(audited, self.audit)
+        keeps = checkpoints if self._faulty else None
+        return Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps), position
+
+    async def _watch(self, main: asyncio.Task[Any], pipeline: Pipeline) -> None:
+        """Cancel the run when nothing happens any more though timers still fire."""
+        rollout = self.config.rollout
+        patience = STANDSTILL + 10 * max(rollout.trajectory_timeout, rollout.stall_timeout)
+        before = -1
+        while True:
+            await asyncio.sleep(patience)
+            now = len(self.remains.events) + len(self.remains.journal) + sum(w.generated for w in self._workers)
+            if now == before:
+                loop = asyncio.get_running_loop()
+                assert isinstance(loop, VirtualTimeLoop)
+                main.cancel()
+                raise StandstillError(
+                    f"nothing has happened for {patience:.0f} virtual seconds; the pipeline waits for "
+                    f"{pipeline.waiting_for!r}; {loop.describe_tasks()}"
+                )
+            before = now
+
+    def _summary(self, ledger: dict[str, Any]) -> dict[str, Any]:
+        events = [json.loads(line) for line in self.remains.events if line.strip()]
+        steps = {event["step"]: event for event in events if event["kind"] == "step"}  # the last life's, by step
+        scores = [event for event in events if event["kind"] == "evaluation"]
+        tokens = sum(event["tokens"] for event in steps.values())
+        elapsed = max((float(event["t"]) for event in events), default=0.0)
+        staleness: dict[str, int] = {}
+        for event in steps.values():
+            for lag, count in event["lag"].items():
+                staleness[lag] = staleness.get(lag, 0) + count
+        return {
+            "simulated": True,
+            "name": self.config.run.name,
+            "mode": self.config.run.mode,
+            "seed": self.config.run.seed,
+            "steps": len(steps),
+            "reason": self.reason,
+            "seconds": round(elapsed, 6),
+            "seconds_per_step": round(elapsed / len(steps), 6) if steps else None,
+            "success_start": _score(scores, "start"),
+            "success_end": _score(scores, "end"),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / elapsed, 3) if elapsed else 0.0,
+            "staleness": dict(sorted(staleness.items())),
+            "ledger": ledger,
+            "lives": self.life,
+            "injected": sum(self.injected.values()),
+            "callbacks": self.callbacks,
+        }
+
+
+def _score(scores: list[dict[str, Any]], phase: str) -> dict[str, Any] | None:
+    """As reports show it: the newest evaluation of a phase."""
+    found = [event for event in scores if event["phase"] == phase]
+    return {"value": found[-1]["success"], "low": found[-1]["low"], "high": found[-1]["high"]} if found else None
+
+
+def simulate(
+    config: Config,
+    folder: str | Path | None = None,
+    events_sink: Callable[[str], object] | None = None,
+    *,
+    strict: bool = True,
+) -> SimResult:
+    """Run ``config`` in virtual time. ``folder``: where logs, summary and checkpoints are kept; ``events_sink`` sees each
+    line of the event log as it is written; ``strict``: raise :class:`SimulationFailed` when anything is wrong."""
+    if folder is not None:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        result = _Simulation(config, path, events_sink).run()
+        (path / "config.json").write_text(to_json(config) + "\n", encoding="utf-8")
+        (path / "events.jsonl").write_bytes(result.events)
+        (path / "ledger.jsonl").write_bytes(result.journal)
+        summary = json.dumps(result.summary, indent=2, sort_keys=True)
+        (path / "summary.json").write_text(summary + "\n", encoding="utf-8")
+    else:
+        with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-") as temporary:
+            result = _Simulation(config, Path(temporary), events_sink).run()
+    if strict and result.violations:
+        raise SimulationFailed(result)
+    return result

@@ -1,0 +1,202 @@
+"""The simulated task, environments, reward and trainer.
+
+Guarantees: an environment is a function of its prompt and of the actions it got, never of the time or of its neighbours;
+all durations come from the loop's clock; the trainer keeps the port's contract and checks what it is given with
+:class:`orchestrator.sim.audit.Audit`, so that a wrong batch is found where it arrives. Success rises with the version that
+wrote the first token, by a fixed curve: the twins show *when* things happen, they do not learn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from orchestrator.api import (
+    Observation,
+    Prompt,
+    PublishResult,
+    RetryableError,
+    StepResult,
+    TrainBatch,
+    TrainMetrics,
+    Trajectory,
+    TrajectoryError,
+)
+from orchestrator.config import Config
+from orchestrator.sim.audit import Audit
+from orchestrator.sim.draws import END, PAD, VOCABULARY, lognormal, stream
+from orchestrator.sim.worker import MODEL_BYTES, SimWeights
+
+TASK = "sim"
+HELDOUT_PROMPTS = 1000
+_PROMPT_TOKENS = (8, 24)  # of the first observation; those after it have a quarter
+_SKILL_START, _SKILL_END, _SKILL_VERSIONS = 0.1, 0.9, 40.0
+
+
+class SimTask:
+    """A multi-turn task. ``open_environments`` counts those that were created and not closed."""
+
+    name = TASK
+    vocabulary: Sequence[str] = VOCABULARY
+    pad_id = PAD
+    end_id = END
+
+    def __init__(self, config: Config) -> None:
+        self.costs = config.sim
+        self.max_turns = config.sim.turns_max
+        self.max_response_tokens = config.sim.response_tokens_max
+        self.max_context_tokens = config.rollout.engine.max_model_len
+        self.open_environments = 0
+
+    def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
+        """See the protocol."""
+        number = 0
+        while split == "train" or number < HELDOUT_PROMPTS:
+            key = f"{split}-{seed}-{number}" if split == "train" else f"{split}-{number}"
+            yield Prompt(key, TASK, zlib.crc32(key.encode()), "")
+            number += 1
+
+    def environment(self) -> SimEnvironment:
+        """See the protocol."""
+        return SimEnvironment(self)
+
+
+class SimEnvironment:
+    """One episode: each step takes a lognormal time, and may be the last one with the prompt's own probability."""
+
+    version = "sim-1"
+
+    def __init__(self, task: SimTask) -> None:
+        self._task = task
+        self._prompt: Prompt | None = None
+        self._history = 0  # checksum of all actions so far
+        self._turn = 0
+        self._last_turn = 0.0  # chance that a turn is the last
+        self._closed = False
+        task.open_environments += 1
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """See the protocol."""
+        self._check()
+        rng = stream(prompt.seed, "reset")
+        await self._work(rng)
+        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        self._last_turn = 1.0 / rng.uniform(1.0, max(1.0, self._task.max_turns))
+        return Observation(tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS))))
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """See the protocol."""
+        self._check()
+        if self._prompt is None:
+            raise TrajectoryError("environment_protocol", "step before reset, or after the end")
+        self._history = zlib.crc32(array("i", action_ids).tobytes(), self._history)
+        self._turn += 1
+        rng = stream(self._prompt.seed, "step", self._turn, self._history)
+        await self._work(rng)
+        if rng.random() < self._last_turn:
+            self._prompt = None
+            return StepResult(Observation(()), 0.0, True)
+        observation = tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS) // 4))
+        return StepResult(Observation(observation), 0.0, False)
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await asyncio.sleep(0)
+        if not self._closed:
+            self._closed = True
+            self._task.open_environments -= 1
+
+    async def _work(self, rng: random.Random) -> None:
+        costs = self._task.costs
+        await asyncio.sleep(lognormal(rng, costs.environment_seconds_mean, costs.environment_seconds_sigma))
+        self._check()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise TrajectoryError("environment_protocol", "used after close")
+
+
+class SimReward:
+    """1.0 for a success, else 0.0; the chance is that of the version of the first token."""
+
+    def __init__(self, config: Config) -> None:
+        self._seconds = config.sim.reward_seconds
+        self._seed = config.run.seed
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """See the protocol."""
+        await asyncio.sleep(self._seconds)
+        version = trajectory.first_version if trajectory.turns else 0
+        skill = _SKILL_END - (_SKILL_END - _SKILL_START) * math.exp(-max(0, version) / _SKILL_VERSIONS)
+        return float(stream(self._seed, "reward", trajectory.id, trajectory.prompt.key).random() < skill)
+
+
+class SimTrainer:
+    """A Trainer whose step takes time in proportion to its tokens. ``die`` is for the fault injector: the state is gone
+    until a new trainer loads what was saved."""
+
+    def __init__(self, config: Config, weights: SimWeights, audit: Audit) -> None:
+        self._costs = config.sim
+        self._weights = weights
+        self._audit = audit
+        self._dead = False
+        self.version = 0
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """See the protocol."""
+        self._check()
+        self._audit.batch(batch, self.version)
+        tokens = sum(len(sample.token_ids) for sample in batch.samples)
+        await asyncio.sleep(tokens * self._costs.train_seconds_per_token)
+        self._check()
+        self.version += 1
+        self._audit.trained(batch)
+        rewards = [sample.reward for sample in batch.samples]
+        values = {"loss": 0.0, "tokens": float(tokens), "reward": round(sum(rewards) / len(rewards), 6)}
+        return TrainMetrics(batch.step, self.version, values)
+
+    async def publish(self) -> PublishResult:
+        """See the protocol."""
+        self._check()
+        version = self.version
+        await asyncio.sleep(self._costs.publish_seconds)
+        self._check()
+        self._weights.put(version)
+        return PublishResult(version, MODEL_BYTES, 1, self._costs.publish_seconds)
+
+    async def save(self, folder: str) -> None:
+        """See the protocol."""
+        self._check()
+        state = json.dumps({"version": self.version, "trained": self._audit.trained_ids})
+        await asyncio.sleep(0)
+        self._check()
+        (Path(folder) / "trainer.json").write_text(state, encoding="utf-8")
+
+    async def load(self, folder: str) -> int:
+        """See the protocol."""
+        self._check()
+        await asyncio.sleep(0)
+        state = json.loads((Path(folder) / "trainer.json").read_text(encoding="utf-8"))
+        self.version = int(state["version"])
+        self._audit.roll_back(dict(state["trained"]))
+        self._weights.put(self.version)
+        return self.version
+
+    async def close(self) -> None:
+        """See the protocol."""
+        self.die()
+        await asyncio.sleep(0)
+
+    def die(self) -> None:
+        """The process is gone, and with it every weight that was not saved."""
+        self._dead = True
+
+    def _check(self) -> None:
+        if self._dead:
+            raise RetryableError("the trainer is dead")

@@ -1,0 +1,342 @@
+"""The simulated rollout worker: continuous batching in virtual time, with a linear cost model.
+
+An engine step costs ``decode_seconds_per_step + decode_seconds_per_sequence x running + prefill_seconds_per_token x
+tokens prefilled in it`` and makes one token for each running sequence. Commands take effect between two steps. Steps in
+which nothing changes are crossed in one leap, so a response of a thousand tokens costs a few callbacks.
+
+Guarantees of the port that it keeps: each added request ends in exactly one completion (aborted ones too), commands are
+idempotent by request id, in-flight tokens survive ``suspend``/``update``/``resume`` and their KV is prefilled again after
+an update, each token carries the version that made it. A death loses all requests; every call then raises RetryableError
+until ``restart``. It starts with version -1: tokens made before the first update can be told.
+
+Not modelled: KV memory pressure and preemption, tensor parallelism, the growth of attention with context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.api import (
+    Completion,
+    CompletionTiming,
+    GenerationRequest,
+    RetryableError,
+    RunError,
+    UpdateResult,
+    WorkerStats,
+    merge_spans,
+)
+from orchestrator.config import Config
+from orchestrator.sim.draws import END, logprobs, response
+
+RESTART_SECONDS = 5.0  # a process and a small engine; a figure of this model, not a measurement
+MODEL_BYTES = 1 << 20  # nominal payload of one version
+
+
+class SimWeights:
+    """The relay's twin: which versions have been published."""
+
+    def __init__(self) -> None:
+        self._published: dict[int, None] = {}
+
+    def put(self, version: int) -> None:
+        """Make a version available."""
+        self._published[version] = None
+
+    def has(self, version: int) -> bool:
+        """Whether a worker can pull it."""
+        return version in self._published
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request in the engine. ``tokens``: all that it will say; ``made``: how many of them exist."""
+
+    request: GenerationRequest
+    tokens: tuple[int, ...]
+    arrived: float
+    prefill: int
+    made: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    started: float = -1.0
+    aborted: bool = False
+    done: bool = False
+
+    @property
+    def context(self) -> int:
+        return len(self.request.token_ids) + self.made
+
+
+class SimWorker:
+    """A ManagedWorker without a process. ``die`` is for the fault injector."""
+
+    def __init__(self, name: str, config: Config, weights: SimWeights) -> None:
+        self.name = name
+        self._costs = config.sim
+        self._engine = config.rollout.engine
+        self._seed = config.run.seed
+        self._weights = weights
+        self._incarnation = 0
+        self._dead = False
+        self._closed = False
+        self.generated = 0
+        self._busy_seconds = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._version = -1
+        self._known: dict[str, _Sequence] = {}  # every request of this life, finished ones too
+        self._waiting: list[tuple[int, int, _Sequence]] = []
+        self._running: dict[str, _Sequence] = {}
+        self._finished: list[Completion] = []
+        self._prefix: dict[str, int] = {}  # trajectory -> tokens whose KV is held
+        self._news = asyncio.Event()
+        self._suspended = False
+        self._stopping: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
+        self._leap: asyncio.TimerHandle | None = None
+        self._leap_start = 0.0  # when its first decode step begins
+        self._leap_step = 0.0  # seconds a step
+        self._leap_steps = 0
+
+    # The port.
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        self._check()
+        now = asyncio.get_running_loop().time()
+        for request in requests:
+            if request.request_id not in self._known:
+                self._enqueue(request, now)
+        self._kick()
+        await self._answer()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See the protocol."""
+        self._check()
+        for request_id in request_ids:
+            sequence = self._known.get(request_id)
+            if sequence is None or sequence.done:
+                continue
+            sequence.aborted = True
+            if request_id not in self._running or self._leap is None:
+                self._finish(sequence, "abort")
+        self._kick()
+        await self._answer()
+
+    async def completions(self) -> list[Completion]:
+        """See the protocol."""
+        self._check()
+        incarnation = self._incarnation
+        while not self._finished:
+            self._news.clear()
+            await self._news.wait()
+            self._check(incarnation)
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def suspend(self) -> None:
+        """See the protocol."""
+        self._check()
+        incarnation = self._incarnation
+        self._suspended = True
+        if self._leap is not None:
+            self._shorten()
+            if self._stopping is None:
+                self._stopping = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._stopping)
+            self._check(incarnation)
+        await self._answer()
+
+    async def update(self, version: int) -> UpdateResult:
+        """See the protocol."""
+        self._check()
+        incarnation = self._incarnation
+        if not self._suspended or self._leap is not None:
+            raise RunError(f"{self.name}: update({version}) while not suspended")
+        if not self._weights.has(version):
+            raise RetryableError(f"{self.name}: version {version} is not on the relay")
+        begun = asyncio.get_running_loop().time()
+        await asyncio.sleep(self._costs.update_seconds)
+        self._check(incarnation)
+        if not self._suspended:
+            raise RunError(f"{self.name}: resumed while update({version}) was in progress")
+        self._version = version
+        self._prefix.clear()
+        for sequence in self._running.values():
+            sequence.prefill = sequence.context
+        for _, _, sequence in self._waiting:
+            sequence.prefill = sequence.context
+        seconds = asyncio.get_running_loop().time() - begun
+        return UpdateResult(version, MODEL_BYTES, seconds, len(self._running))
+
+    async def resume(self) -> None:
+        """See the protocol."""
+        self._check()
+        self._suspended = False
+        self._stopped()
+        self._kick()
+        await self._answer()
+
+    async def stats(self) -> WorkerStats:
+        """See the protocol."""
+        self._check()
+        await self._answer()
+        block = self._engine.block_size
+        return WorkerStats(
+            running=len(self._running),
+            waiting=sum(not entry[2].done for entry in self._waiting),
+            kv_used=sum(math.ceil(sequence.context / block) for sequence in self._running.values()),
+            kv_capacity=self._engine.max_num_seqs * math.ceil(self._engine.max_model_len / block),
+            preemptions=0,
+            tokens_per_s=self.generated / self._busy_seconds if self._busy_seconds else 0.0,
+            version=self._version,
+        )
+
+    async def restart(self) -> None:
+        """See the protocol."""
+        if self._closed:
+            raise RetryableError(f"{self.name} is closed")
+        self.die()
+        incarnation = self._incarnation
+        await asyncio.sleep(RESTART_SECONDS)
+        if incarnation != self._incarnation:
+            raise RetryableError(f"{self.name} was killed while it started")
+        self._reset()
+        self._dead = False
+
+    async def close(self) -> None:
+        """See the protocol."""
+        self._closed = True
+        self.die()
+        await asyncio.sleep(0)
+
+    def die(self) -> None:
+        """The process is gone, with all its requests; pending calls learn of it."""
+        self._dead = True
+        self._incarnation += 1
+        if self._leap is not None:
+            self._leap.cancel()
+            self._leap = None
+        self._waiting.clear()
+        self._running.clear()
+        self._finished.clear()
+        self._known.clear()
+        self._news.set()
+        self._stopped()
+
+    # The engine.
+
+    def _check(self, incarnation: int | None = None) -> None:
+        if self._dead or (incarnation is not None and incarnation != self._incarnation):
+            raise RetryableError(f"{self.name} is {'closed' if self._closed else 'dead'}")
+
+    async def _answer(self) -> None:
+        """The way back of a command: one turn of the loop, in which the worker may die."""
+        incarnation = self._incarnation
+        await asyncio.sleep(0)
+        self._check(incarnation)
+
+    def _enqueue(self, request: GenerationRequest, now: float) -> None:
+        room = self._engine.max_model_len - len(request.token_ids)
+        limit = min(request.sampling.max_tokens, self._costs.response_tokens_max, room)
+        tokens: tuple[int, ...] = ()
+        if limit >= 1:
+            mean = self._costs.response_tokens_mean
+            tokens = response(self._seed, request.trajectory_id, request.turn, mean, limit)
+        cached = self._prefix.pop(request.trajectory_id, 0)
+        sequence = _Sequence(request, tokens, now, max(1, len(request.token_ids) - cached))
+        self._known[request.request_id] = sequence
+        if tokens:
+            heapq.heappush(self._waiting, (request.priority, len(self._known), sequence))
+        else:
+            error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
+            self._finish(sequence, "error", error)
+
+    def _finish(self, sequence: _Sequence, reason: str, error: str = "") -> None:
+        sequence.done = True
+        self._running.pop(sequence.request.request_id, None)
+        now = asyncio.get_running_loop().time()
+        started = sequence.started if sequence.started >= 0 else now
+        tokens = sequence.tokens[: sequence.made]
+        self._finished.append(
+            Completion(
+                sequence.request.request_id,
+                tokens,
+                logprobs(tokens),
+                merge_spans(sequence.spans),
+                reason,
+                CompletionTiming(round(started - sequence.arrived, 6), round(now - started, 6)),
+                error,
+            )
+        )
+        self._prefix[sequence.request.trajectory_id] = sequence.context
+        self._news.set()
+
+    def _kick(self) -> None:
+        """Something changed: let it take effect at the end of the step in progress, or now when there is none."""
+        if self._leap is not None:
+            self._shorten()
+        elif not self._suspended and not self._dead:
+            self._begin_leap()
+
+    def _begin_leap(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._waiting and len(self._running) < self._engine.max_num_seqs:
+            sequence = heapq.heappop(self._waiting)[2]
+            if not sequence.done:
+                sequence.started = now
+                self._running[sequence.request.request_id] = sequence
+        if not self._running:
+            return
+        prefill = 0
+        steps = len(next(iter(self._running.values())).tokens)
+        for sequence in self._running.values():
+            prefill += sequence.prefill
+            sequence.prefill = 0
+            steps = min(steps, len(sequence.tokens) - sequence.made)
+        costs = self._costs
+        self._leap_start = now + prefill * costs.prefill_seconds_per_token
+        self._leap_step = costs.decode_seconds_per_step + costs.decode_seconds_per_sequence * len(self._running)
+        self._leap_steps = steps
+        self._busy_seconds += self._leap_start - now
+        self._arm()
+
+    def _arm(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._leap = loop.call_at(self._leap_start + self._leap_steps * self._leap_step, self._end_leap)
+
+    def _shorten(self) -> None:
+        """End the leap with the step in progress."""
+        assert self._leap is not None
+        elapsed = asyncio.get_running_loop().time() - self._leap_start
+        steps = max(1, math.ceil(elapsed / self._leap_step))
+        if steps < self._leap_steps:
+            self._leap.cancel()
+            self._leap_steps = steps
+            self._arm()
+
+    def _end_leap(self) -> None:
+        self._leap = None
+        steps = self._leap_steps
+        self._busy_seconds += steps * self._leap_step
+        for sequence in list(self._running.values()):
+            sequence.made += steps
+            sequence.spans.append((self._version, steps))
+            self.generated += steps
+            if sequence.made >= len(sequence.tokens):
+                self._finish(sequence, "stop" if sequence.tokens[-1] == END else "length")
+            elif sequence.aborted:
+                self._finish(sequence, "abort")
+        if self._suspended:
+            self._stopped()
+        else:
+            self._begin_leap()
+
+    def _stopped(self) -> None:
+        if self._stopping is not None and not self._stopping.done():
+            self._stopping.set_result(None)
+        self._stopping = None

@@ -1,0 +1,278 @@
+"""The trajectory store: every trajectory that produced something, in Parquet, under ``trajectories/``.
+
+Layout: ``task=NAME/version=N/part-000001.parquet``, where ``version`` is the version of the first generated token (-1:
+none was generated). Part numbers count through the whole store and are never given twice, a resume included.
+
+Guarantees:
+
+* A file under its final name is complete (written aside, synced, renamed) and never changes afterwards.
+* A file holds rows of one training step, and either only trained ones or none; both facts are in its footer. So
+  :meth:`TrajectoryStore.discard_after` moves files and rewrites nothing.
+* What :meth:`TrajectoryStore.flush` returned from survives a crash. The pipeline flushes before it commits a checkpoint,
+  so a checkpoint never claims a row that is not on disk.
+* Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
+
+Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from orchestrator.api import Prompt, Trajectory, Turn
+
+TRAINED = "trained"
+NO_VERSION = -1  # of a trajectory that ended before its first generated token
+_ROLLED_BACK = "_rolled_back"  # datasets skip names that start with an underscore
+_PART = re.compile(r"part-(\d+)\.parquet")
+_STEP_KEY = b"rl_coserve.step"
+_TRAINED_KEY = b"rl_coserve.trained"
+
+_TURN = pa.struct(
+    [
+        ("observation_ids", pa.list_(pa.int32())),
+        ("action_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float64())),
+        ("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int32())]))),
+        ("reward_step", pa.float64()),
+        ("done", pa.bool_()),
+        ("generate_seconds", pa.float64()),
+        ("environment_seconds", pa.float64()),
+    ]
+)
+
+# The metadata structure of the notes on agentic-RL infrastructure (section 6), plus versions and log-probs.
+_FILE_SCHEMA = pa.schema(
+    [
+        ("task_id", pa.string()),  # the prompt's key
+        ("trajectory_id", pa.string()),
+        ("group_id", pa.string()),
+        ("turns", pa.list_(_TURN)),
+        ("total_reward", pa.float64()),  # null: never scored
+        ("advantage", pa.float64()),  # null: not known when it was stored
+        ("outcome", pa.string()),  # a ledger end, with its cause: "trained", "evicted_stale", "failed: env_timeout"
+        ("step", pa.int64()),  # training step it was trained in, or that was current when it ended
+        ("first_version", pa.int64()),
+        ("env_version", pa.string()),
+        ("env_seed", pa.int64()),
+        ("total_steps", pa.int32()),  # turns
+        ("total_tokens", pa.int32()),
+        ("generated_tokens", pa.int32()),
+        ("wall_time", pa.float64()),  # seconds from start to end of the episode, scoring not included
+        ("truncated", pa.bool_()),
+        ("env_errors", pa.int32()),
+        ("errors", pa.list_(pa.string())),
+        ("started_at", pa.float64()),  # seconds since the run's start
+        ("finished_at", pa.float64()),
+        ("scored_at", pa.float64()),
+        ("prompt_task", pa.string()),
+        ("prompt_seed", pa.int64()),
+        ("prompt_payload", pa.string()),
+    ]
+)
+_PARTITIONS = pa.schema([("task", pa.string()), ("version", pa.int64())])
+SCHEMA = pa.schema([*_FILE_SCHEMA, *_PARTITIONS])
+
+_FileKey = tuple[str, int, int, bool]  # task, first version, step, trained
+
+
+class TrajectoryStore:
+    """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes."""
+
+    def __init__(self, folder: str | Path, rows_per_file: int = 4096) -> None:
+        self._folder = Path(folder)
+        self._rows_per_file = rows_per_file
+        self._pending: dict[_FileKey, list[dict[str, Any]]] = {}
+        self._pending_rows = 0
+        self._parts = max((_part_number(file) for file in self._folder.rglob("part-*.parquet")), default=0)
+        for leftover in list(self._folder.rglob(".part-*.partial")):  # of a writer that was killed
+            leftover.unlink()
+
+    def append(self, trajectory: Trajectory, step: int, outcome: str, advantage: float | None = None) -> None:
+        """Keep one trajectory; it is on disk after the next :meth:`flush`."""
+        row = _to_row(trajectory, step, outcome, advantage)
+        key = (trajectory.task, int(row["first_version"]), step, outcome == TRAINED)
+        self._pending.setdefault(key, []).append(row)
+        self._pending_rows += 1
+        if self._pending_rows >= self._rows_per_file:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was appended, and sync it. If it fails, what is not on disk yet is still pending."""
+        for key in sorted(self._pending):
+            rows = self._pending[key]
+            self._write(key, rows)
+            self._pending_rows -= len(rows)
+            del self._pending[key]
+
+    def close(self) -> None:
+        """Flush. Idempotent."""
+        self.flush()
+
+    def discard_after(self, steps: int) -> int:
+        """Go back to a checkpoint that contains ``steps`` training steps: rows trained in a later one (``step >= steps``)
+        leave the data set, and the number of files that left is returned. They are moved to ``_rolled_back/``, not
+        deleted. Rows that ended untrained stay, as their ends stay in the ledger."""
+        moved = 0
+        for file in _parts(self._folder):
+            step, trained = _footer(file)
+            if trained and step >= steps:
+                target = self._folder / _ROLLED_BACK / file.relative_to(self._folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+                _sync(file.parent)
+                moved += 1
+        return moved
+
+    def _write(self, key: _FileKey, rows: list[dict[str, Any]]) -> None:
+        task, version, step, trained = key
+        folder = self._folder / f"task={quote(task, safe='')}" / f"version={version}"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            for parent in (folder.parent, self._folder, self._folder.parent):
+                _sync(parent)
+        schema = _FILE_SCHEMA.with_metadata({_STEP_KEY: str(step).encode(), _TRAINED_KEY: b"1" if trained else b"0"})
+        self._parts += 1  # before the write: a number whose write failed is not used again
+        final = folder / f"part-{self._parts:06d}.parquet"
+        partial = folder / f".{final.name}.partial"  # datasets skip names that start with a dot
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial, compression="zstd")
+        _sync(partial)
+        os.replace(partial, final)
+        _sync(folder)
+
+
+def read_trajectories(
+    folder: str | Path, columns: Sequence[str] | None = None, filter: pc.Expression | None = None
+) -> pa.Table:
+    """The stored trajectories, reading only ``columns`` (all when None) of the rows that pass ``filter``, a pyarrow
+    expression such as ``pc.field("outcome") == "trained"``. A folder without any gives an empty table."""
+    files = _parts(Path(folder))
+    if not files:
+        return SCHEMA.empty_table().select(list(columns) if columns is not None else SCHEMA.names)
+    partitioning = ds.partitioning(_PARTITIONS, flavor="hive")
+    data = ds.dataset(
+        [str(file) for file in files],
+        schema=SCHEMA,
+        format="parquet",
+        partitioning=partitioning,
+        partition_base_dir=str(folder),
+    )
+    return data.to_table(columns=list(columns) if columns is not None else None, filter=filter, use_threads=False)
+
+
+def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """A full row (``read_trajectories(folder).to_pylist()``) as the trajectory it was stored from."""
+    return Trajectory(
+        id=row["trajectory_id"],
+        group_id=row["group_id"],
+        task=row["task"],
+        prompt=Prompt(row["task_id"], row["prompt_task"], row["prompt_seed"], row["prompt_payload"]),
+        turns=tuple(_to_turn(turn) for turn in row["turns"]),
+        reward=row["total_reward"],
+        env_version=row["env_version"],
+        env_seed=row["env_seed"],
+        truncated=row["truncated"],
+        errors=tuple(row["errors"]),
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+        scored_at=row["scored_at"],
+    )
+
+
+def count_by_outcome(folder: str | Path) -> dict[str, int]:
+    """How many rows ended how, by outcome as stored (``failed: cause``): what the ledger is recounted with."""
+    counts: dict[str, int] = {}
+    for outcome in read_trajectories(folder, columns=["outcome"])["outcome"].to_pylist():
+        counts[outcome] = counts.get(outcome, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def _to_row(trajectory: Trajectory, step: int, outcome: str, advantage: float | None) -> dict[str, Any]:
+    versions = trajectory.versions
+    prompt = trajectory.prompt
+    return {
+        "task_id": prompt.key,
+        "trajectory_id": trajectory.id,
+        "group_id": trajectory.group_id,
+        "turns": [_from_turn(turn) for turn in trajectory.turns],
+        "total_reward": trajectory.reward,
+        "advantage": advantage,
+        "outcome": outcome,
+        "step": step,
+        "first_version": versions[0][0] if versions else NO_VERSION,
+        "env_version": trajectory.env_version,
+        "env_seed": trajectory.env_seed,
+        "total_steps": len(trajectory.turns),
+        "total_tokens": sum(len(turn.observation_ids) + len(turn.action_ids) for turn in trajectory.turns),
+        "generated_tokens": trajectory.generated_tokens,
+        "wall_time": trajectory.finished_at - trajectory.started_at,
+        "truncated": trajectory.truncated,
+        "env_errors": len(trajectory.errors),
+        "errors": list(trajectory.errors),
+        "started_at": trajectory.started_at,
+        "finished_at": trajectory.finished_at,
+        "scored_at": trajectory.scored_at,
+        "prompt_task": prompt.task,
+        "prompt_seed": prompt.seed,
+        "prompt_payload": prompt.payload,
+    }
+
+
+def _from_turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "observation_ids": list(turn.observation_ids),
+        "action_ids": list(turn.action_ids),
+        "logprobs": list(turn.logprobs),
+        "versions": [{"version": version, "count": count} for version, count in turn.versions],
+        "reward_step": turn.reward,
+        "done": turn.done,
+        "generate_seconds": turn.generate_seconds,
+        "environment_seconds": turn.environment_seconds,
+    }
+
+
+def _to_turn(turn: Mapping[str, Any]) -> Turn:
+    return Turn(
+        observation_ids=tuple(turn["observation_ids"]),
+        action_ids=tuple(turn["action_ids"]),
+        logprobs=tuple(turn["logprobs"]),
+        versions=tuple((span["version"], span["count"]) for span in turn["versions"]),
+        reward=turn["reward_step"],
+        done=turn["done"],
+        generate_seconds=turn["generate_seconds"],
+        environment_seconds=turn["environment_seconds"],
+    )
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The data set's files, those that were rolled back not included, in the order of writing."""
+    return sorted(folder.glob("task=*/version=*/part-*.parquet"), key=_part_number)
+
+
+def _part_number(file: Path) -> int:
+    match = _PART.fullmatch(file.name)
+    return int(match[1]) if match else 0
+
+
+def _footer(file: Path) -> tuple[int, bool]:
+    """(step, trained) of a file's rows."""
+    metadata = pq.read_schema(file).metadata
+    return int(metadata[_STEP_KEY]), metadata[_TRAINED_KEY] == b"1"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

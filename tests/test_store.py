@@ -1,0 +1,245 @@
+"""The trajectory store: equal after a round trip, complete or absent, never rewritten, in step with the ledger."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator import store as store_module
+from orchestrator.api import Prompt, Trajectory, Turn
+from orchestrator.store import TrajectoryStore, count_by_outcome, read_trajectories, to_trajectory
+
+
+def make_trajectory(number: int, version: int = 0, turns: int = 2, reward: float | None = 1.0) -> Trajectory:
+    prompt = Prompt(key=f"map{number % 3}", task="frozenlake", seed=number, payload="SFFF/FHFH")
+    made = tuple(
+        Turn(
+            observation_ids=(1, 2, 3 + index),
+            action_ids=(4, 5),
+            logprobs=(-0.1 * (number + 1), -1 / 3),
+            versions=((version, 1), (version + 1, 1)) if index == turns - 1 else ((version, 2),),
+            reward=0.0,
+            done=index == turns - 1,
+            generate_seconds=0.25,
+            environment_seconds=0.001,
+        )
+        for index in range(turns)
+    )
+    return Trajectory(
+        id=f"t{number:08d}",
+        group_id=f"g{number // 4:07d}",
+        task="frozenlake",
+        prompt=prompt,
+        turns=made,
+        reward=reward,
+        env_version="1.0",
+        env_seed=number,
+        truncated=False,
+        errors=("env_timeout: map 3",) if number % 5 == 4 else (),
+        started_at=float(number),
+        finished_at=number + 1.5,
+        scored_at=number + 1.625,
+    )
+
+
+def stored(folder: Path) -> list[Trajectory]:
+    rows = sorted(read_trajectories(folder).to_pylist(), key=lambda row: row["trajectory_id"])
+    return [to_trajectory(row) for row in rows]
+
+
+def test_stored_and_read_back_a_trajectory_is_equal(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    originals = [make_trajectory(number, version=number % 2) for number in range(12)]
+    for trajectory in originals:
+        store.append(trajectory, step=0, outcome="trained", advantage=0.5)
+    store.close()
+    assert stored(tmp_path) == originals
+
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
+
+
+@st.composite
+def any_turn(draw: st.DrawFn) -> Turn:
+    actions = draw(ids)
+    return Turn(
+        observation_ids=draw(ids),
+        action_ids=actions,
+        logprobs=tuple(draw(st.floats(max_value=0.0, allow_nan=False)) for _ in actions),
+        versions=((draw(st.integers(0, 9)), len(actions)),) if actions else (),
+        reward=draw(st.floats(-1, 1)),
+        done=draw(st.booleans()),
+        generate_seconds=draw(st.floats(0, 100)),
+        environment_seconds=draw(st.floats(0, 100)),
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    turns=st.lists(any_turn(), max_size=4).map(tuple),
+    reward=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    task=st.sampled_from(["frozenlake", "a b/c=d", "märz", "%41"]),
+    payload=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    errors=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), max_size=2).map(tuple),
+)
+def test_any_trajectory_survives_the_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    turns: tuple[Turn, ...],
+    reward: float | None,
+    task: str,
+    payload: str,
+    errors: tuple[str, ...],
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    original = Trajectory(
+        id="t0",
+        group_id="g0",
+        task=task,
+        prompt=Prompt("key", task, 7, payload),
+        turns=turns,
+        reward=reward,
+        env_version="1",
+        env_seed=7,
+        truncated=True,
+        errors=errors,
+    )
+    store = TrajectoryStore(folder)
+    store.append(original, 3, "failed: env_timeout")
+    store.close()
+    assert stored(folder) == [original]
+
+
+def test_log_probs_keep_their_last_bit(tmp_path: Path) -> None:
+    value = -math.pi * 1e-17
+    turn = Turn((1,), (2, 3), (value, -0.0), ((0, 2),))
+    original = Trajectory("t", "g", "x", Prompt("k", "x", 0, ""), (turn,), 0.0, "1", 0, False)
+    store = TrajectoryStore(tmp_path)
+    store.append(original, 0, "trained")
+    store.flush()
+    read = stored(tmp_path)[0].turns[0].logprobs
+    assert [number.hex() for number in read] == [value.hex(), (-0.0).hex()]
+
+
+def test_one_that_generated_nothing_is_kept_too(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.append(make_trajectory(0, turns=0, reward=None), 0, "aborted_redundant")
+    store.flush()
+    row = read_trajectories(tmp_path).to_pylist()[0]
+    assert (row["first_version"], row["version"], row["total_reward"], row["total_tokens"]) == (-1, -1, None, 0)
+
+
+def test_files_lie_by_task_and_version_and_hold_one_step(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    for step in (0, 1):
+        for version in (0, 1):
+            store.append(make_trajectory(10 * step + version, version), step, "trained")
+    store.append(make_trajectory(99, 1), 1, "evicted_stale")
+    store.flush()
+    files = sorted(file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.parquet"))
+    assert files == [
+        "task=frozenlake/version=0/part-000001.parquet",
+        "task=frozenlake/version=0/part-000002.parquet",
+        "task=frozenlake/version=1/part-000003.parquet",
+        "task=frozenlake/version=1/part-000004.parquet",
+        "task=frozenlake/version=1/part-000005.parquet",
+    ]
+    for file in tmp_path.rglob("*.parquet"):
+        table = pq.ParquetFile(file).read(columns=["step", "outcome"])
+        assert len(set(table["step"].to_pylist())) == 1
+        assert len({outcome == "trained" for outcome in table["outcome"].to_pylist()}) == 1
+
+
+def test_only_the_asked_columns_and_rows_are_read(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    for number in range(6):
+        store.append(make_trajectory(number, version=number % 3, reward=float(number % 2)), number % 3, "trained")
+    store.flush()
+    table = read_trajectories(tmp_path, columns=["trajectory_id", "version"], filter=pc.field("version") == 1)
+    assert table.column_names == ["trajectory_id", "version"]
+    assert sorted(table["trajectory_id"].to_pylist()) == ["t00000001", "t00000004"]
+    reward = read_trajectories(tmp_path, columns=["total_reward"], filter=pc.field("step") >= 2)
+    assert sorted(reward["total_reward"].to_pylist()) == [0.0, 1.0]
+
+
+def test_numbers_go_on_after_a_resume_and_nothing_is_rewritten(tmp_path: Path) -> None:
+    first = TrajectoryStore(tmp_path)
+    first.append(make_trajectory(0), 0, "trained")
+    first.close()
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.parquet")}
+    second = TrajectoryStore(tmp_path)
+    second.append(make_trajectory(1), 1, "trained")
+    second.close()
+    names = sorted(file.name for file in tmp_path.rglob("*.parquet"))
+    assert names == ["part-000001.parquet", "part-000002.parquet"]
+    assert all(file.read_bytes() == content for file, content in before.items())
+
+
+def test_going_back_drops_what_was_trained_after_the_checkpoint_and_only_that(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    for step in range(4):
+        store.append(make_trajectory(step, version=step), step, "trained")
+        store.append(make_trajectory(10 + step, version=step), step, "evicted_stale")
+    store.close()
+    resumed = TrajectoryStore(tmp_path)
+    assert resumed.discard_after(2) == 2  # the checkpoint holds steps 0 and 1
+    kept = read_trajectories(tmp_path, columns=["trajectory_id", "outcome"]).to_pylist()
+    assert sorted(row["trajectory_id"] for row in kept if row["outcome"] == "trained") == ["t00000000", "t00000001"]
+    assert count_by_outcome(tmp_path) == {"evicted_stale": 4, "trained": 2}
+    resumed.append(make_trajectory(2, version=2), 2, "trained")  # the step is trained again
+    resumed.close()
+    assert count_by_outcome(tmp_path) == {"evicted_stale": 4, "trained": 3}
+    assert TrajectoryStore(tmp_path).discard_after(2) == 1  # and again, without a clash of names
+    assert len(list((tmp_path / "_rolled_back").rglob("*.parquet"))) == 3
+
+
+def test_a_crash_while_writing_leaves_no_visible_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.append(make_trajectory(0, version=0), 0, "trained")
+    store.append(make_trajectory(1, version=1), 0, "trained")
+    real = store_module.os.replace
+    calls: list[str] = []
+
+    def fail_second(source: Path, target: Path) -> None:
+        calls.append(str(target))
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(store_module.os, "replace", fail_second)
+    with pytest.raises(OSError, match="No space left"):
+        store.flush()
+    assert count_by_outcome(tmp_path) == {"trained": 1}
+    store.flush()  # space was made: the rest follows, nothing twice
+    assert stored(tmp_path) == [make_trajectory(0, version=0), make_trajectory(1, version=1)]
+
+
+def test_leftovers_of_a_killed_writer_are_cleared_and_never_read(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.append(make_trajectory(0), 0, "trained")
+    store.flush()
+    leftover = tmp_path / "task=frozenlake" / "version=0" / ".part-000002.parquet.partial"
+    leftover.write_bytes(b"PAR1 cut")
+    assert count_by_outcome(tmp_path) == {"trained": 1}
+    TrajectoryStore(tmp_path)
+    assert not leftover.exists()
+
+
+def test_memory_is_bounded_by_the_rows_of_a_file(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path, rows_per_file=5)
+    for number in range(12):
+        store.append(make_trajectory(number), 0, "trained")
+    assert count_by_outcome(tmp_path) == {"trained": 10}
+    store.close()
+    assert count_by_outcome(tmp_path) == {"trained": 12}
+    assert max(pq.ParquetFile(file).metadata.num_rows for file in tmp_path.rglob("*.parquet")) == 5
+
+
+def test_a_run_without_trajectories_reads_as_empty(tmp_path: Path) -> None:
+    assert count_by_outcome(tmp_path / "trajectories") == {}
+    assert read_trajectories(tmp_path, columns=["step"]).num_rows == 0

@@ -1,0 +1,119 @@
+"""A worker whose engine fails: every call says so, with the cause, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.api import RetryableError, RunError
+from orchestrator.transfer import Publisher, RelayEndpoint
+from vllm_rlplugin.recompute_probe import greedy, publish, write_tiny_qwen3
+from vllm_rlplugin.worker import EngineWorker
+
+pytestmark = pytest.mark.engine
+ENDPOINT = RelayEndpoint(job="fault-tests", kind="memory", master="fault-tests")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_qwen3(folder, 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def publisher() -> Iterator[Publisher]:
+    publisher = Publisher(ENDPOINT)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def worker(model: Path) -> EngineWorker:
+    """Each test closes it: an in-process engine must be gone before the next one starts."""
+    return EngineWorker(model=str(model), kv_cache_mb=1, relay=ENDPOINT.to_dict())
+
+
+async def check_broken(worker: EngineWorker, expected: str) -> None:
+    """Every call of a broken worker raises, with the cause; closing it works, twice."""
+    for call in (
+        worker.add([greedy("x", (1,), 1)]),
+        worker.abort(["x"]),
+        worker.completions(),
+        worker.suspend(),
+        worker.update(9),
+        worker.resume(),
+        worker.stats(),
+    ):
+        with pytest.raises(RetryableError, match=expected):
+            await call
+    assert expected in (await worker.status())["broken"]
+    await worker.close()
+    await worker.close()
+
+
+def test_an_exception_in_the_engine_breaks_the_worker_with_its_cause(
+    worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        pending = asyncio.create_task(worker.completions())
+        await worker.add([greedy("last", (1, 2, 3), 4)])
+        monkeypatch.setattr(worker._engine._llm, "step", lambda: 1 / 0)
+        with pytest.raises(RetryableError, match="division by zero"):
+            await pending
+        await check_broken(worker, "division by zero")
+
+    asyncio.run(scenario())
+
+
+def test_an_update_that_fails_half_way_breaks_the_worker(
+    worker: EngineWorker, publisher: Publisher, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("power cut")
+
+    weights: dict[str, Any] = load_file(str(model / "model.safetensors"))
+    publish(publisher, 1, weights)
+    monkeypatch.setattr("vllm_rlplugin.weights.finalize_layerwise_reload", fail)
+
+    async def scenario() -> None:
+        await worker.suspend()
+        with pytest.raises(RetryableError, match=r"half-way.*power cut"):
+            await worker.update(1)
+        assert isinstance(worker._broken, RunError)
+        await check_broken(worker, "power cut")
+
+    asyncio.run(scenario())
+
+
+def test_calls_after_close_and_calls_pending_at_close_raise(worker: EngineWorker) -> None:
+    async def scenario() -> None:
+        pending = asyncio.create_task(worker.completions())
+        await worker.add([greedy("unfinished", (1, 2, 3), 50)])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await worker.close()
+        with pytest.raises(RetryableError, match="closed"):
+            await pending
+        with pytest.raises(RetryableError, match="closed"):
+            await worker.add([greedy("more", (1,), 1)])
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_without_a_relay_refuses_updates_and_says_why(model: Path) -> None:
+    worker = EngineWorker(model=str(model), kv_cache_mb=1)
+
+    async def scenario() -> None:
+        await worker.suspend()
+        with pytest.raises(ValueError, match="no relay"):
+            await worker.update(1)
+        await worker.close()
+
+    asyncio.run(scenario())
