@@ -113,6 +113,7 @@ class TrainerSection(Section):
     minibatches: Positive = 1  # optimizer steps a batch
     micro_batch_size: Positive = 64  # trajectories a forward and backward
     threads: Positive = 1
+    logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
 
 

@@ -104,7 +104,7 @@ class Rollout:
         while True:
             await self._room.wait()
             self._room.clear()
-            while self._open and self.gate.may_start(size, len(self._members), self.buffer.scored):
+            while self._open and self.gate.may_start(size, len(self._members), self.buffer.scored, self._lead):
                 prompt = self._next_prompt()
                 group_id = f"g{self._groups:07d}"
                 self._groups += 1
@@ -133,6 +133,11 @@ class Rollout:
         """Trajectories not scored yet."""
         return len(self._members)
 
+    @property
+    def _lead(self) -> int:
+        """Versions that the trainer is ahead of the rollout workers."""
+        return self.buffer.version - self.proxy.version
+
     def waits(self) -> str:
         """What the trajectories in flight wait for, counted, in words."""
         counts: dict[str, int] = {}
@@ -142,7 +147,7 @@ class Rollout:
             return ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
         if not self._open:
             return "starts are closed"
-        return self.gate.reason(self._config.rollout.group_size, self.in_flight, self.buffer.scored)
+        return self.gate.reason(self._config.rollout.group_size, self.in_flight, self.buffer.scored, self._lead)
 
     # -- one trajectory ----------------------------------------------------------------------------------------------
 

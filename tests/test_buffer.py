@@ -145,14 +145,14 @@ def test_no_schedule_hands_out_a_stale_trajectory_or_loses_one(alpha: int, steps
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 4), st.integers(1, 64), st.integers(2, 16), st.integers(1, 200))
-def test_the_gate_bounds_what_is_ahead_of_the_trainer(alpha: int, groups: int, size: int, environments: int) -> None:
-    gate = StartGate(alpha, groups * size, 1.0, environments)
+@given(st.integers(0, 4), st.integers(1, 64), st.integers(2, 16), st.integers(1, 200), st.integers(0, 6))
+def test_the_gate_bounds_what_is_ahead_of_the_trainer(alpha: int, groups: int, size: int, envs: int, lead: int) -> None:
+    gate = StartGate(alpha, groups * size, 1.0, envs)
     in_flight = waiting = 0
-    for turn in range(500):
-        if gate.may_start(size, in_flight, waiting):
+    for _ in range(500):
+        if gate.may_start(size, in_flight, waiting, lead):
             in_flight += size
         elif in_flight:
             in_flight, waiting = in_flight - 1, waiting + 1
-        assert in_flight <= environments
-        assert in_flight + waiting <= (alpha + 1) * groups * size, turn
+        assert in_flight <= envs
+        assert in_flight + waiting <= max(0, alpha + 1 - lead) * groups * size

@@ -28,24 +28,29 @@ class StalenessBound:
 
 @dataclass(frozen=True, slots=True)
 class StartGate:
-    """How many trajectories may be under way: finished and unfinished together never exceed (alpha + 1) batches."""
+    """How many trajectories may be under way: no more than can still be trained in time.
+
+    A trajectory that starts now has the rollout's version; it may be taken until the trainer is ``alpha`` ahead of that.
+    With the trainer ``lead`` versions ahead already, ``alpha + 1 - lead`` batches are left that it can join: finished and
+    unfinished trajectories together never exceed that many batches (and so never alpha + 1, the bound of RollArt 6.2).
+    """
 
     alpha: int
     batch: int  # trajectories a training step takes
     redundancy: float  # launched over needed (RollArt 6.3), >= 1
     environments: int  # trajectories in flight at most
 
-    @property
-    def bound(self) -> int:
+    def bound(self, lead: int) -> int:
         """The largest number of trajectories between start and training."""
-        return (self.alpha + 1) * math.ceil(self.batch * self.redundancy)
+        return max(0, self.alpha + 1 - lead) * math.ceil(self.batch * self.redundancy)
 
-    def may_start(self, group_size: int, in_flight: int, waiting: int) -> bool:
+    def may_start(self, group_size: int, in_flight: int, waiting: int, lead: int) -> bool:
         """Whether a whole group may start, given trajectories in flight and those finished but not yet in training."""
-        return in_flight + group_size <= self.environments and in_flight + waiting + group_size <= self.bound
+        return in_flight + group_size <= self.environments and in_flight + waiting + group_size <= self.bound(lead)
 
-    def reason(self, group_size: int, in_flight: int, waiting: int) -> str:
+    def reason(self, group_size: int, in_flight: int, waiting: int, lead: int) -> str:
         """Why a group may not start, in words."""
         if in_flight + group_size > self.environments:
             return f"{in_flight} of {self.environments} environments busy"
-        return f"{in_flight + waiting} trajectories ahead of the trainer, bound {self.bound} for alpha = {self.alpha}"
+        ahead = in_flight + waiting
+        return f"{ahead} trajectories ahead of the trainer, {self.bound(lead)} can be trained within alpha = {self.alpha}"

@@ -107,6 +107,8 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
                 await parts.trainer.call("export", str(folder.path / "model-final"))  # type: ignore[attr-defined]
         except (RunError, RetryableError) as error:
             reason = str(error)
+            if not checkpoints.all():
+                raise RunError(reason) from error
             raise RunError(f"{reason}\n  resume with: rl-coserve train --resume {folder.path}") from error
         except asyncio.CancelledError:
             status, reason = "interrupted", "interrupted"
@@ -233,7 +235,7 @@ async def _start_relay(config: Config, folder: RunFolder, stack: AsyncExitStack)
 async def _model(config: Config, folder: RunFolder, task: FrozenLakeTask, trainer: RayTrainer) -> str:
     """The model's folder; a tiny one is made in the trainer's process."""
     if config.model.path:
-        return os.path.abspath(config.model.path)
+        return config.model.path
     if not (folder.model / "config.json").exists():
         shape = config.model.model_dump(exclude={"path"})
         sizes = {"vocabulary": list(task.vocabulary), "max_positions": config.rollout.engine.max_model_len}

@@ -199,10 +199,10 @@ class Audit:
         stored: Iterable[tuple[str, str]],
         *,
         completed: bool,
-        killed: bool,
+        resumed: bool,
     ) -> None:
-        """The run has ended; ``stored`` are (id, outcome) of the store. After a kill the store may lack what it had not
-        flushed, so that only what was trained is compared."""
+        """The run has ended; ``stored`` are (id, outcome) of the store. What was in flight when a life ended is not
+        in it (there was nobody to write it), so that after a resume only what was trained is compared."""
         mine = self.totals()
         for name, value in mine.items():
             if ledger.get(name) != value:
@@ -222,7 +222,7 @@ class Audit:
         self._compare(
             "the store", sorted(trained), sorted(n for n, outcome in outcomes.items() if outcome == "trained")
         )
-        if completed and not killed:
+        if completed and not resumed:
             for name, state in self.states.items():
                 if state in _ENDS and outcomes.get(name) != state:
                     self.note(f"store: {name} is {outcomes.get(name, 'not there')}, the journal says {state}")

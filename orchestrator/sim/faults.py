@@ -284,9 +284,9 @@ class FaultyEnvironment:
     async def close(self) -> None:
         """See the protocol. An injected fault comes after the real end: only the caller can leave one open."""
         kind = self._faults.draw("environment.close", NO_TWICE)
+        await self._inner.close()
         if kind == "delay":
             await self._faults.late()
-        await self._inner.close()
         if kind == "crash":
             raise InjectedError("injected: close failed")
         if kind == "drop":

@@ -114,7 +114,6 @@ class _Simulation:
         self.life = 0
         self.seconds = 0.0
         self.callbacks = 0
-        self.killed = False
         self.reason = ""
         self._sink = sink
         self._faulty = config.sim.fault_rate > 0
@@ -137,7 +136,7 @@ class _Simulation:
             recount(lines),
             ((name, outcome) for name, _, outcome in self.remains.rows),
             completed=self.reason == "completed",
-            killed=self.killed,
+            resumed=self.life > 1,
         )
         violations = list(self.audit.violations)
         if self.audit.count > len(violations):
@@ -186,7 +185,6 @@ class _Simulation:
         if self.remains.dead:
             if not main.cancelled():
                 main.exception()  # whatever a dead process raised, nobody saw it
-            self.killed = True
             return True
         if main.cancelled():
             self.audit.note(f"life {self.life} was cancelled by nobody")

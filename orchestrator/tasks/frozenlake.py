@@ -5,8 +5,8 @@ says where the agent is (``@a1``), and the policy answers a move and the end of 
 one observation token and two policy tokens, and a whole episode is at most 53 tokens.
 
 Guarantees: everything is deterministic in its arguments; a map belongs to the training or to the held-out split by its
-SHA-256 alone, so the two are disjoint whatever the seeds; every map can be solved, in 12 turns at most (the longest
-shortest path of a 4x4 map is 10 moves or less); an answer that is not exactly one move and ``<end>`` wastes its turn.
+SHA-256 alone, so the two are disjoint whatever the seeds; every map can be solved within the 12 turns (the shortest way
+through a solvable 4x4 map always takes 6 moves); an answer that is not exactly one move and ``<end>`` wastes its turn.
 The moves themselves are gymnasium's ``FrozenLake-v1``. Gymnasium is imported on first use, not with this module.
 """
 
@@ -189,7 +189,7 @@ class FrozenLakeTask:
     """FrozenLake maps, environments and vocabulary; implements ``Task``.
 
     ``frozen_probability`` is gymnasium's ``p`` for random maps (in (0, 1)); ``heldout_maps`` is how many distinct maps
-    there are to evaluate on (at p = 0.8, about 600 can be found). Raises ValueError for values outside their range.
+    there are to evaluate on (at p = 0.8, about 570 can be found). Raises ValueError for values outside their range.
     """
 
     name: str = TASK

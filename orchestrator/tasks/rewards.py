@@ -16,7 +16,8 @@ def frozenlake_success(payload: Mapping[str, Any]) -> dict[str, float | str]:
     """1.0 when the moves reach the goal of the map, else 0.0.
 
     ``payload``: ``task`` (``"frozenlake"``), ``prompt`` (the map, ``SFFF/FHFH/FFFH/HFFG``), ``actions`` (a list of
-    token ids for each turn); other keys are ignored. Returns ``reward`` and ``outcome``: ``"goal"``, ``"hole"`` or ``"unfinished"``.
+    token ids for each turn); other keys are ignored. Returns ``reward`` and ``outcome``: ``"goal"``, ``"hole"`` or
+    ``"unfinished"``.
     Raises ValueError when the payload is not of this form, has more than 12 turns, or goes on after the episode's end.
     """
     if payload.get("task") != TASK:

@@ -1,0 +1,463 @@
+"""``rl-coserve doctor``: is this environment able to run, and if not, what cures it.
+
+Guarantees: every check ends within its time limit and yields exactly one result; a check that cannot run says why and
+never passes; every failure and warning carries a fix. What an engine, Mooncake or Ray is asked is asked of a real one,
+in a process of its own that is killed with all it started when the limit is over, so that neither a hang nor a crash
+there takes the doctor along. Nothing is installed or changed.
+
+Exit code: 0 when no check failed, else 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import importlib.metadata
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from json import dumps, loads
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestrator.api import ConfigError
+from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component, check, find
+
+Status = Literal["ok", "warn", "fail", "skip"]
+
+PLUGIN = "rl-coserve"
+PLUGIN_GROUP = "vllm.general_plugins"
+# Measured with `make demo` on two cores: Ray, one vLLM engine and one Megatron-Core rank; see docs/troubleshooting.md.
+MEMORY_TIGHT_MB = 6_000
+MEMORY_MIN_MB = 3_000
+DISK_TIGHT_MB = 2_000
+DISK_MIN_MB = 200  # what a run refuses to start below
+SHARED_MEMORY_MB = 256  # Ray's object store and a margin; a container has 64 by default
+LIGHT_LIMIT = 10.0  # seconds for a check that only reads
+_ANSWER = "rl-coserve-doctor-answer "  # engines print too: the answer's line starts with this
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found."""
+
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question. ``isolated`` ones run in a process of their own."""
+
+    name: str
+    run: Callable[[], Finding]
+    limit: float = LIGHT_LIMIT  # seconds
+    isolated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One answer."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str
+    seconds: float
+
+
+def run_doctor(json: bool = False, quick: bool = False) -> int:
+    """Run all checks and print them; ``quick`` skips those that start processes. Returns the exit code."""
+    results = []
+    for result in examine(CHECKS, quick):
+        results.append(result)
+        if not json:
+            print(as_text(result), flush=True)
+    failed = any(result.status == "fail" for result in results)
+    if json:
+        print(dumps({"ok": not failed, "checks": [asdict(result) for result in results]}))
+    else:
+        print(", ".join(f"{sum(r.status == status for r in results)} {status}" for status in _LABELS))
+    return 1 if failed else 0
+
+
+def examine(checks: Sequence[Check], quick: bool = False) -> Iterator[CheckResult]:
+    """One result a check, in order."""
+    for item in checks:
+        begun = time.monotonic()
+        if item.isolated and quick:
+            finding = Finding("skip", "starts a process: left out by --quick")
+        elif item.isolated:
+            finding = _in_process(item)
+        else:
+            finding = _within_limit(item)
+        yield CheckResult(item.name, finding.status, finding.detail, finding.fix, round(time.monotonic() - begun, 2))
+
+
+_LABELS: dict[Status, str] = {"ok": "OK  ", "warn": "WARN", "fail": "FAIL", "skip": "SKIP"}
+
+
+def as_text(result: CheckResult) -> str:
+    """One line, and the fix below it."""
+    line = f"{_LABELS[result.status]}  {result.name:18}  {result.detail}"
+    return f"{line}\n      {'':18}  fix: {result.fix}" if result.fix else line
+
+
+def _guarded(item: Check) -> Finding:
+    """A check that raises has failed, with its exception as the reason."""
+    try:
+        return item.run()
+    except ConfigError as error:
+        return Finding("fail", f"{error.field}: {error.value}", error.fix)
+    except Exception as error:  # noqa: BLE001  whatever is broken in an environment is what is looked for
+        return Finding("fail", f"{type(error).__name__}: {_short(str(error))}", "see the message; then `make venv`")
+
+
+def _within_limit(item: Check) -> Finding:
+    answers: list[Finding] = []
+    thread = threading.Thread(target=lambda: answers.append(_guarded(item)), daemon=True)
+    thread.start()
+    thread.join(item.limit)
+    if answers:
+        return answers[0]
+    return Finding("fail", f"no answer within {item.limit:g} s", "is a file system or a network mount hanging?")
+
+
+def _in_process(item: Check, command: Sequence[str] = ()) -> Finding:
+    command = command or (sys.executable, "-m", "orchestrator.doctor", item.name)
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(item.limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:  # whatever it left behind, and on Ctrl-C itself
+            _kill_group(process)
+        log.seek(0)
+        lines = log.read().splitlines()
+    if code is None:
+        last = _short(lines[-1]) if lines else "it printed nothing"
+        fix = "run it again on an idle machine; if it stays so, look for a hanging process or a blocked port"
+        return Finding("fail", f"no answer within {item.limit:g} s; last line: {last}", fix)
+    for line in reversed(lines):
+        if line.startswith(_ANSWER):
+            return Finding(**loads(line.removeprefix(_ANSWER)))
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    last = _short(lines[-1]) if lines else "it printed nothing"
+    return Finding("fail", f"its process {how}; last line: {last}", "out of memory? (dmesg); else `make venv`")
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _answer(name: str) -> int:
+    """In the process of an isolated check."""
+    item = next(item for item in CHECKS if item.name == name)
+    finding = _guarded(item)
+    print(f"\n{_ANSWER}{dumps(asdict(finding))}", flush=True)
+    return 0
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:297] + "..."
+
+
+# ------------------------------------------------------------------------------------------------- versions and packages
+
+
+def _tested(component: Component) -> Finding:
+    """The installed version against the tested range; an engine may well live in another environment."""
+    found = find(component)
+    if found is None:
+        fix = f"`make venv`, or install {component.name} {component.tested} ({component.how})"
+        return Finding("warn", "not installed in this environment", fix)
+    installed = check(component)
+    return Finding("ok", f"{installed.version} ({installed.distribution}; tested: {component.tested}, {component.how})")
+
+
+def _python() -> Finding:
+    return Finding("ok", f"{check(PYTHON).version} at {sys.executable} (tested: {PYTHON.tested}, {PYTHON.how})")
+
+
+def _vllm() -> Finding:
+    finding = _tested(VLLM)
+    if finding.status == "ok" and _version("vllm") is None:
+        return Finding("warn", f"{finding.detail}; the `vllm` command cannot find its own version", "`make venv`")
+    return finding
+
+
+def _requirements() -> Finding:
+    version = _version(PLUGIN)
+    if version is None:
+        return Finding("fail", f"{PLUGIN} is not installed, only on the path", "pip install -e '.[orchestrator]'")
+    names = ("pydantic", "msgpack", "numpy", "xxhash", "ray", "aiohttp", "pyarrow", "gymnasium", "rich")
+    missing = [name for name in names if _version(name) is None]
+    if missing:
+        return Finding("fail", f"not installed: {', '.join(missing)}", f"pip install '{PLUGIN}[orchestrator]'")
+    return Finding("ok", f"{PLUGIN} {version} and its requirements")
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("warn", "not installed in this environment", "`make venv`")
+    strangers = [name for name in ("torchvision", "torchaudio", "torchcodec") if _is_other_build(name, version)]
+    if strangers:
+        names = " ".join(strangers)
+        detail = f"{version}, but another build of {names}: `import transformers` fails beside it"
+        return Finding("fail", detail, f"pip uninstall {names}")
+    torch: Any = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("ok", f"{version}, CUDA {torch.version.cuda}: {', '.join(devices)}")
+    if torch.version.cuda is None:
+        return Finding("ok", f"{version}, a CPU build")
+    fix = "check the NVIDIA driver (nvidia-smi) and CUDA_VISIBLE_DEVICES; without a GPU: `make venv`"
+    return Finding("warn", f"{version} is built for CUDA {torch.version.cuda}, but there is no usable GPU", fix)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_other_build(distribution: str, torch_version: str) -> bool:
+    version = _version(distribution)
+    return version is not None and "+cpu" in torch_version and "+cpu" not in version
+
+
+# --------------------------------------------------------------------------------------------------------------- plugins
+
+
+def _entry_point() -> Finding:
+    found = [point.value for point in importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)]
+    if not found:
+        return Finding("fail", f"none named {PLUGIN} in the group {PLUGIN_GROUP}", "pip install -e . (or `make venv`)")
+    if len(set(found)) > 1:
+        return Finding("fail", f"several: {', '.join(found)}", f"pip uninstall {PLUGIN} until it is gone, install it again")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        fix = f"unset VLLM_PLUGINS, or add {PLUGIN} to it"
+        return Finding("warn", f"{found[0]}, but VLLM_PLUGINS={allowed!r} keeps vLLM from loading it", fix)
+    return Finding("ok", f"{PLUGIN} = {found[0]} in {PLUGIN_GROUP}")
+
+
+def _vllm_plugin() -> Finding:
+    """Load plugins as vLLM does, then ask ours what is live."""
+    if find(VLLM) is None:
+        return Finding("skip", "vLLM is not installed in this environment")
+    importlib.import_module("vllm.plugins").load_general_plugins()
+    status: dict[str, Any] = importlib.import_module("vllm_rlplugin").status()
+    if not status["entry_point"]:
+        return Finding("fail", "vLLM did not load it", f"unset VLLM_PLUGINS, or add {PLUGIN} to it; see `entry point`")
+    if status["inert"]:
+        return Finding("fail", f"inert: {status['inert']}", f"install vLLM {VLLM.tested}")
+    if not status["backend_registered"]:
+        return Finding("fail", "its weight-transfer backend is not registered in vLLM", f"install vLLM {VLLM.tested}")
+    return _hooks("loaded by vLLM, backend registered", status["signature_mismatches"], status["patches"], VLLM)
+
+
+def _megatron_plugin() -> Finding:
+    """Activate the plugin in a process with Megatron-Core, as the trainer does."""
+    if find(MEGATRON_CORE) is None:
+        return Finding("skip", "Megatron-Core is not installed in this environment")
+    importlib.import_module("megatron.core")
+    shims = importlib.import_module("megatron_rlplugin.cpu")
+    shims.activate()
+    if shims.needed() and not shims.is_active():
+        return Finding("fail", "the shims for machines without CUDA are not live", "please report this with `--json`")
+    place = "shims for machines without CUDA live" if shims.is_active() else "CUDA: no shims needed"
+    status: dict[str, Any] = importlib.import_module("megatron_rlplugin.hookpoints").engine_status()
+    patches: dict[str, bool] = importlib.import_module("megatron_rlplugin.patches").REGISTER.status()
+    return _hooks(place, status["hook_mismatches"], patches, MEGATRON_CORE)
+
+
+def _hooks(detail: str, mismatches: Sequence[str], patches: dict[str, bool], component: Component) -> Finding:
+    if mismatches:
+        fix = f"install {component.name} {component.tested} ({component.how})"
+        return Finding("fail", _short(f"{len(mismatches)} hooks changed: {'; '.join(mismatches)}"), fix)
+    live = ", ".join(f"{name} {'live' if is_live else 'not applied'}" for name, is_live in patches.items())
+    return Finding("ok", f"{detail}; all hooks as tested; patches: {live or 'none needed'}")
+
+
+# ------------------------------------------------------------------------------------------------------ Mooncake and Ray
+
+
+def _mooncake() -> Finding:
+    """A real master on a free port, 1 KB in and out."""
+    if find(MOONCAKE) is None:
+        return Finding("skip", "Mooncake is not installed in this environment")
+    from orchestrator.runtime.mooncake import MooncakeMaster
+    from orchestrator.transfer import MooncakeRelay
+
+    async def round_trip() -> Finding:
+        master = MooncakeMaster()
+        await master.start()
+        try:
+            relay = MooncakeRelay(master.address, segment_bytes=32 << 20)
+            try:
+                sent, received = bytearray(os.urandom(1024)), bytearray(1024)
+                relay.put("doctor/1", memoryview(sent))
+                relay.get_into("doctor/1", memoryview(received))
+            finally:
+                relay.close()
+        finally:
+            await master.stop()
+        if sent != received:
+            return Finding("fail", "1 KB came back changed", "reinstall the Mooncake wheel; check the memory")
+        return Finding("ok", "mooncake_master started, 1 KB put and read back over TCP, stopped")
+
+    return asyncio.run(round_trip())
+
+
+def _ray() -> Finding:
+    """A local Ray, one remote call."""
+    if find(RAY) is None:
+        return Finding("skip", "Ray is not installed in this environment")
+    ray: Any = importlib.import_module("ray")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        object_store_memory=80 << 20,  # Ray's smallest is 75 MiB
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        answer = ray.get(ray.remote(os.getpid).remote())
+    finally:
+        ray.shutdown()
+    if answer == os.getpid():
+        return Finding("fail", "the remote call ran in this process", "reinstall Ray")
+    return Finding("ok", "local Ray started, one remote call answered, stopped")
+
+
+# --------------------------------------------------------------------------------------------------------------- machine
+
+
+def _sqlite() -> Finding:
+    from orchestrator.transfer import SqliteMetadata
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteMetadata(Path(folder) / "metadata.sqlite")
+        try:
+            first, second = (store.compare_and_set("key", b"value", 0) for _ in range(2))
+            found = store.get("key")
+        finally:
+            store.close()
+    if not first or second or found != (b"value", 1):
+        return Finding("fail", f"{sqlite3.sqlite_version}: compare-and-set is not atomic here", "use a local disk for TMPDIR")
+    return Finding("ok", f"{sqlite3.sqlite_version}, write-ahead log and compare-and-set work")
+
+
+def _libraries() -> Finding:
+    from orchestrator.transfer.mooncake import APT_PACKAGES
+
+    missing = []
+    for library, package in APT_PACKAGES.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            missing.append(package)
+    if missing:
+        fix = f"apt-get install {' '.join(missing)}"
+        return Finding("fail", f"missing, and Mooncake needs them: {' '.join(missing)} (Debian's names)", fix)
+    return Finding("ok", ", ".join(APT_PACKAGES))
+
+
+def _disk() -> Finding:
+    here = Path.cwd()
+    free = shutil.disk_usage(here).free >> 20
+    if not os.access(here, os.W_OK):
+        return Finding("fail", f"{here} cannot be written", "start runs in a folder of your own, or set run.folder")
+    detail = f"{free} MB free in {here}"
+    if free < DISK_MIN_MB:
+        return Finding("fail", detail, f"free at least {DISK_TIGHT_MB} MB, or set run.folder to another disk")
+    if free < DISK_TIGHT_MB:
+        return Finding("warn", detail, f"a long run needs more than {DISK_TIGHT_MB} MB; see checkpoint.keep")
+    return Finding("ok", detail)
+
+
+def _memory() -> Finding:
+    free = min(_meminfo_mb(), _cgroup_free_mb())
+    cores = len(os.sched_getaffinity(0))
+    detail = f"{free} MB available, {cores} core{'s' if cores > 1 else ''}"
+    fix = f"close other programs; the demo wants {MEMORY_TIGHT_MB} MB (model, rollout.environments and ray.* set how much)"
+    if free < MEMORY_MIN_MB:
+        return Finding("fail", detail, fix)
+    if free < MEMORY_TIGHT_MB:
+        return Finding("warn", detail, fix)
+    return Finding("ok", detail)
+
+
+def _shared_memory() -> Finding:
+    free = shutil.disk_usage("/dev/shm").free >> 20
+    if free < SHARED_MEMORY_MB:
+        fix = "in a container: `docker run --shm-size=1g`; else remove what is left over in /dev/shm"
+        return Finding("warn", f"{free} MB free in /dev/shm: Ray falls back to files", fix)
+    return Finding("ok", f"{free} MB free in /dev/shm")
+
+
+def _meminfo_mb() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) >> 10
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def _cgroup_free_mb() -> int:
+    """What the container's limit leaves; huge where there is none."""
+    names = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    for limit, used in names:
+        try:
+            text = (Path("/sys/fs/cgroup") / limit).read_text().strip()
+            if text != "max":
+                return (int(text) - int((Path("/sys/fs/cgroup") / used).read_text())) >> 20
+        except (OSError, ValueError):
+            continue
+    return 1 << 40
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("python", _python),
+    Check("packages", _requirements),
+    Check("vllm", _vllm),
+    Check("megatron-core", lambda: _tested(MEGATRON_CORE)),
+    Check("mooncake", lambda: _tested(MOONCAKE)),
+    Check("ray", lambda: _tested(RAY)),
+    Check("torch", _torch, limit=60, isolated=True),
+    Check("entry point", _entry_point),
+    Check("vllm plugin", _vllm_plugin, limit=120, isolated=True),
+    Check("megatron plugin", _megatron_plugin, limit=120, isolated=True),
+    Check("mooncake store", _mooncake, limit=60, isolated=True),
+    Check("local ray", _ray, limit=90, isolated=True),
+    Check("sqlite", _sqlite),
+    Check("system libraries", _libraries),
+    Check("disk", _disk),
+    Check("memory", _memory),
+    Check("shared memory", _shared_memory),
+)
+
+if __name__ == "__main__":
+    sys.exit(_answer(sys.argv[1]))

@@ -1,0 +1,398 @@
+"""A run folder as typed records: the one place that knows how the log's lines look.
+
+Guarantees: a line that a kill cut in half is left out and counted, never an error; a folder that is no run is a
+:class:`~orchestrator.api.ConfigError`. A resume appends to the same log, so what lies beyond the checkpoint that it went
+back to is there twice: ``steps`` and ``evaluations`` hold only what the run now consists of, while stages, updates and
+incidents hold all that happened, because it did take that time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError
+from orchestrator.ledger import END_STATES, recount
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the loop; ``waiting_for`` is what it waited for, "" when it did not."""
+
+    name: str
+    step: int
+    start: float
+    end: float
+    waiting_for: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class LedgerCounts:
+    """A ledger's totals. ``rolled_back`` counts events, not trajectories: it is outside the sum."""
+
+    started: int = 0
+    ended: Mapping[str, int] = field(default_factory=dict)
+    in_flight: int = 0
+    rolled_back: int = 0
+    failed_by_cause: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def difference(self) -> int:
+        """Started minus what is accounted for: 0 when the ledger closes."""
+        return self.started - sum(self.ended.values()) - self.in_flight
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> LedgerCounts:
+        """From an event's ``ledger`` field."""
+        return cls(
+            started=int(data.get("started", 0)),
+            ended={state: int(data.get(state, 0)) for state in END_STATES},
+            in_flight=int(data.get("in_flight", 0)),
+            rolled_back=int(data.get("rolled_back", 0)),
+            failed_by_cause={str(cause): int(n) for cause, n in (data.get("failed_by_cause") or {}).items()},
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step. ``number`` counts from 1: the steps done after it. ``period``: seconds from the step before."""
+
+    number: int
+    version: int
+    t: float
+    trained: int
+    tokens: int
+    reward_mean: float
+    success: float
+    lag: Mapping[int, int]
+    lag_trained: Mapping[int, int]
+    versions_mixed: int
+    metrics: Mapping[str, float]
+    ledger: LedgerCounts
+    period: float = 0.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Greedy success on held-out prompts with its 95 % interval, after ``step`` training steps."""
+
+    step: int
+    t: float
+    phase: str
+    value: float
+    successes: int
+    prompts: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """One rollout worker's weight update. ``preempted``: requests in flight whose KV it made recompute."""
+
+    version: int
+    bytes: int
+    seconds: float
+    preempted: int
+
+
+@dataclass(frozen=True)
+class WorkerSnapshot:
+    """A rollout worker's state at a weight update."""
+
+    name: str
+    running: int
+    waiting: int
+    kv_share: float
+    preemptions: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Incident:
+    """An alarm, a fault, or a recovery."""
+
+    kind: str
+    t: float
+    what: str
+    cause: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the run; the second and later ones are resumes."""
+
+    t: float
+    mode: str
+    alpha: int
+    steps: int
+    name: str
+    simulated: bool
+    resumed_from: int | None
+    started: str
+
+
+@dataclass
+class RunLog:
+    """Everything the report shows of one run folder."""
+
+    folder: Path
+    config: dict[str, Any]
+    machine: dict[str, str]
+    versions: dict[str, str]
+    starts: list[Start] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    workers: list[WorkerSnapshot] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
+    status: str = "unfinished"
+    reason: str = ""
+    seconds: float = 0.0
+    unreadable: int = 0  # lines cut by a kill
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    journal: LedgerCounts | None = None  # the ledger's journal, recounted; None without one
+
+    @property
+    def name(self) -> str:
+        """The run's name; the folder's until it has said its own."""
+        return self.starts[-1].name if self.starts else self.folder.name
+
+    @property
+    def kind(self) -> str:
+        """How the figures were obtained."""
+        return "simulated" if any(start.simulated for start in self.starts) else "real"
+
+    @property
+    def mode(self) -> str:
+        """``sync`` or ``async``."""
+        return self.starts[-1].mode if self.starts else str(self._of_config("run", "mode", ""))
+
+    @property
+    def alpha(self) -> int:
+        """The staleness bound."""
+        return self.starts[-1].alpha if self.starts else int(self._of_config("rollout", "alpha", 0))
+
+    @property
+    def planned_steps(self) -> int:
+        """How many training steps were asked for."""
+        return self.starts[-1].steps if self.starts else int(self._of_config("run", "steps", 0))
+
+    @property
+    def done_steps(self) -> int:
+        """How many training steps the run now consists of."""
+        return self.steps[-1].number if self.steps else 0
+
+    @property
+    def gap_alarm(self) -> float | None:
+        """The limit of the mean log-prob gap between rollout and trainer."""
+        value = self._of_config("trainer", "logprob_gap_alarm", None)
+        return float(value) if value is not None else None
+
+    def evaluation(self, phase: str) -> Evaluation | None:
+        """The latest evaluation of a phase. ``end`` counts only when no step follows it."""
+        found = [item for item in self.evaluations if item.phase == phase]
+        if not found or (phase == "end" and found[-1].step < self.done_steps):
+            return None
+        return found[-1]
+
+    @property
+    def before(self) -> Evaluation | None:
+        """Before the first step of RL."""
+        return next((item for item in self.evaluations if item.phase == "start"), None)
+
+    def _of_config(self, section: str, key: str, default: Any) -> Any:
+        part = self.config.get(section)
+        return part.get(key, default) if isinstance(part, dict) else default
+
+
+def load_run(folder: str | Path) -> RunLog:
+    """Read a run folder. Raises ConfigError when it is none."""
+    path = Path(folder).resolve()
+    if not (path / "config.json").is_file() and not (path / "events.jsonl").is_file():
+        raise ConfigError("run", str(folder), "is no run folder (neither config.json nor events.jsonl); see `ls runs`")
+    environment = _json_object(path / "environment.json")
+    run = RunLog(
+        folder=path,
+        config=_json_object(path / "config.json"),
+        machine=_texts(environment.get("machine")),
+        versions=_texts(environment.get("versions")),
+    )
+    events = list(_events(run, path / "events.jsonl"))
+    for event in events:
+        _take(run, event)
+    run.seconds = max((max(float(e.get("t", 0.0)), float(e.get("end", 0.0))) for e in events), default=0.0)
+    run.steps = _with_periods(run)
+    journal = path / "ledger.jsonl"
+    if journal.is_file():
+        run.journal = LedgerCounts.of(recount(journal.read_text(encoding="utf-8").splitlines()))
+    if run.status == "unfinished":  # killed, or still running: the journal is ahead of the last step's totals
+        run.ledger = run.journal or (run.steps[-1].ledger if run.steps else LedgerCounts())
+    return run
+
+
+def _events(run: RunLog, file: Path) -> Iterable[dict[str, Any]]:
+    if not file.is_file():
+        return
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if not line:
+            continue
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            run.unreadable += 1
+            continue
+        if isinstance(event, dict) and "kind" in event:
+            yield event
+        else:
+            run.unreadable += 1
+
+
+def _take(run: RunLog, event: dict[str, Any]) -> None:
+    t = float(event.get("t", 0.0))
+    match event["kind"]:
+        case "run_start":
+            _take_start(run, event, t)
+        case "stage":
+            run.stages.append(
+                Stage(
+                    event["stage"], int(event["step"]), event["start"], event["end"], str(event.get("waiting_for", ""))
+                )
+            )
+        case "step":
+            run.steps = [step for step in run.steps if step.number <= int(event["step"])]
+            run.steps.append(_step(event, t))
+        case "evaluation":
+            run.evaluations.append(
+                Evaluation(
+                    step=int(event["step"]),
+                    t=t,
+                    phase=str(event["phase"]),
+                    value=float(event["success"]),
+                    successes=int(event.get("successes", 0)),
+                    prompts=int(event.get("prompts", 0)),
+                    low=float(event["low"]),
+                    high=float(event["high"]),
+                )
+            )
+        case "update":
+            run.updates.append(
+                Update(int(event["version"]), int(event["bytes"]), event["seconds"], int(event["preempted"]))
+            )
+        case "worker":
+            run.workers.append(
+                WorkerSnapshot(
+                    name=str(event["name"]),
+                    running=int(event["running"]),
+                    waiting=int(event["waiting"]),
+                    kv_share=event["kv_used"] / event["kv_capacity"] if event["kv_capacity"] else 0.0,
+                    preemptions=int(event["preemptions"]),
+                    tokens_per_s=float(event["tokens_per_s"]),
+                )
+            )
+        case "warmup":
+            run.warmup = (
+                int(event["steps"]),
+                float(event["loss_first"]),
+                float(event["loss_last"]),
+                float(event["seconds"]),
+            )
+        case "alarm" | "fault" | "recovered":
+            run.incidents.append(
+                Incident(
+                    kind=str(event["kind"]),
+                    t=t,
+                    what=str(event.get("what", "")),
+                    cause=str(event.get("cause", "")),
+                    detail=str(event.get("detail", "")),
+                )
+            )
+        case "run_end":
+            run.status, run.reason = str(event["status"]), str(event.get("reason", ""))
+            run.ledger = LedgerCounts.of(event.get("ledger") or {})
+
+
+def _take_start(run: RunLog, event: dict[str, Any], t: float) -> None:
+    resumed_from = event.get("resumed_from")
+    run.starts.append(
+        Start(
+            t=t,
+            mode=str(event["mode"]),
+            alpha=int(event["alpha"]),
+            steps=int(event["steps"]),
+            name=str(event["name"]),
+            simulated=bool(event["simulated"]),
+            resumed_from=resumed_from,
+            started=str(event.get("started", "")),
+        )
+    )
+    run.status, run.reason = "unfinished", ""
+    if resumed_from is not None:  # the checkpoint holds the first `resumed_from` steps; the others are rolled back
+        run.steps = [step for step in run.steps if step.number <= resumed_from]
+        run.evaluations = [item for item in run.evaluations if item.step <= resumed_from]
+
+
+def _step(event: dict[str, Any], t: float) -> Step:
+    return Step(
+        number=int(event["step"]) + 1,
+        version=int(event["version"]),
+        t=t,
+        trained=int(event["trained"]),
+        tokens=int(event["tokens"]),
+        reward_mean=float(event["reward_mean"]),
+        success=float(event["success"]),
+        lag=_counts(event.get("lag")),
+        lag_trained=_counts(event.get("lag_trained")),
+        versions_mixed=int(event.get("versions_mixed", 0)),
+        metrics={name: float(value) for name, value in (event.get("metrics") or {}).items()},
+        ledger=LedgerCounts.of(event.get("ledger") or {}),
+    )
+
+
+def _with_periods(run: RunLog) -> list[Step]:
+    """Each step with the seconds since the step before it, or since the first batch was asked for after a start."""
+    asked = sorted(stage.start for stage in run.stages if stage.name == "get_batch")
+    starts = [start.t for start in run.starts]
+    result: list[Step] = []
+    previous = float("-inf")
+    for step in run.steps:
+        segment = max((t for t in starts if t <= step.t), default=0.0)
+        if previous < segment:
+            previous = next((t for t in asked if segment <= t <= step.t), segment)
+        result.append(replace(step, period=step.t - previous))
+        previous = step.t
+    return result
+
+
+def _counts(data: Any) -> dict[int, int]:
+    return {int(lag): int(count) for lag, count in sorted((data or {}).items(), key=lambda item: int(item[0]))}
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """A JSON object from a file, {} when there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("run", str(file), f"is damaged: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError("run", str(file), "is damaged: it holds no JSON object")
+    return data
+
+
+def _texts(data: Any) -> dict[str, str]:
+    if isinstance(data, dict):
+        return {str(key): str(value) for key, value in data.items()}
+    return {"": str(data)} if data else {}
