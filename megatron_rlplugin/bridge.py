@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rlplugin.model import unwrap
 from orchestrator.api import ConfigError
 
-Tensor = torch.Tensor
 WHOLE, QKV, GATE_UP = "whole", "qkv", "gate_up"
 
 
@@ -145,9 +145,7 @@ def _join(kind: str, parts: list[Tensor], config: Any) -> Tensor:
         width = parts[0].shape[-1]
         per_group = config.num_attention_heads // config.num_query_groups
         heads = (per_group, 1, 1)
-        views = [
-            part.reshape(-1, count, config.kv_channels, width) for part, count in zip(parts, heads, strict=True)
-        ]
+        views = [part.reshape(-1, count, config.kv_channels, width) for part, count in zip(parts, heads, strict=True)]
         return torch.cat(views, dim=1).reshape(-1, width)
     return torch.cat(parts) if kind == GATE_UP else parts[0]
 
@@ -175,11 +173,11 @@ class _Folder:
         for name in self._names():
             try:
                 file = safe_open(self._path / name, framework="pt")
-                file.__enter__()
+                file.__enter__()  # type: ignore[no-untyped-call]
             except (OSError, SafetensorError) as error:
                 raise ConfigError("model.path", str(self._path), f"{name} cannot be read ({error})") from error
             self._files.append(file)
-            self._where.update({tensor: file for tensor in file.keys()})  # noqa: SIM118  not a mapping
+            self._where.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:

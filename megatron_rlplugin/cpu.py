@@ -28,12 +28,10 @@ _PROXIED_MODULES = (
     "megatron.core.pipeline_parallel.schedules",  # the token counter of a schedule
     "megatron.core.optimizer.optimizer",  # loss scale, overflow buffer
     "megatron.core.optimizer.clip_grads",  # overflow buffer, total norm
+    "megatron.core.utils",  # the gradient norm without Apex
 )
 _FACTORIES = ("zeros", "tensor")
-_active = False
-
-
-
+_undo: list[tuple[Any, str, Any]] = []  # what to put back, last first; not empty: the shims are live
 
 
 class _CpuTorch(types.ModuleType):
@@ -92,26 +90,37 @@ def needed() -> bool:
 
 def is_active() -> bool:
     """Whether the shims are live in this process."""
-    return _active
+    return bool(_undo)
 
 
 def activate() -> bool:
     """Make them live where they are needed. Returns whether they are."""
-    global _active
-    if _active or not needed():
-        return _active
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    if _undo or not needed():
+        return is_active()
     original_type = torch.Tensor.type
 
     def tensor_type(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = original_type(self, *args, **kwargs)
         return _TypeName(answer) if isinstance(answer, str) and self.device.type == "cpu" else answer
 
-    torch.Tensor.type = tensor_type
+    _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    _replace(torch.Tensor, "type", tensor_type)
     proxy = _CpuTorch()
     for name in _PROXIED_MODULES:
-        vars(importlib.import_module(name))["torch"] = proxy
+        _replace(importlib.import_module(name), "torch", proxy)
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
-    vars(rng).update(_CUDA_RNG_STATE_TRACKER=NoForkTracker(), _CUDA_RNG_STATE_TRACKER_INITIALIZED=True)
-    _active = True
+    _replace(rng, "_CUDA_RNG_STATE_TRACKER", NoForkTracker())
+    _replace(rng, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
     return True
+
+
+def deactivate() -> None:
+    """Put back what :func:`activate` replaced; for processes that go on to do other things (tests)."""
+    while _undo:
+        target, name, original = _undo.pop()
+        setattr(target, name, original)
+
+
+def _replace(target: Any, name: str, value: Any) -> None:
+    _undo.append((target, name, getattr(target, name)))
+    setattr(target, name, value)

@@ -125,6 +125,17 @@ def initialize_parallel(tensor_parallel: int = 1, rank: int = 0, world_size: int
         model_parallel_cuda_manual_seed(0)  # names the generators; without dropout nothing is drawn from them
 
 
+def shutdown_parallel() -> None:
+    """Leave the groups and put back what the CPU shims replaced. Models made before are not usable afterwards."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    cpu.deactivate()
+
+
 def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, tensor_parallel: int = 1) -> Any:
     """Megatron's config of this shape. Losses are sums: the divisor arrives with the finalizer (per-token loss)."""
     from megatron.core.transformer.transformer_config import TransformerConfig

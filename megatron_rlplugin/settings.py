@@ -35,6 +35,7 @@ class TrainerSettings:
     minibatches: int = 1
     micro_batch_size: int = 64
     threads: int = 1
+    logprob_gap_samples: int = 32
     logprob_gap_alarm: float = 0.02
 
     def __post_init__(self) -> None:
@@ -42,7 +43,7 @@ class TrainerSettings:
             self._require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("minibatches", "micro_batch_size", "threads"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("weight_decay", "clip_grad", "entropy_coefficient", "lr_warmup_steps"):
+        for name in ("weight_decay", "clip_grad", "entropy_coefficient", "lr_warmup_steps", "logprob_gap_samples"):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
         self._require("clip_low", 0 < self.clip_low < 1, "must lie between 0 and 1")
         self._require("loss", self.loss in LOSSES, f"must be one of {', '.join(LOSSES)}")
@@ -70,6 +71,4 @@ class TrainerSettings:
         """The learning-rate schedule must fit into the run."""
         if total_steps < 1:
             raise ConfigError("run.steps", total_steps, "must be at least 1")
-        self._require(
-            "lr_warmup_steps", self.lr_warmup_steps < total_steps, f"must be below run.steps = {total_steps}"
-        )
+        self._require("lr_warmup_steps", self.lr_warmup_steps < total_steps, f"must be below run.steps = {total_steps}")

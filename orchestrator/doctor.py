@@ -11,6 +11,7 @@ Exit code: 0 when no check failed, else 1.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import importlib.metadata
@@ -160,11 +161,9 @@ def _in_process(item: Check, command: Sequence[str] = ()) -> Finding:
     return Finding("fail", f"its process {how}; last line: {last}", "out of memory? (dmesg); else `make venv`")
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    try:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -255,7 +254,9 @@ def _entry_point() -> Finding:
     if not found:
         return Finding("fail", f"none named {PLUGIN} in the group {PLUGIN_GROUP}", "pip install -e . (or `make venv`)")
     if len(set(found)) > 1:
-        return Finding("fail", f"several: {', '.join(found)}", f"pip uninstall {PLUGIN} until it is gone, install it again")
+        return Finding(
+            "fail", f"several: {', '.join(found)}", f"pip uninstall {PLUGIN} until it is gone, install it again"
+        )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         fix = f"unset VLLM_PLUGINS, or add {PLUGIN} to it"
@@ -336,6 +337,10 @@ def _ray() -> Finding:
     if find(RAY) is None:
         return Finding("skip", "Ray is not installed in this environment")
     ray: Any = importlib.import_module("ray")
+
+    def process_id() -> int:
+        return os.getpid()
+
     ray.init(
         address="local",
         num_cpus=1,
@@ -345,7 +350,7 @@ def _ray() -> Finding:
         logging_level="ERROR",
     )
     try:
-        answer = ray.get(ray.remote(os.getpid).remote())
+        answer = ray.get(ray.remote(process_id).remote())
     finally:
         ray.shutdown()
     if answer == os.getpid():
@@ -367,7 +372,9 @@ def _sqlite() -> Finding:
         finally:
             store.close()
     if not first or second or found != (b"value", 1):
-        return Finding("fail", f"{sqlite3.sqlite_version}: compare-and-set is not atomic here", "use a local disk for TMPDIR")
+        return Finding(
+            "fail", f"{sqlite3.sqlite_version}: compare-and-set is not atomic here", "use a local disk for TMPDIR"
+        )
     return Finding("ok", f"{sqlite3.sqlite_version}, write-ahead log and compare-and-set work")
 
 

@@ -111,6 +111,8 @@ class EnvManager:
             context.extend(observation.token_ids)
             room = self._task.max_context_tokens - len(context)
             if room < 1:
+                if not episode.turns:
+                    raise TrajectoryError("environment_output", "the first observation fills the context")
                 episode.truncated = True
                 return
             episode.waiting_for = "generation"
@@ -189,6 +191,18 @@ class EnvManager:
             )
 
     async def _close(self, environment: Environment) -> None:
+        """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
+        closing = asyncio.ensure_future(self._close_in_time(environment))
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    async def _close_in_time(self, environment: Environment) -> None:
         """Close within the step limit; the trajectory's outcome does not depend on it."""
         try:
             async with asyncio.timeout(self._step_timeout):

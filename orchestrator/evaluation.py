@@ -57,11 +57,14 @@ async def evaluate(
         async with slots:
             try:
                 await environments.play(episode, sampling)
-                return await reward.score(episode.trajectory(0.0))
-            except (TrajectoryError, RetryableError, StaleTrajectory):
+                async with asyncio.timeout(config.rollout.trajectory_timeout):
+                    return await reward.score(episode.trajectory(0.0))
+            except (TrajectoryError, RetryableError, StaleTrajectory, TimeoutError):
                 return None
 
-    scores = await asyncio.gather(*(play(index, prompt) for index, prompt in enumerate(prompts)))
+    async with asyncio.TaskGroup() as group:  # cancelled, it ends when all have ended; gather ends with the first
+        plays = [group.create_task(play(index, prompt)) for index, prompt in enumerate(prompts)]
+    scores = [task.result() for task in plays]
     successes = sum(score is not None and score > 0.5 for score in scores)
     low, high = wilson(successes, len(scores))
     return Evaluation(

@@ -145,6 +145,7 @@ class Pipeline:
             await self.rollout.end_members("aborted_redundant", "")
         batch = TrainBatch(step, self.position.version, tuple(_sample(item.trajectory) for item in taken))
         self.rollout.buffer.hand_over()
+        self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
         if sync:
             await self._train(step, taken, batch)
@@ -245,6 +246,7 @@ class Pipeline:
         self.rollout.proxy.version = -1
         await self._sync_weights(self.position.step)
         self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
+        self.rollout.next_version = self.position.version
         if self.position.step == 0:
             await self._evaluate("start")
             await self._checkpoint()

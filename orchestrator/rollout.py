@@ -82,6 +82,7 @@ class Rollout:
         self._end_reason: dict[str, tuple[str, str]] = {}  # why we cancel a member: (state, cause)
         self._open = False
         self._room = asyncio.Event()
+        self.next_version = 0  # the trainer's when the next batch goes into training; the pipeline sets it
 
     # -- what the pipeline calls -------------------------------------------------------------------------------------
 
@@ -135,8 +136,8 @@ class Rollout:
 
     @property
     def _lead(self) -> int:
-        """Versions that the trainer is ahead of the rollout workers."""
-        return self.buffer.version - self.proxy.version
+        """Versions that the next batch's training is ahead of what the rollout workers hold."""
+        return self.next_version - self.proxy.version
 
     def waits(self) -> str:
         """What the trajectories in flight wait for, counted, in words."""

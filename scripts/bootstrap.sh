@@ -30,7 +30,7 @@ stamp=$venv/bootstrap.stamp
 retry="make -C $root venv"
 
 unset PYTHONHOME PYTHONPATH
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0 PYTHONNOUSERSITE=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off PIP_USER=0 PYTHONNOUSERSITE=1
 
 # ---------------------------------------------------------------------------------------------- what is there already
 
@@ -76,7 +76,7 @@ step() { # step TITLE COMMAND...: one line with its elapsed seconds; the output 
     fi
     printf ' failed after %d s\n' $((SECONDS - begin))
     printf '%s\n' "last lines of $log:" >&2
-    tail -n 20 "$log" | sed 's/^/    /' >&2
+    tail -n 20 "$log" | cut -c 1-300 | sed 's/^/    /' >&2
     printf '%s\n' "Nothing is lost: what was installed stays. To try again: $retry" >&2
     exit 1
 }
@@ -195,7 +195,10 @@ install_torch() {
     "$python" -m pip install "torch==$TORCH" && return
     # Only "pip does not know this build" is answered with PyTorch's own index; any other failure is the user's to see.
     tail -c "+$((before + 1))" "$log" | grep -q "No matching distribution found for torch==" || return 1
-    "$python" -m pip install --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH"
+    "$python" -m pip install --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH" && return
+    echo "torch==$TORCH is in none of pip's sources and not at $TORCH_CPU_INDEX. Give pip a folder with its wheel"
+    echo "(pip config set global.find-links FOLDER), or a mirror of that index (TORCH_CPU_INDEX=URL)."
+    return 1
 }
 
 # vLLM names torchvision, torchaudio and torchcodec as requirements, whose PyPI builds are for CUDA; text models do not

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,27 @@ Scenario = Callable[[Session], Awaitable[None]]
 With = Callable[..., None]
 
 
+@pytest.fixture(scope="module")
+def shared_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[With]:
+    """Run scenarios against one host, for those that need no options: a start costs half a second."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "functions_under_test.py").write_text(FUNCTIONS)
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        patch.setenv("PYTHONPATH", str(folder))
+        host = RewardHost("functions_under_test:act", log=folder / "host.log", timeout=5.0, concurrency=2)
+        runner.run(host.start())
+
+        def run(scenario: Scenario) -> None:
+            async def whole() -> None:
+                async with aiohttp.ClientSession() as http, asyncio.timeout(50):
+                    await scenario(Session(host, http))
+
+            runner.run(whole())
+
+        yield run
+        runner.run(host.stop())
+
+
 @pytest.fixture
 def with_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> With:
     """Run a scenario against a host of its own."""
@@ -132,20 +153,20 @@ def with_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> With:
     return run
 
 
-def test_a_function_is_called_and_its_worker_is_used_again(with_host: With) -> None:
+def test_a_function_is_called_and_its_worker_is_used_again(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
         first = await session.invoke({"n": 1, "text": "ä\n\u2028"})
         second = await session.invoke({"n": 2})
         assert (first.status, first.failed) == (200, False)
         assert first.body["event"] == {"n": 1, "text": "ä\n\u2028"}
         assert second.body["pid"] == first.body["pid"]
-        assert (await session.stats())["cold_starts"] == 1
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
-def test_whatever_a_function_does_wrong_is_an_error_and_the_next_call_works(with_host: With) -> None:
+def test_whatever_a_function_does_wrong_is_an_error_and_the_next_call_works(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
+        before = await session.stats()
         for what, kind in (
             ("raise", "ValueError"),
             ("exit", "Runtime.ExitError"),
@@ -160,20 +181,21 @@ def test_whatever_a_function_does_wrong_is_an_error_and_the_next_call_works(with
             assert (answer.status, answer.failed, answer.body["errorType"]) == (200, True, kind), what
             assert (await session.invoke({})).body["reward"] == 0.5, what
         stats = await session.stats()
-        assert stats["errors"] == 8
+        assert stats["errors"] - before["errors"] == 8
         assert stats["live"] == stats["idle"] == 1  # no worker was left behind
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
-def test_what_a_function_prints_never_becomes_a_result(with_host: With) -> None:
+def test_what_a_function_prints_never_becomes_a_result(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
+        pid = (await session.invoke({})).body["pid"]
         for _ in range(2):
             answer = await session.invoke({"do": "print"})
             assert (answer.failed, answer.body) == (False, {"reward": 1.0, "read": ""})
-        assert (await session.stats())["cold_starts"] == 1
+        assert (await session.invoke({})).body["pid"] == pid
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
 def test_a_call_that_hangs_is_killed_with_all_it_started(with_host: With, tmp_path: Path) -> None:
@@ -233,33 +255,34 @@ def test_an_idle_host_has_no_workers_and_wakes_up_again(with_host: With) -> None
     with_host(scenario, idle_seconds=0.3)
 
 
-def test_a_worker_that_died_while_idle_costs_no_call(with_host: With) -> None:
+def test_a_worker_that_died_while_idle_costs_no_call(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
         pid = (await session.invoke({})).body["pid"]
         os.kill(pid, signal.SIGKILL)
+        errors = (await session.stats())["errors"]
         await asyncio.sleep(0.2)
         answer = await session.invoke({})
         assert (answer.failed, answer.body["reward"]) == (False, 0.5)
-        assert (await session.stats())["errors"] == 0
+        assert (await session.stats())["errors"] == errors
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
-def test_nobody_is_answered_without_the_token(with_host: With) -> None:
+def test_nobody_is_answered_without_the_token(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
+        before = await session.stats()
         for token in ("", "wrong", session.host.token + "x", session.host.token[:-1], "ü"):
             answer = await session.invoke({}, token=token)
             assert answer.status == 401
         for path in ("/stats", "/", "/anything"):
             async with session.http.get(session.host.base_url + path) as response:
                 assert response.status == 401
-        stats = await session.stats()
-        assert stats["invocations"] == stats["live"] == 0
+        assert await session.stats() == before
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
-def test_the_token_is_neither_an_argument_nor_known_to_functions(with_host: With) -> None:
+def test_the_token_is_neither_an_argument_nor_known_to_functions(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
         names = (await session.invoke({"do": "environment"})).body["names"]
         assert "PATH" in names
@@ -267,21 +290,22 @@ def test_the_token_is_neither_an_argument_nor_known_to_functions(with_host: With
         for pid in (session.host.pid, *_children(session.host.pid or 0)):
             assert session.host.token not in Path(f"/proc/{pid}/cmdline").read_text()
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
-def test_bad_requests_are_refused_before_a_worker_is_started(with_host: With) -> None:
+def test_bad_requests_are_refused_before_a_worker_is_started(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
+        before = await session.stats()
         for data in (b"{", b"NaN", b"[" * 100_000, b"\xff\xfe"):
             assert (await session.invoke(data=data)).status == 400, data[:10]
         assert (await session.invoke(data=b"x" * (MAX_BODY_BYTES + 1))).status == 413
         assert (await session.invoke({}, url=session.host.url.replace("/act/", "/other/"))).status == 404
-        assert (await session.stats())["cold_starts"] == 0
+        assert await session.stats() == before
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
-def test_it_listens_on_loopback_only(with_host: With) -> None:
+def test_it_listens_on_loopback_only(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
         port = f"{int(session.host.base_url.rpartition(':')[2]):04X}"
         listening = [
@@ -292,7 +316,7 @@ def test_it_listens_on_loopback_only(with_host: With) -> None:
         ]
         assert listening == [f"0100007F:{port}"]
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
 def test_handlers_of_the_form_of_aws_are_called_with_a_context(with_host: With) -> None:
@@ -394,7 +418,7 @@ def test_the_client_scores_through_the_real_host(with_host: With) -> None:
     with_host(scenario, timeout=1.0)
 
 
-def test_the_payload_is_the_prompt_and_the_token_ids_of_every_turn(with_host: With) -> None:
+def test_the_payload_is_the_prompt_and_the_token_ids_of_every_turn(shared_host: With) -> None:
     async def scenario(session: Session) -> None:
         reward = HttpReward(session.host.url, token=session.host.token)
         posted = []
@@ -411,7 +435,7 @@ def test_the_payload_is_the_prompt_and_the_token_ids_of_every_turn(with_host: Wi
             {"trajectory_id": "t1", "task": "frozenlake", "prompt": "SFFF/FHFH", "actions": [[5, 6], [7]]}
         ]
 
-    with_host(scenario)
+    shared_host(scenario)
 
 
 @pytest.mark.parametrize("function", ["nonsense", "module:", ":name"])

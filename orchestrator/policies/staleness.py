@@ -30,9 +30,12 @@ class StalenessBound:
 class StartGate:
     """How many trajectories may be under way: no more than can still be trained in time.
 
-    A trajectory that starts now has the rollout's version; it may be taken until the trainer is ``alpha`` ahead of that.
-    With the trainer ``lead`` versions ahead already, ``alpha + 1 - lead`` batches are left that it can join: finished and
-    unfinished trajectories together never exceed that many batches (and so never alpha + 1, the bound of RollArt 6.2).
+    A trajectory that starts now has the rollout's version, and should be trained before the trainer is more than ``alpha``
+    ahead of that. With the next batch's training ``lead`` versions ahead already (a step in progress counts), there are
+    ``alpha + 1 - lead`` batches left that it can join: finished and unfinished trajectories together never exceed that
+    many batches (and so never alpha + 1, the bound of RollArt 6.2). Running further ahead would gain no throughput: it
+    is possible only where the trainer is the bottleneck. ``redundancy`` adds slack, so that the last ones of a batch do
+    not leave the engine idle; what is left over crosses the update and may still be taken while the next step trains.
     """
 
     alpha: int
@@ -53,4 +56,6 @@ class StartGate:
         if in_flight + group_size > self.environments:
             return f"{in_flight} of {self.environments} environments busy"
         ahead = in_flight + waiting
-        return f"{ahead} trajectories ahead of the trainer, {self.bound(lead)} can be trained within alpha = {self.alpha}"
+        return (
+            f"{ahead} trajectories ahead of the trainer, {self.bound(lead)} can be trained within alpha = {self.alpha}"
+        )

@@ -6,7 +6,8 @@ versions that were published. From these it checks, as things happen:
 * each id starts once, moves as a trajectory can, ends at most once, and nothing is trained that was not taken;
 * each trajectory was taken within alpha versions of the trainer (RollArt 6.2), and is trained at most once, in a group of
   at least two;
-* each token that is trained on is the one that the policy said, in order, once, with a version that existed.
+* each token that is trained on is the one that the policy said, in order, once, with the version that said it;
+* no more trajectories run than there are environments.
 
 A violation is noted, not raised: the system under test must not be able to swallow it. :meth:`final` adds what can only
 be said at the end, when the journal, the totals, the trainer's history and the store must agree.
@@ -18,7 +19,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.api import TrainBatch, TrainSample
+from orchestrator.api import TrainBatch, TrainSample, VersionSpans, merge_spans
 from orchestrator.config import Config
 from orchestrator.sim.draws import logprobs, response
 
@@ -32,6 +33,7 @@ _NEXT = {
     "rolled_back": ("buffered", "failed"),
 }
 _OPEN = ("running", "scoring", "buffered", "taken", "rolled_back")
+_BUSY = ("running", "scoring")
 _ENDS = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
 _KEEP_VIOLATIONS = 50  # one cause repeats itself; the first few say it
 
@@ -47,9 +49,10 @@ class Audit:
         self.groups: dict[str, str] = {}
         self.taken_at: dict[str, int] = {}  # trajectory -> the trainer's published version when it was taken
         self.trained_ids: dict[str, int] = {}  # trajectory -> training step
+        self.spans: dict[tuple[str, int], list[VersionSpans]] = {}  # what the engines said: one entry an attempt
         self.version = 0
         self.lags: dict[int, int] = {}
-        self.started = 0
+        self._busy = 0
         self._sequence = -1
         self._resuming = False
         self._dead = False
@@ -92,13 +95,20 @@ class Audit:
         if state not in allowed:
             self.note(f"journal: {name} went from {before or 'nothing'} to {state}")
         self.states[name] = state
+        self._busy += (state in _BUSY) - (before in _BUSY)
         if state == "running":
-            self.started += 1
             self.groups[name] = record["group"]
+            if self._busy > self._config.rollout.environments:
+                self.note(f"journal: {name} is trajectory {self._busy} under way at once, with "
+                          f"{self._config.rollout.environments} environments")  # fmt: skip
         elif state == "taken":
             self.taken_at[name] = self.version
         elif state == "failed" and not record.get("cause"):
             self.note(f"journal: {name} failed without a cause")
+
+    def said(self, trajectory_id: str, turn: int, versions: VersionSpans) -> None:
+        """An engine finished a response. A request that was sent again has several; only one reaches the trajectory."""
+        self.spans.setdefault((trajectory_id, turn), []).append(versions)
 
     def published(self, version: int) -> None:
         """The trainer's ``publish`` has answered: from now on its version is this one."""
@@ -168,6 +178,7 @@ class Audit:
             return f"impossible versions {numbers} at version {version}"
         costs, run = self._config.sim, self._config.run
         position, turn, total = 0, 0, len(sample.token_ids)
+        made_by = [number for number, count in sample.versions for _ in range(count)]
         while position < total:
             begin = position
             while position < total and not sample.loss_mask[position]:
@@ -182,6 +193,10 @@ class Audit:
                 return f"the tokens of turn {turn} are not those that the policy said"
             if sample.logprobs[position:end] != logprobs(expected):
                 return f"the log-probs of turn {turn} are not those of its tokens"
+            said = merge_spans((number, 1) for number in made_by[: len(expected)])
+            if said not in self.spans.get((sample.trajectory_id, turn), ()):
+                return f"the versions of turn {turn}, {said}, are not those of the engine"
+            del made_by[: len(expected)]
             position, turn = end, turn + 1
         return ""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ FAULTY_LIVES = 4  # after so many lives the orchestrator and the trainer fail no
 KILL_CHANCE = 0.5  # that such a life is ended from outside: by kill -9 or by a polite stop
 STANDSTILL = 3600.0  # virtual seconds without event, journal line or generated token that count as standing still
 MAX_CALLBACKS = 20_000_000  # of one faulty life
+_MEMORY_DISK = Path("/dev/shm")  # checkpoints are synced to disk, which in a simulation costs time and proves nothing
 EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left")  # ends of a run that faults may cause
 
 
@@ -288,7 +290,9 @@ class _Simulation:
             resumed_from=resumed_from,
         )
         self._task = SimTask(config)
-        self._workers = [SimWorker(f"sim-{index}", config, weights) for index in range(config.rollout.workers)]
+        self._workers = [
+            SimWorker(f"sim-{index}", config, weights, self.audit.said) for index in range(config.rollout.workers)
+        ]
         task: Task = self._task
         reward: RewardFunction = SimReward(config)
         workers: list[ManagedWorker] = list(self._workers)
@@ -380,7 +384,8 @@ def simulate(
         summary = json.dumps(result.summary, indent=2, sort_keys=True)
         (path / "summary.json").write_text(summary + "\n", encoding="utf-8")
     else:
-        with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-") as temporary:
+        memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-", dir=memory) as temporary:
             result = _Simulation(config, Path(temporary), events_sink).run()
     if strict and result.violations:
         raise SimulationFailed(result)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
@@ -27,6 +27,7 @@ from orchestrator.api import (
     RetryableError,
     RunError,
     UpdateResult,
+    VersionSpans,
     WorkerStats,
     merge_spans,
 )
@@ -72,10 +73,18 @@ class _Sequence:
 
 
 class SimWorker:
-    """A ManagedWorker without a process. ``die`` is for the fault injector."""
+    """A ManagedWorker without a process. ``die`` is for the fault injector; ``said(trajectory, turn, versions)`` is told
+    of each response that ends by itself."""
 
-    def __init__(self, name: str, config: Config, weights: SimWeights) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        weights: SimWeights,
+        said: Callable[[str, int, VersionSpans], None] | None = None,
+    ) -> None:
         self.name = name
+        self._said = said
         self._costs = config.sim
         self._engine = config.rollout.engine
         self._seed = config.run.seed
@@ -274,6 +283,9 @@ class SimWorker:
             )
         )
         self._prefix[sequence.request.trajectory_id] = sequence.context
+        if self._said is not None and reason in ("stop", "length"):
+            request = sequence.request
+            self._said(request.trajectory_id, request.turn, self._finished[-1].versions)
         self._news.set()
 
     def _kick(self) -> None:

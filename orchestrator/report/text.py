@@ -1,0 +1,90 @@
+"""Numbers, times and markup as text. Everything that reaches the page from a run is escaped here."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+THIN = "\u202f"  # narrow no-break space, between a number and its unit
+
+
+def tag(name: str, content: str = "", /, **attributes: object) -> str:
+    """One element. ``content`` is markup; attribute values are escaped. ``class_`` is ``class``, ``_`` becomes ``-``."""
+    parts = [name]
+    for key, value in attributes.items():
+        if value is None:
+            continue
+        if isinstance(value, float):
+            value = coordinate(value)
+        parts.append(f'{key.rstrip("_").replace("_", "-")}="{escape(str(value))}"')
+    head = " ".join(parts)
+    return f"<{head}>{content}</{name}>" if content else f"<{head}/>"
+
+
+def block(name: str, content: str = "", /, **attributes: object) -> str:
+    """An element that HTML does not allow to be self-closing."""
+    made = tag(name, content, **attributes)
+    return made if content else f"{made[:-2]}></{name}>"
+
+
+def coordinate(value: float) -> str:
+    """A position in a drawing: one decimal, no trailing zero."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def count(value: float) -> str:
+    """An integer with separators."""
+    return f"{round(value):,}"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number to a few significant digits, without an exponent where one can do without."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 10**digits:
+        return count(value)
+    if size < 1e-4:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:.{decimals}f}"
+
+
+def percent(value: float, decimals: int = 1) -> str:
+    """A share as a percentage."""
+    return f"{100 * value:.{decimals}f}{THIN}%"
+
+
+def interval(low: float, high: float) -> str:
+    """The bounds of a share."""
+    return f"{100 * low:.1f} to {100 * high:.1f}{THIN}%"
+
+
+def duration(seconds: float) -> str:
+    """A stretch of time, to two units."""
+    if seconds < 1:
+        return f"{significant(1000 * seconds, 2)}{THIN}ms"
+    if seconds < 60:
+        return f"{significant(seconds, 2 if seconds >= 10 else 3)}{THIN}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}{THIN}min {rest}{THIN}s" if rest else f"{minutes}{THIN}min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}{THIN}h {minutes}{THIN}min" if minutes else f"{hours}{THIN}h"
+
+
+def data_size(size: float) -> str:
+    """Bytes."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{significant(size)}{THIN}{unit}"
+        size /= 1024
+    return f"{significant(size)}{THIN}GiB"
+
+
+def plural(number: int, word: str, many: str = "") -> str:
+    """``3 steps``."""
+    return f"{number:,} {word if number == 1 else many or word + 's'}"
