@@ -7,6 +7,7 @@ Everything is stock Megatron-Core; gradients are summed in fp32 whatever the dty
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,25 @@ class Learner:
 
         with torch.no_grad():
             return list(self._run(batches, report, forward_only=True))
+
+    def snapshot(self) -> list[Tensor]:
+        """A copy of the present weights."""
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    @contextlib.contextmanager
+    def holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """The model with other weights (a snapshot's) for a while; the present ones come back bit for bit."""
+        present = self.snapshot()
+        self._set_weights(weights)
+        try:
+            yield
+        finally:
+            self._set_weights(present)
+
+    def _set_weights(self, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), weights, strict=True):
+                parameter.copy_(value)
 
     def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, *, forward_only: bool) -> tuple[Any, ...]:
         from megatron.core.pipeline_parallel import get_forward_backward_func

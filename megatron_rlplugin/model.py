@@ -170,6 +170,7 @@ def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, tensor_parallel: i
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        cuda_graph_scope=[],  # the default is a spelling that Megatron warns about
     )
 
 

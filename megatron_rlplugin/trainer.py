@@ -7,6 +7,9 @@ Guarantees
   norm is not finite is not taken and counted. Reported values are always finite: one that is not is left out.
 * pi_old is recomputed with the weights that the step begins with. With one mini-batch it is the current policy itself,
   so the ratio is exactly 1 and no second forward pass is made.
+* The log-prob gap compares trainer and rollout on tokens that the SAME version made: all those of the present version,
+  and, since an asynchronous batch has few of them, those of the previous one in ``logprob_gap_samples`` trajectories
+  (which costs a copy of the weights; 0 switches it off).
 * ``load`` after ``save`` continues bit-identically. RL begins with fresh optimizer state and schedule after a warm-up.
 
 Methods are coroutines because the port's are (the trainer lives in a Ray actor); they compute without yielding.
@@ -80,6 +83,7 @@ class MegatronTrainer:
         self._version = weight_version
         self._step = 0
         self._warming_up = False
+        self._previous: tuple[int, list[Tensor]] | None = None  # the version before this one, and its weights
 
     # -- the port ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +97,11 @@ class MegatronTrainer:
         samples, skipped = usable(batch.samples, shape.vocab_size, shape.max_position_embeddings)
         rows = rows_of(samples, batch.version, normalize=self._settings.normalize_advantage)
         values: dict[str, float] = {"learning_rate": self._learner.advance_schedule()}
+        previous_gap = self._previous_gap(samples)
+        if self._settings.logprob_gap_samples:
+            self._previous = self._version, self._learner.snapshot()
         totals, updates = self._optimize(rows) if rows else (Totals(), [])
+        totals.add(previous_gap)
         self._step += 1
         self._version += 1
         taken = [update for update in updates if update.taken]
@@ -134,6 +142,7 @@ class MegatronTrainer:
         """See the protocol. What this process published before belongs to the abandoned history."""
         position = checkpoint.load(self._learner, self._generator, folder)
         self._step, self._version, self._warming_up = position.step, position.version, False
+        self._previous = None
         await self.close()
         return self._version
 
@@ -183,14 +192,7 @@ class MegatronTrainer:
         """
         shape = self._learner.shape
         kept, _ = usable(samples, shape.vocab_size, shape.max_position_embeddings)
-        rows = rows_of(kept, self._version, normalize=False)
-        totals = Totals()
-        batches = self._micro_batches(rows, range(len(rows)))
-        for batch, logp_T in zip(batches, self._learner.logprobs(batches, self._temperature), strict=True):
-            gap_T = ((logp_T - batch.tokens.rollout_T) * batch.tokens.fresh_T).abs()
-            fresh = float(batch.tokens.fresh_T.sum())
-            totals.add(Totals(gap=float(gap_T.sum()), gap_max=float(gap_T.max()), fresh_tokens=fresh))
-        metrics = totals.metrics()
+        metrics = self._gap(kept, self._version).metrics()
         names = {"mean": "logprob_gap_mean", "max": "logprob_gap_max", "tokens": "logprob_gap_tokens"}
         return {name: metrics[key] for name, key in names.items()}
 
@@ -225,6 +227,26 @@ class MegatronTrainer:
             for report in update.reports:
                 totals.add(report)
         return totals, updates
+
+    def _gap(self, samples: Sequence[TrainSample], version: int) -> Totals:
+        """|log pi_trainer - log pi_rollout| of the tokens that ``version`` made; the model holds its weights."""
+        rows = rows_of(samples, version, normalize=False)
+        batches = self._micro_batches(rows, range(len(rows)))
+        totals = Totals()
+        for batch, logp_T in zip(batches, self._learner.logprobs(batches, self._temperature), strict=True):
+            gap_T = ((logp_T - batch.tokens.rollout_T) * batch.tokens.fresh_T).abs()
+            fresh = float(batch.tokens.fresh_T.sum())
+            totals.add(Totals(gap=float(gap_T.sum()), gap_max=float(gap_T.max()), fresh_tokens=fresh))
+        return totals
+
+    def _previous_gap(self, samples: Sequence[TrainSample]) -> Totals:
+        """The gap of some tokens that the previous version made, measured with its weights."""
+        if self._previous is None:
+            return Totals()
+        version, weights = self._previous
+        made = [sample for sample in samples if any(span[0] == version for span in sample.versions)]
+        with self._learner.holding(weights):
+            return self._gap(made[: self._settings.logprob_gap_samples], version)
 
     def _micro_batches(self, rows: Sequence[Row], indices: Sequence[int]) -> list[MicroBatch]:
         size = self._settings.micro_batch_size

@@ -54,8 +54,8 @@ def test_a_configuration_error_becomes_a_failure_with_its_own_fix() -> None:
 
 
 def test_a_hanging_child_is_killed_with_all_it_started() -> None:
-    code = "import subprocess, time; child = subprocess.Popen(['sleep', '600']); print('pid', child.pid, flush=True); time.sleep(600)"
-    finding = isolated(code, limit=3.0)
+    start = "import subprocess, time; child = subprocess.Popen(['sleep', '600'])"
+    finding = isolated(f"{start}; print('pid', child.pid, flush=True); time.sleep(600)", limit=3.0)
     assert finding.status == "fail"
     assert "no answer within 3 s; last line: pid " in finding.detail
     grandchild = int(finding.detail.rsplit(" ", 1)[1])
@@ -162,6 +162,7 @@ def test_the_fix_stands_below_its_failure() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(600)
 def test_real_engines_mooncake_and_ray_answer_the_doctor(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
     done = subprocess.run(
@@ -170,7 +171,7 @@ def test_real_engines_mooncake_and_ray_answer_the_doctor(tmp_path: Path) -> None
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=590,
     )
     checks = {check["name"]: check for check in json.loads(done.stdout.splitlines()[-1])["checks"]}
     for name in ("torch", "vllm plugin", "megatron plugin", "mooncake store", "local ray", "entry point"):

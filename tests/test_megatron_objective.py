@@ -60,7 +60,9 @@ def make_case(seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return logits, {"targets": targets, "old": old, "rollout": rollout, "advantages": advantages}
 
 
-def tokens_of(case: dict[str, np.ndarray], sequence_mean: bool, dtype: torch.dtype, part: slice = slice(None)) -> Tokens:
+def tokens_of(
+    case: dict[str, np.ndarray], sequence_mean: bool, dtype: torch.dtype, part: slice = slice(None)
+) -> Tokens:
     weights = np.repeat([1 / n if sequence_mean else 1.0 for n in LENGTHS], LENGTHS)
     return Tokens(
         targets_T=torch.from_numpy(case["targets"][part]),
@@ -147,7 +149,9 @@ def test_micro_batches_add_up_to_the_whole() -> None:
     whole_loss, whole = policy_loss(torch.from_numpy(logits), tokens_of(case, True, torch.float64), coefficients)
     parts, added = 0.0, Totals()
     for part in (slice(0, 6), slice(6, 14), slice(14, T)):
-        loss, totals = policy_loss(torch.from_numpy(logits[part]), tokens_of(case, True, torch.float64, part), coefficients)
+        loss, totals = policy_loss(
+            torch.from_numpy(logits[part]), tokens_of(case, True, torch.float64, part), coefficients
+        )
         totals.denominator = len(LENGTHS) / 3
         parts += float(loss)
         added.add(totals)

@@ -85,7 +85,10 @@ print(lost)
 """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", child, str(path), str(rounds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", child, str(path), str(rounds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(writers)
     ]

@@ -147,7 +147,9 @@ def test_no_answer_in_time_is_tried_again_then_fatal_to_the_trajectory(handler: 
         (text('{"errorType": "Sandbox.Timedout"}', **{"X-Amz-Function-Error": "Unhandled"}), "reward_timeout"),
     ],
 )
-def test_what_the_function_did_wrong_is_fatal_to_the_trajectory_and_not_retried(answer: web.Response, cause: str) -> None:
+def test_what_the_function_did_wrong_is_fatal_to_the_trajectory_and_not_retried(
+    answer: web.Response, cause: str
+) -> None:
     error, calls = run(answer)
     assert isinstance(error, TrajectoryError)
     assert (error.cause, calls) == (cause, 1)

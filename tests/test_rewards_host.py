@@ -90,7 +90,9 @@ class Session:
         self.host = host
         self.http = http
 
-    async def invoke(self, event: Any = None, *, data: bytes | None = None, url: str = "", token: str | None = None) -> Answer:
+    async def invoke(
+        self, event: Any = None, *, data: bytes | None = None, url: str = "", token: str | None = None
+    ) -> Answer:
         headers = {"Authorization": f"Bearer {self.host.token if token is None else token}"}
         body = json.dumps(event).encode() if data is None else data
         async with self.http.post(url or self.host.url, data=body, headers=headers) as response:
@@ -447,7 +449,9 @@ def test_a_function_that_is_not_a_name_is_a_configuration_error(function: str, t
     assert not host.alive()
 
 
-def test_a_host_that_never_gets_ready_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_that_never_gets_ready_is_an_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     slow = tmp_path / "python"
     slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
     slow.chmod(0o755)

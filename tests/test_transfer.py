@@ -438,6 +438,33 @@ def test_what_a_dead_publisher_left_behind_is_removed_by_the_next_run() -> None:
     assert len(rig.relay.keys()) == OBJECTS
 
 
+def test_what_a_dead_publisher_left_behind_goes_when_another_publishes_that_version() -> None:
+    rig = Rig()
+    dead = rig.publisher(relay=Failing(rig.relay, 3))
+    with pytest.raises(RelayError):
+        dead.publish(0, stream(weights(9)))
+    assert len(rig.relay.keys()) == 3
+    publisher = rig.publisher()
+    publisher.publish(0, stream(weights(0)))
+    assert publisher.collect() == 0
+    assert len(rig.relay.keys()) == OBJECTS
+    assert same(rig.read(0), weights(0))
+
+
+def test_a_failed_attempt_gives_its_room_back_before_the_next_one() -> None:
+    one = Rig()
+    one.publisher().publish(0, stream(weights(0)))
+    rig = Rig(capacity=int(2.5 * one.relay._shared.used))
+    publisher = rig.publisher(relay=Failing(rig.relay, 2 * OBJECTS - 1))
+    publisher.publish(0, stream(weights(0)))
+    with pytest.raises(RelayError, match="injected"):
+        publisher.publish(1, stream(weights(1)))
+    publisher._relay = rig.relay
+    publisher.publish(1, stream(weights(1)))
+    assert same(rig.read(1), weights(1))
+    assert same(rig.read(0), weights(0))
+
+
 def test_a_full_relay_is_back_pressure_with_a_name() -> None:
     rig = Rig(capacity=70_000)
     publisher = rig.publisher()

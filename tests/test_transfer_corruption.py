@@ -150,7 +150,9 @@ def test_a_bucket_cut_anywhere_is_found(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda value: value[:-1], lambda value: value + b"\0", lambda value: b""])
-def test_an_object_of_another_size_is_refused_before_memory_is_taken(rig: Rig, change: Callable[[bytes], bytes]) -> None:
+def test_an_object_of_another_size_is_refused_before_memory_is_taken(
+    rig: Rig, change: Callable[[bytes], bytes]
+) -> None:
     rig.replace(1, change(rig.object(1)))
     manifest = rig.subscriber.manifest(2)
     list(zip(range(2), rig.subscriber.fetch(manifest), strict=False))  # bucket 0 is fine
@@ -382,6 +384,7 @@ def test_a_shard_that_cannot_be_is_refused(rig: Rig, column: int, value: object)
     "change",
     [
         lambda data: data.update(bytes=data["bytes"] + 1),
+        lambda data: data.update(bytes=float(data["bytes"])),
         lambda data: data.update(buckets=[10, *data["buckets"][1:]]),
         lambda data: data.update(buckets=[]),
         lambda data: data.update(shards=5),

@@ -456,7 +456,9 @@ def test_sixty_four_megabytes_pass_between_processes(rig: Rig) -> None:
     host, client = rig.child(), rig.child(segment_bytes=0)
     host.ask("host", 400 * MIB)
     for put, get in client.ask("speed", 64 * MIB):
-        print(f"64 MiB: put {put * 1e3:.0f} ms ({0.0671 / put:.2f} GB/s), get {get * 1e3:.0f} ms ({0.0671 / get:.2f} GB/s)")
+        print(
+            f"64 MiB: put {put * 1e3:.0f} ms ({0.0671 / put:.2f} GB/s), get {get * 1e3:.0f} ms ({0.0671 / get:.2f} GB/s)"
+        )
     size = 64 * MIB - 4096
     seconds = client.ask("publish", 1, 1, [size])[2]
     got, fetched = client.ask("fetch", 1)

@@ -101,7 +101,7 @@ def line_chart(series: Series, last_step: int, size: Size, height: float, smooth
         low = min(low, series.floor)
     if series.limit is not None and series.limit < 4 * high:
         high = max(high, series.limit)
-    y_axis = nice_axis(low, high, series.label, significant, ticks=4 if height > 180 else 3)
+    y_axis = nice_axis(low, high, series.label, ticks=4 if height > 180 else 3)
     about = f"first {series.form(finite[0])}, last {series.form(finite[-1])}, least {series.form(min(finite))}"
     plot = Plot(
         size.width,
@@ -110,7 +110,7 @@ def line_chart(series: Series, last_step: int, size: Size, height: float, smooth
         y_axis,
         f"{series.title} over training steps",
         f"{about}, most {series.form(max(finite))}",
-        margins=Margins(left=46, bottom=40) if height > 180 else Margins(left=46, bottom=24, top=14),
+        margins=Margins(left=36) if height > 180 else Margins(left=36, bottom=24, top=14),
     )
     if smooth_window > 1:
         plot.line(thin_out(series.points, _POINTS), f"faint {series.style}")
@@ -147,7 +147,7 @@ def lag_histogram(run: RunLog, size: Size) -> str:
         size.width,
         270,
         x_axis,
-        percent_axis("share of trajectories (%)", max(shares)),
+        percent_axis("share of trajectories (%)", 1.08 * max(shares)),
         "Staleness of the trained trajectories",
         ", ".join(f"lag {lag}: {percent(taken.get(lag, 0) / totals[0])}" for lag in lags),
     )
@@ -267,9 +267,9 @@ def metric_names(steps: Sequence[Step]) -> list[str]:
 
 def dumbbell(before: tuple[float, float, float], after: tuple[float, float, float] | None) -> str:
     """Two success rates with their intervals on one line from 0 to 100 %: (value, low, high)."""
-    axis = Axis(0.0, 1.0, tuple((share / 4, f"{25 * share}") for share in range(5)), "")
+    axis = Axis(0.0, 1.0, (*((share / 4, f"{25 * share}") for share in range(4)), (1.0, percent(1, 0))))
     plot = Plot(
-        420, 62, axis, Axis(0.0, 1.0, ()), "Success before and after", margins=Margins(10, 14, 4, 24), style="mini"
+        600, 72, axis, Axis(0.0, 1.0, ()), "Success before and after", margins=Margins(10, 14, 4, 24), style="mini"
     )
     for style, height, rate in (("c2", 0.72, before), ("c1", 0.28, after)):
         if rate is None:

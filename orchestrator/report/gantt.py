@@ -11,7 +11,7 @@ from html import escape
 from orchestrator.report.charts import Size
 from orchestrator.report.runlog import RunLog, Step
 from orchestrator.report.svg import Axis, Margins, Plot, hatch, nice_axis, step_axis
-from orchestrator.report.text import duration, percent, significant, tag
+from orchestrator.report.text import duration, percent, tag
 from orchestrator.report.timeline import LANES, STATES, Piece, Window, clip, per_step, shares
 
 _LANE_NAMES = {"rollout": "Rollout", "trainer": "Trainer", "weights": "Weights"}
@@ -58,7 +58,7 @@ def overview(pieces: dict[str, list[Piece]], size: Size) -> str:
     axis = Axis(0.0, 1.0, tuple((tick / 4, f"{25 * tick}") for tick in range(5)), "share of the time (%)")
     totals = {lane: shares(pieces[lane]) for lane in rows}
     spoken = "; ".join(f"{_LANE_NAMES[lane]}: {_spoken(pieces[lane])}" for lane in rows)
-    plot = _lane_plot(size, axis, len(rows), "Where the time went", spoken)
+    plot = _lane_plot(size, axis, len(rows), "Where the time went", spoken, top=2)
     identity = f"ho{int(size.width)}"
     plot.add(hatch(identity, _waiting_colours()))
     for row, lane in enumerate(rows):
@@ -88,7 +88,7 @@ def step_times(run: RunLog, pieces: Sequence[Piece], size: Size) -> str:
     columns = _averaged(parts, _COLUMNS)
     high = sorted(sum(totals.values()) for _, _, totals in columns)
     top_value = min(high[-1], 3 * high[len(high) // 2])  # one stall must not flatten all others
-    y_axis = nice_axis(0.0, max(top_value, 1e-9), "seconds a step", significant, 4)
+    y_axis = nice_axis(0.0, max(top_value, 1e-9), "seconds a step", ticks=4)
     plot = Plot(
         size.width,
         260,
@@ -138,8 +138,8 @@ def _averaged(parts: list[tuple[Step, dict[str, float]]], limit: int) -> list[tu
     return result
 
 
-def _lane_plot(size: Size, axis: Axis, rows: int, title: str, about: str) -> Plot:
-    room = Margins(left=62, right=10, top=26, bottom=40)
+def _lane_plot(size: Size, axis: Axis, rows: int, title: str, about: str, top: float = 26) -> Plot:
+    room = Margins(left=62, right=10, top=top, bottom=40)
     height = room.top + room.bottom + rows * 46
     return Plot(size.width, height, axis, Axis(0.0, 1.0, ()), title, about, margins=room, style="lanes")
 
@@ -176,7 +176,7 @@ def _block(
             height=height,
             rx=0 if flat else min(3.0, width / 3),
             class_=f"piece {colour}" if not waits else "piece waits",
-            fill=f"url(#{identity}-{colour})" if waits else None,
+            style=f"fill:url(#{identity}-{colour})" if waits else None,
         )
     )
 

@@ -38,9 +38,15 @@ class Margins:
 
 
 def nice_axis(
-    low: float, high: float, label: str, form: Callable[[float], str], ticks: int = 5, whole: bool = False
+    low: float,
+    high: float,
+    label: str,
+    form: Callable[[float], str] | None = None,
+    ticks: int = 5,
+    whole: bool = False,
 ) -> Axis:
-    """An axis over at least [low, high] whose ends and ticks are round numbers; integers only when ``whole``."""
+    """An axis over at least [low, high] whose ends and ticks are round numbers; integers only when ``whole``. Without
+    ``form``, all ticks are written with the decimals that their distance needs."""
     if not math.isfinite(low) or not math.isfinite(high):
         low, high = 0.0, 1.0
     if high <= low:
@@ -52,7 +58,15 @@ def nice_axis(
         step = max(1.0, round(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     values = [index * step for index in range(first, last + 1)]
-    return Axis(values[0], values[-1], tuple((value, form(value)) for value in values), label)
+    write = form or _tick_form(step)
+    return Axis(values[0], values[-1], tuple((value, write(value)) for value in values), label)
+
+
+def _tick_form(step: float) -> Callable[[float], str]:
+    if step < 1e-3:  # 0.0005 and less: as a multiple of a power of ten
+        return lambda value: "0" if abs(value) < step / 2 else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    decimals = next(digits for digits in range(8) if abs(round(step, digits) - step) < step * 1e-6)
+    return lambda value: f"{value + 0.0:,.{decimals}f}"
 
 
 def step_axis(last: int, label: str = "training step", ticks: int = 8) -> Axis:
@@ -78,7 +92,8 @@ class Plot:
         self.width, self.height, self.x_axis, self.y_axis = width, height, x, y
         self._title, self._about, self._style = title, about, style
         room = margins or Margins()
-        self.left, self.right = room.left, width - room.right
+        widest = max((len(text) for _, text in y.ticks), default=0)
+        self.left, self.right = max(room.left, 14 + 6.8 * widest), width - room.right
         self.top, self.bottom = room.top, height - room.bottom
         self._marks: list[str] = []
         self._grid()
@@ -140,7 +155,7 @@ class Plot:
         at = self.x(x)
         self.add(tag("line", x1=at, x2=at, y1=self.top, y2=self.bottom, class_=f"level {style}"))
         near_end = at > (self.left + self.right) / 2
-        self.text(at + (-6 if near_end else 6), self.top + 12, label, f"note {'end ' if near_end else ''}{style}")
+        self.text(at if near_end else at + 6, self.top - 6, label, f"note {'end ' if near_end else ''}{style}")
 
     def rect(self, x: float, y: float, width: float, height: float, style: str, tooltip: str = "") -> None:
         """A rectangle in drawing units."""

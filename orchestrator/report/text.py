@@ -6,6 +6,7 @@ import math
 from html import escape
 
 THIN = "\u202f"  # narrow no-break space, between a number and its unit
+ALPHA = "\u03b1"  # the staleness bound
 
 
 def tag(name: str, content: str = "", /, **attributes: object) -> str:
@@ -54,7 +55,9 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def percent(value: float, decimals: int = 1) -> str:
-    """A share as a percentage."""
+    """A share as a percentage; what is there but would be rounded to nothing is said to be less than the last digit."""
+    if 0 < value < 0.5 * 10 ** -(decimals + 2):
+        return f"< {10**-decimals:.{decimals}f}{THIN}%"
     return f"{100 * value:.{decimals}f}{THIN}%"
 
 

@@ -100,7 +100,9 @@ class HttpReward:
             if status in _RETRIED or status >= 500:
                 raise _Transport(f"HTTP {status}")
             if status in _MISCONFIGURED or 300 <= status < 400:
-                raise RunError(f"the reward endpoint {self._url} refuses to score: HTTP {status}; check its URL and token")
+                raise RunError(
+                    f"the reward endpoint {self._url} refuses to score: HTTP {status}; check its URL and token"
+                )
             if status != 200:
                 raise TrajectoryError("reward_error", f"HTTP {status}")
             answer = bytearray()
@@ -139,7 +141,7 @@ def _reward(failed: bool, body: bytes) -> float:
         raise TrajectoryError(cause, f"{kind}: {answer.get('errorMessage', '')}"[:500])
     reward = answer.get("reward")
     if not isinstance(reward, int | float) or isinstance(reward, bool):
-        raise TrajectoryError("reward_error", f"no number under \"reward\": {answer!r:.200}")
+        raise TrajectoryError("reward_error", f'no number under "reward": {answer!r:.200}')
     try:
         value = float(reward)
     except OverflowError:

@@ -36,7 +36,14 @@ class RewardHost:
     ) -> None:
         self.token = secrets.token_urlsafe(32)
         self._function = function
-        self._options = ["--concurrency", str(concurrency), "--timeout", str(timeout), "--idle-seconds", str(idle_seconds)]
+        self._options = [
+            "--concurrency",
+            str(concurrency),
+            "--timeout",
+            str(timeout),
+            "--idle-seconds",
+            str(idle_seconds),
+        ]
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._port = 0
@@ -85,7 +92,9 @@ class RewardHost:
                 if not line:
                     code = await self._process.wait()
                     if code == 2:
-                        raise ConfigError("reward.function", self._function, f"the reward host refused to start{self._hint()}")
+                        raise ConfigError(
+                            "reward.function", self._function, f"the reward host refused to start{self._hint()}"
+                        )
                     raise RunError(f"the reward host ended with code {code} before it was ready{self._hint()}")
             self._port = int(json.loads(line)["port"])
         except TimeoutError:

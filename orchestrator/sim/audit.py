@@ -45,6 +45,7 @@ class Audit:
         self._config = config
         self.violations: list[str] = []
         self.count = 0
+        self.unaccounted: dict[str, str] = {}  # trajectory -> why nobody can say what became of it
         self.states: dict[str, str] = {}
         self.groups: dict[str, str] = {}
         self.taken_at: dict[str, int] = {}  # trajectory -> the trainer's published version when it was taken
@@ -224,9 +225,11 @@ class Audit:
                 self.note(f"totals: the ledger says {name} = {ledger.get(name)}, its journal's lines say {value}")
             if recounted.get(name) != value:
                 self.note(f"totals: ledger.recount says {name} = {recounted.get(name)}, here {value}")
-        if completed and mine["in_flight"]:
-            names = [f"{name} ({state})" for name, state in self.states.items() if state in _OPEN]
-            self.note(f"the run has completed with {mine['in_flight']} in flight: {', '.join(names[:5])}")
+        still_open = {name: state for name, state in self.states.items() if state in _OPEN}
+        self.unaccounted.update(still_open)
+        if completed and still_open:
+            names = [f"{name} ({state})" for name, state in still_open.items()]
+            self.note(f"the run has completed with {len(names)} in flight: {', '.join(names[:5])}")
         trained = [name for name, state in self.states.items() if state == "trained"]
         self._compare("the trainer's history", sorted(trained), sorted(self.trained_ids))
         outcomes: dict[str, str] = {}
@@ -240,11 +243,15 @@ class Audit:
         if completed and not resumed:
             for name, state in self.states.items():
                 if state in _ENDS and outcomes.get(name) != state:
+                    self.unaccounted[name] = "the store and the journal differ"
                     self.note(f"store: {name} is {outcomes.get(name, 'not there')}, the journal says {state}")
 
     def _compare(self, what: str, journal: list[str], other: list[str]) -> None:
         if journal != other:
             known, present = dict.fromkeys(journal), dict.fromkeys(other)
             only = [name for name in journal if name not in present], [name for name in other if name not in known]
-            self.note(f"{what} and the journal differ in what was trained: journal only {only[0][:5]}, "
-                      f"{what} only {only[1][:5]}")  # fmt: skip
+            for name in (*only[0], *only[1]):
+                self.unaccounted[name] = f"{what} and the journal differ"
+            self.note(
+                f"{what} and the journal differ in what was trained: journal only {only[0][:5]}, {what} only {only[1][:5]}"
+            )

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 MAX_SECONDS = 30 * 24 * 3600.0  # virtual; a month of training is beyond every workload that is simulated
 MAX_CALLBACKS = 1_000_000_000  # hours of wall time: a last resort, tests set much less
+_FINISH_SECONDS, _FINISH_CALLBACKS = 24 * 3600.0, 1_000_000  # what cleanups may take beyond the limits
 _PRUNE_AT = 256  # cancelled timers, or finished tasks, that are kept before they are swept out
 
 
@@ -215,6 +216,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def finish(self) -> LoopReport:
         """Cancel what is still pending, oldest first, run it to its end, close, and report. Call once, at the end."""
         leaked = tuple(f"{task.get_name()}: {_wait_chain(task)}" for task in self.pending_tasks())
+        self._max_seconds = max(self._max_seconds, self._now) + _FINISH_SECONDS
+        self._max_callbacks = max(self._max_callbacks, self.callbacks) + _FINISH_CALLBACKS
         try:
             while pending := self.pending_tasks():
                 for task in pending:

@@ -64,7 +64,8 @@ class SimResult:
     journal: bytes
     ledger: dict[str, Any]
     violations: list[str] = field(default_factory=list)
-    deadlocks: int = 0
+    unaccounted: int = 0  # trajectories of which nobody can say what became of them
+    deadlocks: int = 0  # deadlocks, runaways and standstills
     lives: int = 1
     injected: dict[str, int] = field(default_factory=dict)  # "kind where" -> how often
 
@@ -149,6 +150,7 @@ class _Simulation:
             "".join(self.remains.journal).encode(),
             ledger,
             violations,
+            len(self.audit.unaccounted),
             self.deadlocks,
             self.life,
             dict(sorted(self.injected.items())),
@@ -156,7 +158,7 @@ class _Simulation:
 
     def _live(self) -> bool:
         """One life of the orchestrator's process. Returns whether another one follows."""
-        config, seed = self.config, f"{self.config.run.seed}/{self.life}"
+        seed = f"{self.config.run.seed}/{self.life}"
         loop = VirtualTimeLoop(
             seed=seed, shuffle=self._faulty, max_callbacks=MAX_CALLBACKS if self._faulty else 1 << 40
         )
@@ -180,7 +182,6 @@ class _Simulation:
                         self.audit.note(f"life {self.life} left behind: {what}")
                     if self._task.open_environments:
                         self.audit.note(f"life {self.life} left {self._task.open_environments} environments open")
-        del config
         return again
 
     def _conclude(self, main: asyncio.Task[str]) -> bool:
@@ -218,7 +219,7 @@ class _Simulation:
         style = self._draw_end(rng)
         after = rng.randrange(1, 12 * config.batch_trajectories) if style == "kill" else -1
         self.audit.resume()
-        self.remains.live(after, rng, lambda: loop.call_soon(task.cancel) and None)
+        self.remains.live(after, rng, lambda: _cancel(task))
         last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
         events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
         ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
@@ -357,6 +358,10 @@ class _Simulation:
             "injected": sum(self.injected.values()),
             "callbacks": self.callbacks,
         }
+
+
+def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
 
 
 def _score(scores: list[dict[str, Any]], phase: str) -> dict[str, Any] | None:

@@ -87,9 +87,7 @@ def open_relay(endpoint: RelayEndpoint, *, segment_bytes: int = 0) -> Relay:
         return MemoryRelay.shared(endpoint.master)
     from orchestrator.transfer.mooncake import MooncakeRelay  # lazily: only who uses it needs a Mooncake variant
 
-    return MooncakeRelay(
-        endpoint.master, host=endpoint.host, protocol=endpoint.protocol, segment_bytes=segment_bytes
-    )
+    return MooncakeRelay(endpoint.master, host=endpoint.host, protocol=endpoint.protocol, segment_bytes=segment_bytes)
 
 
 def open_metadata(endpoint: RelayEndpoint) -> MetadataStore:

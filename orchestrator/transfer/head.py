@@ -140,7 +140,9 @@ def _check_alive(head: Head, epoch: int, version: int) -> None:
         detail = f"epoch {epoch} was replaced by epoch {head.epoch}: another run publishes under this job name"
         raise VersionTakenError("epoch_replaced", detail)
     if version <= head.version:
-        detail = f"version {version}: epoch {epoch} is at version {head.version} already (on resume, call rollback first)"
+        detail = (
+            f"version {version}: epoch {epoch} is at version {head.version} already (on resume, call rollback first)"
+        )
         raise VersionTakenError("version_taken", detail)
     if version < head.floor:
         raise VersionTakenError("version_taken", f"version {version} is before {head.floor}, where this epoch starts")
@@ -158,7 +160,9 @@ def encode_head(head: Head) -> bytes:
             "epoch": head.epoch,
             "version": head.version,
             "floor": head.floor,
-            "published": [[*flat(item.attempt), item.manifest_bytes, item.manifest_checksum] for item in head.published],
+            "published": [
+                [*flat(item.attempt), item.manifest_bytes, item.manifest_checksum] for item in head.published
+            ],
             "pending": [flat(item) for item in head.pending],
             "garbage": [flat(item) for item in head.garbage],
             "tries": [list(item) for item in head.tries],

@@ -92,7 +92,9 @@ def manifest_checksum(encoded: bytes) -> int:
     return int(_PREFIX.unpack_from(encoded)[1])
 
 
-def decode_manifest(encoded: memoryview, checksum: int, job: str, epoch: int, version: int, attempt: int) -> StoredManifest:
+def decode_manifest(
+    encoded: memoryview, checksum: int, job: str, epoch: int, version: int, attempt: int
+) -> StoredManifest:
     """Check and decode; ``checksum`` is the one that the head record holds. Raises CorruptWeightsError."""
     if encoded.nbytes < _PREFIX.size:
         _bad(f"{encoded.nbytes} B are less than the prefix")

@@ -50,7 +50,9 @@ class MemoryRelay:
         if key in objects.data:
             raise RelayError("exists", f"{key} was already written; objects are written once")
         if objects.capacity_bytes is not None and objects.used + data.nbytes > objects.capacity_bytes:
-            raise RelayError("relay_full", f"{key} needs {data.nbytes} B, {objects.capacity_bytes - objects.used} B are free")
+            raise RelayError(
+                "relay_full", f"{key} needs {data.nbytes} B, {objects.capacity_bytes - objects.used} B are free"
+            )
         objects.data[key] = bytes(data)
         objects.used += data.nbytes
 

@@ -82,7 +82,9 @@ class MooncakeRelay:
         code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, devices, master)
         if code != 0:
             self._store = None
-            raise RelayError("setup", f"cannot join the Mooncake Store of {master} as {host} over {protocol} (code {code})")
+            raise RelayError(
+                "setup", f"cannot join the Mooncake Store of {master} as {host} over {protocol} (code {code})"
+            )
 
     def put(self, key: str, data: memoryview) -> None:
         store = self._open()

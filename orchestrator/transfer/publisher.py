@@ -255,5 +255,3 @@ def _discard_all(head: Head, attempts: tuple[Attempt, ...]) -> Head:
     for attempt in attempts:
         head = heads.discard(head, attempt)
     return head
-
-

@@ -89,18 +89,14 @@ class Subscriber:
         if not 0 < found.manifest_bytes <= MAX_MANIFEST_BYTES:
             raise CorruptWeightsError("manifest", f"{found.manifest_bytes} B announced, limit {MAX_MANIFEST_BYTES} B")
         data = self._read(attempt.manifest_key(job), found.manifest_bytes)
-        return decode_manifest(
-            data.data, found.manifest_checksum, job, attempt.epoch, attempt.version, attempt.number
-        )
+        return decode_manifest(data.data, found.manifest_checksum, job, attempt.epoch, attempt.version, attempt.number)
 
     def _fetch_bucket(self, manifest: StoredManifest, bucket: int) -> list[tuple[ShardKey, Bytes]]:
         attempt = Attempt(manifest.epoch, manifest.version, manifest.attempt, len(manifest.buckets))
         data = self._read(attempt.key(self._endpoint.job, bucket), manifest.buckets[bucket])
         arrived = open_bucket(data, manifest.bucket_name(bucket))
         wanted = [
-            (key, piece)
-            for key, piece in zip(manifest.shards, manifest.pieces, strict=True)
-            if key.bucket == bucket
+            (key, piece) for key, piece in zip(manifest.shards, manifest.pieces, strict=True) if key.bucket == bucket
         ]
         listed = [(entry.tensor, entry.offset, entry.length) for entry, _ in arrived]
         if listed != [(key.tensor, piece.offset, piece.length) for key, piece in wanted]:

@@ -139,7 +139,12 @@ def open_bucket(data: Bytes, expected: BucketName) -> list[tuple[Entry, Bytes]]:
     tensors: list[tuple[Entry, Bytes]] = []
     end = 0
     for entry in _entries(directory.get("tensors"), where):
-        if entry.offset % ALIGNMENT or entry.offset < end or entry.length < 0 or entry.offset + entry.length > body_bytes:
+        if (
+            entry.offset % ALIGNMENT
+            or entry.offset < end
+            or entry.length < 0
+            or entry.offset + entry.length > body_bytes
+        ):
             raise CorruptWeightsError("layout", f"{where}: {entry} overlaps, is not aligned or leaves the body")
         end = entry.offset + entry.length
         tensors.append((entry, body[entry.offset : end]))

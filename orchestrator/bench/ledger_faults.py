@@ -1,0 +1,230 @@
+"""Trajectories that nobody can account for after seeded fault runs of the whole orchestrator (must be 0).
+
+Simulated: the production pipeline on the virtual-time loop, its ports wrapped by the fault injector, its process killed and
+resumed (:mod:`orchestrator.sim`). Each seed draws a shape of run (mode, alpha, sizes, fault rate) and a history of faults.
+After each run the journal is recounted by code that shares nothing with the ledger, and compared with the trainer's own
+history and with the store. The full run takes 10,000 seeds in two processes; ``--quick`` takes as many as fit 40 seconds,
+from a first seed that the nonce decides. One more run loses a trajectory on purpose: the control, which must be caught.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+import zlib
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+from unittest.mock import patch
+
+from orchestrator.api import Trajectory
+from orchestrator.buffer import SampleBuffer
+from orchestrator.config import Config, parse_config
+from orchestrator.runfolder import describe_machine
+from orchestrator.sim.draws import stream
+from orchestrator.sim.run import SimResult, simulate
+
+NAME = "ledger-faults"
+_SEEDS = 10_000
+_PROCESSES = 2
+_CHUNK = 10  # seeds a task of a process
+_SAY_SECONDS = 10.0  # between two lines where the output is no terminal
+_QUICK_SECONDS = 29.0  # no chunk is begun after this; start and the last chunks take the rest of 40 s
+_CONTROL_SEED = 0
+
+
+@dataclass
+class Tally:
+    """What some seeds added up to."""
+
+    seeds: int = 0
+    started: int = 0
+    trained: int = 0
+    unaccounted: int = 0
+    deadlocks: int = 0
+    lives: int = 0
+    virtual_seconds: float = 0.0
+    injected: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)  # with their seed; the first few
+    violating_seeds: int = 0
+    pid: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Sum up."""
+        self.seeds += other.seeds
+        self.started += other.started
+        self.trained += other.trained
+        self.unaccounted += other.unaccounted
+        self.deadlocks += other.deadlocks
+        self.lives += other.lives
+        self.virtual_seconds += other.virtual_seconds
+        self.injected.update(other.injected)
+        self.violations = (self.violations + other.violations)[:20]
+        self.violating_seeds += other.violating_seeds
+
+
+def config_of(seed: int, fault_rate: float | None = None) -> Config:
+    """The small run that a seed stands for: its shape is drawn as well."""
+    rng = stream(seed, "shape")
+    alpha = rng.choice((0, 1, 1, 2, 3))
+    size, groups = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
+    return parse_config(
+        {
+            "run": {
+                "name": "ledger-faults",
+                "seed": seed,
+                "steps": rng.choice((2, 3, 4)),
+                "mode": "async" if alpha else "sync",
+            },
+            "rollout": {
+                "workers": rng.choice((1, 2, 3)),
+                "environments": size * rng.choice((1, 2, 6)),
+                "alpha": alpha,
+                "group_size": size,
+                "groups_per_step": groups,
+                "redundant_groups": rng.choice((1.0, 1.0, 1.5)),
+                "member_refills": rng.choice((0, 2)),
+                "worker_restarts": rng.choice((1, 4)),
+                "stall_timeout": 30.0,
+                "engine": {"max_num_seqs": rng.choice((2, 64))},
+            },
+            "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
+            "checkpoint": {"every": rng.choice((1, 1, 2))},
+            "sim": {
+                "turns_max": rng.choice((2, 6)),
+                "response_tokens_mean": rng.choice((5.0, 30.0)),
+                "environment_seconds_sigma": rng.choice((0.3, 1.5)),
+                "train_seconds_per_token": rng.choice((2e-4, 2e-2)),
+                "fault_rate": rng.choice((0.01, 0.03, 0.08)) if fault_rate is None else fault_rate,
+            },
+        }
+    )
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure."""
+    begun, clock = datetime.datetime.now(datetime.UTC).isoformat(), time.monotonic()
+    first = zlib.crc32(nonce.encode()) % 1_000_000 if quick else 0
+    total, pids, said = Tally(), {os.getpid(): None}, clock
+    with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
+        control = pool.submit(_lose_one_on_purpose)
+        pending: list[Future[Tally]] = []
+        following = first
+        while True:
+            more = time.monotonic() - clock < _QUICK_SECONDS if quick else following < first + _SEEDS
+            while more and len(pending) < 2 * _PROCESSES:
+                pending.append(pool.submit(_chunk, following, _CHUNK))
+                following += _CHUNK
+                more = quick or following < first + _SEEDS
+            if not pending:
+                break
+            wait(pending, return_when=FIRST_COMPLETED)
+            for done in [future for future in pending if future.done()]:
+                pending.remove(done)
+                tally = done.result()
+                total.add(tally)
+                pids[tally.pid] = None
+                said = _say(total, clock, said)
+        lost, caught = control.result()
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    wall = time.monotonic() - clock
+    enough = total.seeds >= _SEEDS or quick
+    return {
+        "name": NAME,
+        "kind": "simulated",
+        "value": total.unaccounted,
+        "unit": "trajectories unaccounted for",
+        "reference": "the ledger's invariant",
+        "reference_value": 0,
+        "bar": f"0 in >= {_SEEDS:,} runs; no deadlock, no violation; the control is caught",
+        "holds": not total.unaccounted and not total.violating_seeds and bool(caught) and lost >= 1 and enough,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            "seeds": total.seeds,
+            "first_seed": first,
+            "samples": total.seeds,
+            "trajectories_started": total.started,
+            "trajectories_trained": total.trained,
+            "lives": total.lives,
+            "deadlocks": total.deadlocks,
+            "violating_seeds": total.violating_seeds,
+            "violations": total.violations,
+            "injected": _by(total.injected, 0),
+            "injected_where": _by(total.injected, 1),
+            "control_unaccounted": lost,
+            "control_violations": caught,
+            "virtual_hours": round(total.virtual_seconds / 3600, 2),
+            "wall_seconds": round(wall, 1),
+            "trajectories_per_wall_second": round(total.started / wall, 1),
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": list(pids),
+            "nonce": nonce,
+        },
+    }
+
+
+def _chunk(first: int, count: int) -> Tally:
+    tally = Tally(pid=os.getpid())
+    for seed in range(first, first + count):
+        result = simulate(config_of(seed), strict=False)
+        tally.seeds += 1
+        tally.started += result.ledger["started"]
+        tally.trained += result.ledger["trained"]
+        tally.unaccounted += result.unaccounted
+        tally.deadlocks += result.deadlocks
+        tally.lives += result.lives
+        tally.virtual_seconds += result.summary["seconds"]
+        tally.injected.update(result.injected)
+        if result.violations:
+            tally.violating_seeds += 1
+            tally.violations.append(f"seed {seed}: {result.violations[0][:500]}")
+    return tally
+
+
+def _lose_one_on_purpose() -> tuple[int, list[str]]:
+    result = run_that_loses_one(_CONTROL_SEED)
+    return result.unaccounted, [line[:200] for line in result.violations[:3]]
+
+
+def run_that_loses_one(seed: int) -> SimResult:
+    """The control: a buffer that forgets the first trajectory that it gets."""
+    honest = SampleBuffer.put
+    lost: list[str] = []
+
+    def forgetful(buffer: SampleBuffer, trajectory: Trajectory) -> bool:
+        if lost:
+            return honest(buffer, trajectory)
+        lost.append(trajectory.id)
+        buffer.lose(trajectory.group_id, trajectory.id, None)
+        return False
+
+    with patch.object(SampleBuffer, "put", forgetful):
+        return simulate(config_of(seed, fault_rate=0.0), strict=False)
+
+
+def _by(injected: Counter[str], part: int) -> dict[str, int]:
+    """Injected faults by kind (0) or by place (1)."""
+    counts: Counter[str] = Counter()
+    for name, count in injected.items():
+        counts[name.split(" ", 1)[part]] += count
+    return dict(sorted(counts.items()))
+
+
+def _say(total: Tally, clock: float, said: float) -> float:
+    """The progress line, at once on a terminal and now and then elsewhere. Returns when it last spoke."""
+    now, terminal = time.monotonic(), sys.stderr.isatty()
+    if not terminal and now - said < _SAY_SECONDS:
+        return said
+    text = (
+        f"{NAME}: {total.seeds} seeds, {total.started} trajectories, {total.unaccounted} unaccounted, "
+        f"{total.violating_seeds} seeds with a violation, {now - clock:.0f} s"
+    )
+    print(f"\r{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+    return now

@@ -1,0 +1,234 @@
+"""The Megatron model computes what transformers computes, and weights cross the bridge bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from megatron_rlplugin import bridge, model, tiny  # noqa: E402
+from orchestrator.api import ConfigError  # noqa: E402
+
+pytestmark = pytest.mark.engine
+WORDS = [f"w{index}" for index in range(61)]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "layers": 3,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocabulary": WORDS,
+    "max_positions": 96,
+    "dtype": "float32",
+    "seed": 7,
+}
+# fp32, logits of size 4: both sides sum in fp32 but in another order. Measured 1e-6 to 3e-6.
+LOGITS_TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel() -> Iterator[None]:
+    model.initialize_parallel()
+    yield
+    model.shutdown_parallel()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(tiny.create_qwen3(str(tmp_path / "model"), **SHAPE))
+
+
+def make(folder: Path, dtype: str = "float32") -> Any:
+    built = model.build_model(model.read_shape(folder), dtype)
+    bridge.load_hf(built, folder)
+    return built.eval()
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def logits_of(built: Any, tokens_BS: Any) -> Any:
+    positions = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    with torch.no_grad():
+        return built(tokens_BS, positions, model.causal_mask(tokens_BS.shape[1]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_agree_with_transformers_in_fp32(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = Path(tiny.create_qwen3(str(tmp_path / "model"), **SHAPE, tied=tied))
+    # Values a fresh model does not have: norms other than one, a base other than the usual.
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, value in weights.items():
+        if "norm" in name:
+            value.mul_(1 + 0.3 * torch.randn(value.shape, generator=generator))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"}, rope_theta=5000.0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens_BS = torch.randint(len(WORDS), (5, 40), generator=generator)
+    with torch.no_grad():
+        expected = theirs(tokens_BS).logits
+    got = logits_of(make(folder), tokens_BS)
+    assert expected.abs().max() > 1
+    assert (got - expected).abs().max() <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_come_back_bit_for_bit(tmp_path: Path, dtype: str, tied: bool) -> None:
+    folder = Path(tiny.create_qwen3(str(tmp_path / "model"), **SHAPE | {"dtype": dtype}, tied=tied))
+    before = load_file(folder / "model.safetensors")
+    exported = list(bridge.export_hf(make(folder, dtype)))
+    after = dict(exported)
+    assert len(exported) == len(after) == len(before)
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert after[name].is_contiguous()
+        assert torch.equal(after[name], value), name
+
+
+def test_a_folder_in_several_files_loads_the_same(folder: Path) -> None:
+    expected = dict(bridge.export_hf(make(folder)))
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    for index, part in enumerate((names[:9], names[9:])):
+        save_file({name: weights[name] for name in part}, folder / f"part-{index}.safetensors")
+    where = {name: f"part-{int(name not in names[:9])}.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "model.safetensors").unlink()
+    again = dict(bridge.export_hf(make(folder)))
+    assert all(torch.equal(again[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"^model.layers.1.self_attn.k_proj.weight = .*is missing"),
+        ("extra", r"^model.layers.9.extra.weight = .*is not a tensor of this model"),
+        ("shape", r"^model.norm.weight = \(47,\): the model's shape is \(48,\)"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_before_a_weight_changes(folder: Path, change: str, message: str) -> None:
+    built = make(folder)
+    before = dict(bridge.export_hf(built))
+    weights = {name: value + 1 for name, value in load_file(folder / "model.safetensors").items()}
+    if change == "missing":
+        del weights["model.layers.1.self_attn.k_proj.weight"]
+    elif change == "extra":
+        weights["model.layers.9.extra.weight"] = torch.zeros(1)
+    else:
+        weights["model.norm.weight"] = torch.zeros(47)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        bridge.load_hf(built, folder)
+    assert all(torch.equal(value, before[name]) for name, value in bridge.export_hf(built))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "model.architectures"),
+        ({"architectures": []}, "model.architectures"),
+        ({"attention_bias": True}, "model.attention_bias"),
+        ({"hidden_act": "gelu"}, "model.hidden_act"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "model.rope_type"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "model.quantization_config"),
+        ({"head_dim": None}, "model.head_dim"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(folder: Path, changes: dict[str, Any], field: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError, match=f"^{field} = "):
+        model.read_shape(folder)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config.json"):
+        model.read_shape(tmp_path / "nowhere")
+    built = make(folder)
+    (folder / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        bridge.load_hf(built, folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no model.safetensors"):
+        bridge.load_hf(built, folder)
+
+
+def test_padding_behind_a_sequence_changes_nothing_in_it(folder: Path) -> None:
+    built = make(folder)
+    tokens = torch.randint(len(WORDS), (1, 20), generator=torch.Generator().manual_seed(2))
+    padded = torch.cat([tokens, torch.zeros(1, 30, dtype=torch.long)], 1)
+    difference = (logits_of(built, padded)[:, :20] - logits_of(built, tokens)).abs().max()
+    assert difference <= 1e-5
+
+
+def test_a_tiny_model_is_a_function_of_its_arguments(tmp_path: Path) -> None:
+    folders = [
+        Path(tiny.create_qwen3(str(tmp_path / name), **SHAPE | {"seed": seed}))
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    ]
+    for file in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        a, b, c = ((folder / file).read_bytes() for folder in folders)
+        assert a == b
+        assert (a == c) == (file != "model.safetensors")
+
+
+def test_the_tiny_tokenizer_maps_words_to_their_indices(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode("w3 w60 w0", add_special_tokens=False) == [3, 60, 0]
+    assert tokenizer.decode([5, 6]) == "w5 w6"
+    assert len(tokenizer) == len(WORDS)
+
+
+TWO_RANKS = """
+import sys, torch
+from megatron_rlplugin import bridge, model
+rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+torch.set_num_threads(1)
+model.initialize_parallel(2, rank, 2, f"file://{port}")
+built = model.build_model(model.read_shape(folder), "float32", 2)
+bridge.load_hf(built, folder)
+tokens = torch.arange(24).view(2, 12)
+with torch.no_grad():
+    logits = built(tokens, torch.arange(12).expand(2, 12), model.causal_mask(12))
+torch.save({"logits": logits, "weights": dict(bridge.export_hf(built))}, f"{out}/rank{rank}.pt")
+"""
+
+
+def test_two_tensor_parallel_ranks_hold_the_same_model(tmp_path: Path) -> None:
+    words = [f"w{index}" for index in range(60)]
+    folder = Path(tiny.create_qwen3(str(tmp_path / "model"), **SHAPE | {"vocabulary": words}))
+    arguments = [str(tmp_path / "rendezvous"), str(folder), str(tmp_path)]
+    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", TWO_RANKS, str(r), *arguments]) for r in range(2)]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    expected = logits_of(make(folder), torch.arange(24).view(2, 12))
+    weights = load_file(folder / "model.safetensors")
+    for index in range(2):
+        found = torch.load(tmp_path / f"rank{index}.pt", weights_only=True)
+        assert (found["logits"] - expected).abs().max() <= LOGITS_TOLERANCE
+        assert found["weights"].keys() == weights.keys()
+        assert all(torch.equal(found["weights"][name], value) for name, value in weights.items())
+
+
+def test_a_vocabulary_that_tensor_parallelism_cannot_split_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model.vocab_size = 61: must be a multiple of TP = 2"):
+        model.build_model(model.read_shape(folder), "float32", 2)
