@@ -234,9 +234,13 @@ HEALTH: dict[str, tuple[str, str, float | None]] = {
     "approx_kl": ("Approximate KL", "of the update, against the policy before it", 0.0),
     "tis_mean": ("TIS weight, mean", "1 when rollout and trainer agree", None),
     "tis_max": ("TIS weight, maximum", "held at the cap", None),
+    "tis_capped": ("TIS weights at the cap", "share of tokens", 0.0),
     "ess": ("Effective sample size", "share of the batch that counts after weighting", 0.0),
     "logprob_gap_mean": ("Log-prob gap, mean", "rollout against trainer, same version", 0.0),
     "logprob_gap_max": ("Log-prob gap, maximum", "the worst token", 0.0),
+    "logprob_gap_all": ("Log-prob distance", "rollout against trainer, staleness included", 0.0),
+    "rollout_kl": ("KL of rollout to trainer", "what TIS corrects", 0.0),
+    "advantage_nonzero": ("Trajectories with a signal", "share whose advantage is not zero", 0.0),
     "learning_rate": ("Learning rate", "", 0.0),
 }
 
@@ -244,7 +248,7 @@ HEALTH: dict[str, tuple[str, str, float | None]] = {
 def health(run: RunLog, name: str, size: Size) -> str:
     """One scalar of the trainer over steps; the mean log-prob gap with its alarm."""
     title, _, floor = HEALTH.get(name, (name, "", None))
-    points = [(float(step.number), step.metrics[name]) for step in run.steps if name in step.metrics]
+    points = metric(run.steps, name)
     limit = run.gap_alarm if name == "logprob_gap_mean" else None
     series = Series(
         title,
@@ -259,10 +263,23 @@ def health(run: RunLog, name: str, size: Size) -> str:
     return line_chart(series, run.done_steps, size, 140)
 
 
-def metric_names(steps: Sequence[Step]) -> list[str]:
-    """The trainer's scalars: known ones first, in their order, then others by name."""
+def metric(steps: Sequence[Step], name: str) -> list[Point]:
+    """One of the trainer's scalars over steps; not a number where a step measured it on no token."""
+    measured_on = {"logprob_gap_mean": "logprob_gap_tokens", "logprob_gap_max": "logprob_gap_tokens"}.get(name, "")
+    return [
+        (float(step.number), step.metrics[name] if step.metrics.get(measured_on, 1.0) > 0 else math.nan)
+        for step in steps
+        if name in step.metrics
+    ]
+
+
+def metric_names(steps: Sequence[Step]) -> tuple[list[str], list[str]]:
+    """The trainer's scalars: those to look at, in their order, and the others by name. What was skipped is to be looked at
+    as soon as anything was."""
     seen = {name for step in steps for name in step.metrics}
-    return [name for name in HEALTH if name in seen] + sorted(seen - HEALTH.keys())
+    shown = [name for name in HEALTH if name in seen]
+    shown += sorted(n for n in seen if n.startswith("skipped") and any(step.metrics.get(n, 0.0) for step in steps))
+    return shown, sorted(seen.difference(shown))
 
 
 def dumbbell(before: tuple[float, float, float], after: tuple[float, float, float] | None) -> str:

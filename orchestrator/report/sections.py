@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from html import escape
 from statistics import median
 
@@ -10,7 +12,18 @@ from orchestrator.report.charts import HALF, SMALL
 from orchestrator.report.parts import LegendItem, badge, card, columns, figure, legend_of, notice, section, table
 from orchestrator.report.runlog import Evaluation, RunLog
 from orchestrator.report.summary import lag_counts, tokens_per_s
-from orchestrator.report.text import ALPHA, count, data_size, duration, interval, percent, plural, significant, tag
+from orchestrator.report.text import (
+    ALPHA,
+    block,
+    count,
+    data_size,
+    duration,
+    interval,
+    percent,
+    plural,
+    significant,
+    tag,
+)
 from orchestrator.report.timeline import Piece, clip, lanes, shares, typical_window
 
 STATUS_WORDS = {
@@ -196,7 +209,7 @@ def staleness(run: RunLog) -> str:
         (HALF,),
         legend,
         f"Lag: the trainer's version minus the version of the first token. {ALPHA} bounds it when get_batch takes the "
-        "trajectory.",
+        "trajectory; by the time it is trained, the step before it may have added one.",
     )
     spanning = figure(
         "Trajectories that span a weight update",
@@ -226,26 +239,36 @@ def speed(run: RunLog) -> str:
 
 def trainer_health(run: RunLog) -> str:
     """Small multiples of the trainer's scalars."""
-    multiples = []
-    for name in charts.metric_names(run.steps):
+    shown, others = charts.metric_names(run.steps)
+    more = _multiples(run, others)
+    if more:
+        more = tag("details", tag("summary", plural(len(others), "more scalar")) + more, class_="more")
+    gaps = [gap for _, gap in charts.metric(run.steps, "logprob_gap_mean") if math.isfinite(gap)]
+    lead = ""
+    if gaps and run.gap_alarm is not None:
+        over = sum(gap > run.gap_alarm for gap in gaps)
+        lead = f"Log-prob gap between rollout and trainer at the same version: at most {tag('strong', significant(max(gaps)))}"
+        lead += f", alarm at {significant(run.gap_alarm)}"
+        lead += f"; {plural(over, 'step')} over it" if over else "; never over it"
+        lead += f", measured in {len(gaps)} of {plural(len(run.steps), 'step')}."
+    elif run.steps:
+        lead = "The log-prob gap between rollout and trainer at the same version was not measured in any step."
+    return section("health", "Is the trainer healthy?", lead, _multiples(run, shown), more)
+
+
+def _multiples(run: RunLog, names: Sequence[str]) -> str:
+    made = []
+    for name in names:
         title, about, _ = charts.HEALTH.get(name, (name, "", None))
 
         def draw(size: charts.Size, name: str = name) -> str:
             return charts.health(run, name, size)
 
-        made = figure(title, run.kind, draw, (SMALL,))
-        if made and about:
-            made = made.replace("</figcaption>", "</figcaption>" + tag("p", escape(about), class_="figure-note"), 1)
-        multiples.append(made)
-    grid = tag("div", "".join(multiples), class_="multiples") if any(multiples) else ""
-    gaps = [step.metrics["logprob_gap_mean"] for step in run.steps if "logprob_gap_mean" in step.metrics]
-    lead = ""
-    if gaps and run.gap_alarm is not None:
-        over = sum(gap > run.gap_alarm for gap in gaps)
-        lead = f"Log-prob gap between rollout and trainer: at most {tag('strong', significant(max(gaps)))}, "
-        lead += f"alarm at {significant(run.gap_alarm)}"
-        lead += f"; {plural(over, 'step')} over it." if over else "; never over it."
-    return section("health", "Is the trainer healthy?", lead, grid)
+        drawing = figure(title, run.kind, draw, (SMALL,))
+        if drawing:
+            words = block("p", escape(about), class_="figure-note")
+            made.append(drawing.replace("</figcaption>", "</figcaption>" + words, 1))
+    return tag("div", "".join(made), class_="multiples") if made else ""
 
 
 def _success_card(run: RunLog) -> str:
@@ -346,8 +369,8 @@ def _workers(run: RunLog) -> str:
         made += tag(
             "p",
             f"Weight updates: {count(len(run.updates))}, median {duration(median(seconds))} for "
-            f"{data_size(median(update.bytes for update in run.updates))}; {significant(mean, 2)} requests in flight each "
-            "recomputed their KV and went on.",
+            f"{data_size(median(update.bytes for update in run.updates))}. On average {significant(mean, 2)} requests in flight "
+            "had their KV recomputed and went on.",
             class_="figure-note",
         )
     return made

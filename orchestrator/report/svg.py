@@ -120,6 +120,7 @@ class Plot:
                 pen = "M"
                 continue
             path += f"{pen}{coordinate(self.x(x))} {coordinate(self.y(y))}"
+            path += "h0" if pen == "M" else ""  # a point between two gaps is drawn as a dot
             pen = "L"
         if path:
             self.add(tag("path", d=path, class_=f"line {style}"))

@@ -68,6 +68,8 @@ def interval(low: float, high: float) -> str:
 
 def duration(seconds: float) -> str:
     """A stretch of time, to two units."""
+    if seconds < 1e-4:
+        return f"< 0.1{THIN}ms" if seconds > 0 else f"0{THIN}s"
     if seconds < 1:
         return f"{significant(1000 * seconds, 2)}{THIN}ms"
     if seconds < 60:

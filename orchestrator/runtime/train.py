@@ -287,6 +287,7 @@ def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> d
         "seed": config.run.seed,
         "dtype": config.model.dtype,
         "relay": endpoint.to_dict(),
+        "temperature": config.rollout.temperature,
     }
 
 

@@ -55,16 +55,17 @@ class SimWeights:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request in the engine. ``tokens``: all that it will say; ``made``: how many of them exist."""
+    """A request in the engine. ``tokens``: all that it will say; ``made``: how many of them are booked to a version, the
+    last ones at engine step ``booked``."""
 
     request: GenerationRequest
     tokens: tuple[int, ...]
     arrived: float
     prefill: int
     made: int = 0
+    booked: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     started: float = -1.0
-    aborted: bool = False
     done: bool = False
 
     @property
@@ -98,9 +99,15 @@ class SimWorker:
 
     def _reset(self) -> None:
         self._version = -1
-        self._known: dict[str, _Sequence] = {}  # every request of this life, finished ones too
+        self._known: dict[str, _Sequence | None] = {}  # every request of this life; None when it has ended
         self._waiting: list[tuple[int, int, _Sequence]] = []
         self._running: dict[str, _Sequence] = {}
+        self._ends: list[
+            tuple[int, int, _Sequence]
+        ] = []  # running ones by the engine step after which each is complete
+        self._aborting: list[_Sequence] = []  # running ones that end with the step in progress
+        self._steps = 0  # engine steps done
+        self._owed = 0  # tokens to prefill before the next step
         self._finished: list[Completion] = []
         self._prefix: dict[str, int] = {}  # trajectory -> tokens whose KV is held
         self._news = asyncio.Event()
@@ -128,10 +135,11 @@ class SimWorker:
         self._check()
         for request_id in request_ids:
             sequence = self._known.get(request_id)
-            if sequence is None or sequence.done:
+            if sequence is None:
                 continue
-            sequence.aborted = True
-            if request_id not in self._running or self._leap is None:
+            if request_id in self._running and self._leap is not None:
+                self._aborting.append(sequence)
+            else:
                 self._finish(sequence, "abort")
         self._kick()
         await self._answer()
@@ -173,10 +181,11 @@ class SimWorker:
         self._check(incarnation)
         if not self._suspended:
             raise RunError(f"{self.name}: resumed while update({version}) was in progress")
+        for sequence in self._running.values():
+            self._book(sequence)
         self._version = version
         self._prefix.clear()
-        for sequence in self._running.values():
-            sequence.prefill = sequence.context
+        self._owed = sum(sequence.context for sequence in self._running.values())
         for _, _, sequence in self._waiting:
             sequence.prefill = sequence.context
         seconds = asyncio.get_running_loop().time() - begun
@@ -195,6 +204,8 @@ class SimWorker:
         self._check()
         await self._answer()
         block = self._engine.block_size
+        for sequence in self._running.values():
+            self._book(sequence)
         return WorkerStats(
             running=len(self._running),
             waiting=sum(not entry[2].done for entry in self._waiting),
@@ -232,6 +243,8 @@ class SimWorker:
             self._leap = None
         self._waiting.clear()
         self._running.clear()
+        self._ends.clear()
+        self._aborting.clear()
         self._finished.clear()
         self._known.clear()
         self._news.set()
@@ -267,7 +280,9 @@ class SimWorker:
 
     def _finish(self, sequence: _Sequence, reason: str, error: str = "") -> None:
         sequence.done = True
-        self._running.pop(sequence.request.request_id, None)
+        self._known[sequence.request.request_id] = None
+        if self._running.pop(sequence.request.request_id, None) is not None:
+            self._book(sequence)
         now = asyncio.get_running_loop().time()
         started = sequence.started if sequence.started >= 0 else now
         tokens = sequence.tokens[: sequence.made]
@@ -298,22 +313,21 @@ class SimWorker:
     def _begin_leap(self) -> None:
         now = asyncio.get_running_loop().time()
         while self._waiting and len(self._running) < self._engine.max_num_seqs:
-            sequence = heapq.heappop(self._waiting)[2]
+            number, sequence = heapq.heappop(self._waiting)[1:]
             if not sequence.done:
-                sequence.started = now
+                sequence.started, sequence.booked = now, self._steps
                 self._running[sequence.request.request_id] = sequence
+                heapq.heappush(self._ends, (self._steps + len(sequence.tokens), number, sequence))
+                self._owed += sequence.prefill
+        while self._ends and self._ends[0][2].done:
+            heapq.heappop(self._ends)
         if not self._running:
             return
-        prefill = 0
-        steps = len(next(iter(self._running.values())).tokens)
-        for sequence in self._running.values():
-            prefill += sequence.prefill
-            sequence.prefill = 0
-            steps = min(steps, len(sequence.tokens) - sequence.made)
         costs = self._costs
-        self._leap_start = now + prefill * costs.prefill_seconds_per_token
+        self._leap_start = now + self._owed * costs.prefill_seconds_per_token
         self._leap_step = costs.decode_seconds_per_step + costs.decode_seconds_per_sequence * len(self._running)
-        self._leap_steps = steps
+        self._leap_steps = self._ends[0][0] - self._steps
+        self._owed = 0
         self._busy_seconds += self._leap_start - now
         self._arm()
 
@@ -333,20 +347,28 @@ class SimWorker:
 
     def _end_leap(self) -> None:
         self._leap = None
-        steps = self._leap_steps
-        self._busy_seconds += steps * self._leap_step
-        for sequence in list(self._running.values()):
-            sequence.made += steps
-            sequence.spans.append((self._version, steps))
-            self.generated += steps
-            if sequence.made >= len(sequence.tokens):
+        self._steps += self._leap_steps
+        self._busy_seconds += self._leap_steps * self._leap_step
+        while self._ends and self._ends[0][0] <= self._steps:
+            sequence = heapq.heappop(self._ends)[2]
+            if not sequence.done:
                 self._finish(sequence, "stop" if sequence.tokens[-1] == END else "length")
-            elif sequence.aborted:
+        for sequence in self._aborting:
+            if not sequence.done:
                 self._finish(sequence, "abort")
+        self._aborting.clear()
         if self._suspended:
             self._stopped()
         else:
             self._begin_leap()
+
+    def _book(self, sequence: _Sequence) -> None:
+        """Count the tokens that a running sequence has made since it was last looked at."""
+        tokens = self._steps - sequence.booked
+        sequence.booked = self._steps
+        sequence.made += tokens
+        sequence.spans.append((self._version, tokens))
+        self.generated += tokens
 
     def _stopped(self) -> None:
         if self._stopping is not None and not self._stopping.done():
