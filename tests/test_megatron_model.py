@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from megatron_rlplugin import bridge, model, tiny  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 WORDS = [f"w{index}" for index in range(61)]
 SHAPE: dict[str, Any] = {
     "hidden_size": 48,

@@ -24,7 +24,7 @@ from megatron_rlplugin.trainer import MegatronTrainer  # noqa: E402
 from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, TrainMetrics, TrainSample  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
 T = TypeVar("T")
 VOCABULARY = 23
 NAN = math.nan
@@ -180,7 +180,7 @@ def test_the_gradient_is_that_of_transformers_and_a_loop_over_trajectories(folde
         for place, own in enumerate(sample.loss_mask):
             if own:
                 now = logp[place - 1, sample.token_ids[place]]
-                weight = min(math.exp(float(now) - sample.logprobs[place]), 1.1)
+                weight = min(math.exp(float(now.detach()) - sample.logprobs[place]), 1.1)
                 terms.append(-weight * advantage * now)  # at ratio 1 the surrogate's gradient is that of A log pi
         tokens += len(terms)
         total = total + (sum(terms) if loss == "token-mean" else sum(terms) / len(terms))

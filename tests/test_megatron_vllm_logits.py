@@ -24,7 +24,11 @@ from megatron_rlplugin import bridge, model, tiny  # noqa: E402
 from megatron_rlplugin.objective import logprobs_and_entropy  # noqa: E402
 from orchestrator.hooks import VLLM, find  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(find(VLLM) is None, reason="vLLM is not installed")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(find(VLLM) is None, reason="vLLM is not installed"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
+]
 TOLERANCE = 2e-5  # nats
 VOCABULARY = 101
 TEMPERATURE = 0.8

@@ -18,7 +18,9 @@ LegendItem = tuple[str, str, bool]  # words, colour class, hatched (waiting)
 _KIND_HELP = {
     "real": "Measured: real engines ran.",
     "simulated": "Virtual time: the orchestrator is real, engines and environments are models.",
+    "mixed": "Real and simulated runs in one figure: see the label of each run.",
 }
+_KIND_WORDS = {"mixed": "real and simulated"}
 
 
 def page(title: str, body: str) -> str:
@@ -31,9 +33,7 @@ def page(title: str, body: str) -> str:
 
 def badge(kind: str) -> str:
     """How a figure was obtained."""
-    return tag(
-        "span", escape(kind), class_=f"badge {'real' if kind == 'real' else 'simulated'}", title=_KIND_HELP[kind]
-    )
+    return tag("span", _KIND_WORDS.get(kind, kind), class_=f"badge {kind}", title=_KIND_HELP[kind])
 
 
 def section(identity: str, title: str, lead: str, *content: str) -> str:
@@ -100,7 +100,9 @@ def notice(style: str, title: str, text: str) -> str:
     return tag("div", tag("p", tag("strong", escape(title)) + " " + text), class_=f"notice {style}", role="note")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = (), caption: str = "") -> str:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = (), caption: str = "", style: str = ""
+) -> str:
     """A table whose cells are markup; columns in ``numeric`` are set flush right."""
     if not rows:
         return ""
@@ -114,7 +116,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[
     inside = tag("caption", escape(caption)) if caption else ""
     inside += tag("thead", tag("tr", cells("th", [escape(name) for name in head], "col")))
     inside += tag("tbody", "".join(tag("tr", cells("td", row, None)) for row in rows))
-    return tag("div", tag("table", inside), class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
+    body = tag("table", inside, class_=style or None)
+    return tag("div", body, class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
