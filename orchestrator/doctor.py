@@ -37,9 +37,10 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 PLUGIN = "rl-coserve"
 PLUGIN_GROUP = "vllm.general_plugins"
-# Measured with `make demo` on two cores: Ray, one vLLM engine and one Megatron-Core rank; see docs/troubleshooting.md.
-MEMORY_TIGHT_MB = 6_000
-MEMORY_MIN_MB = 3_000
+# The demo's processes together took 2.5 GB (proportional set size, peak, on two cores): Ray, one vLLM engine, one
+# Megatron-Core rank, mooncake_master, reward host, orchestrator.
+MEMORY_TIGHT_MB = 4_000
+MEMORY_MIN_MB = 2_500
 DISK_TIGHT_MB = 2_000
 DISK_MIN_MB = 200  # what a run refuses to start below
 SHARED_MEMORY_MB = 256  # Ray's object store and a margin; a container has 64 by default

@@ -181,13 +181,17 @@ class LLMProxy:
         """Run a command on all live workers at once. A worker that fails it, or hangs in it, is revived."""
 
         async def guarded(lane: _Lane) -> None:
+            life = lane.restarts
+            why: str | None = None
             try:
                 async with asyncio.timeout(self._stall_timeout):
                     await call(lane)
             except RetryableError as error:
-                self._lost(lane, str(error))
+                why = str(error)
             except TimeoutError:
-                self._lost(lane, f"no answer to a command for {self._stall_timeout} s")
+                why = f"no answer to a command for {self._stall_timeout} s"
+            if why is not None and lane.restarts == life:  # else it says something about a process that is gone already
+                self._lost(lane, why)
 
         await asyncio.gather(*(guarded(lane) for lane in self._lanes if lane.alive))
 

@@ -140,7 +140,7 @@ def test_no_answer_in_time_is_tried_again_then_fatal_to_the_trajectory(handler: 
         (text(""), "reward_error"),
         (text("<html>"), "reward_error"),
         (text("[" * 100_000), "reward_error"),
-        (text("x" * (2 << 20)), "reward_error"),
+        (text('{"reward": 1, "text": "' + "x" * (2 << 20) + '"}'), "reward_error"),
         (text("", 400), "reward_error"),
         (text("", 413), "reward_error"),
         (text('{"reward": 1.0}', **{"X-Amz-Function-Error": "Unhandled"}), "reward_error"),

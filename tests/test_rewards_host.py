@@ -32,6 +32,8 @@ def act(event):
     if what == "raise":
         raise ValueError("no such map")
     if what == "hang":
+        if "mark" in event:
+            open(event["mark"] + str(os.getpid()), "w").close()
         while True:
             pass
     if what == "sleep":
@@ -339,14 +341,12 @@ def test_a_function_that_cannot_be_imported_is_an_error_of_every_call(with_host:
     with_host(scenario, function=function)
 
 
-def test_stopping_in_the_middle_of_calls_leaves_no_process(with_host: With) -> None:
+def test_stopping_in_the_middle_of_calls_leaves_no_process(with_host: With, tmp_path: Path) -> None:
     async def scenario(session: Session) -> None:
-        calls = [asyncio.create_task(session.invoke({"do": "hang"})) for _ in range(2)]
-        async with asyncio.timeout(10):
-            while (await session.stats())["busy"] < 2:
-                await asyncio.sleep(0.02)
-        workers = _children(session.host.pid or 0)
-        assert len(workers) == 2
+        event = {"do": "hang", "mark": f"{tmp_path}/hangs-"}
+        calls = [asyncio.create_task(session.invoke(event)) for _ in range(2)]
+        workers = await _hanging(tmp_path, 2)
+        assert workers == _children(session.host.pid or 0)
         await session.host.stop()
         assert all(_ends(worker) for worker in workers)
         await asyncio.gather(*calls, return_exceptions=True)
@@ -380,15 +380,11 @@ asyncio.run(main())
     assert all(_ends(pid) for pid in pids)
 
 
-def test_workers_end_with_a_host_that_is_killed_even_in_a_busy_loop(with_host: With) -> None:
+def test_workers_end_with_a_host_that_is_killed_even_in_a_busy_loop(with_host: With, tmp_path: Path) -> None:
     async def scenario(session: Session) -> None:
-        call = asyncio.create_task(session.invoke({"do": "hang"}))
-        async with asyncio.timeout(10):
-            while not (await session.stats())["busy"]:
-                await asyncio.sleep(0.02)
-        workers = _children(session.host.pid or 0)
+        call = asyncio.create_task(session.invoke({"do": "hang", "mark": f"{tmp_path}/hangs-"}))
+        workers = await _hanging(tmp_path, 1)
         os.kill(session.host.pid or 0, signal.SIGKILL)
-        assert workers
         assert all(_ends(worker) for worker in workers)
         with pytest.raises(aiohttp.ClientError):
             await call
@@ -481,6 +477,14 @@ def test_a_host_refuses_to_start_without_a_token_or_on_a_taken_port(monkeypatch:
 def _trajectory(prompt: str) -> Trajectory:
     turns = tuple(Turn((1, 2), ids, (0.0,) * len(ids), ((0, len(ids)),)) for ids in ((5, 6), (7,)))
     return Trajectory("t1", "g1", "frozenlake", Prompt("k", "frozenlake", 1, prompt), turns, None, "1", 1, False)
+
+
+async def _hanging(folder: Path, count: int) -> list[int]:
+    """Processes whose function is in its endless loop by now, not just starting."""
+    async with asyncio.timeout(20):
+        while len(found := list(folder.glob("hangs-*"))) < count:
+            await asyncio.sleep(0.02)
+    return sorted(int(file.name.partition("-")[2]) for file in found)
 
 
 def _children(pid: int) -> list[int]:

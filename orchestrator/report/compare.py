@@ -24,7 +24,7 @@ def compare(runs: Sequence[RunLog]) -> str:
     styles = [_style(index) for index in range(len(runs))]
     legend: list[LegendItem] = [(name, style.split()[0], False) for name, style in zip(names, styles, strict=True)]
     kinds = {run.kind for run in runs}
-    kind = "real" if kinds == {"real"} else "simulated"
+    kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def over(
         which: Callable[[Sequence[RunLog], Sequence[str], Size, bool], str], by_time: bool
@@ -87,40 +87,31 @@ def _table(runs: Sequence[RunLog], names: Sequence[str], styles: Sequence[str]) 
             closes = tag("span", f"off by {abs(run.ledger.difference)} ✗", class_="broken")
         rows.append(
             [
-                block("span", class_=f"chip {style.split()[0]}", aria_hidden="true") + tag("strong", escape(name)),
-                badge(run.kind),
+                block("span", class_=f"chip {style.split()[0]}", aria_hidden="true")
+                + tag("strong", escape(name))
+                + badge(run.kind),
                 f"{escape(run.mode)}, {ALPHA} = {run.alpha}",
-                escape(run.status),
                 count(run.done_steps),
                 _rate(run.before),
                 _rate(run.evaluation("end")),
                 significant(rate) if rate is not None else "",
                 duration(run.seconds),
-                f"{significant(mean, 2)}, at most {max(lags)}" if total else "",
+                f"{significant(mean, 2)} {_under(f'at most {max(lags)}')}" if total else "",
                 closes,
             ]
         )
-    head = (
-        "Run",
-        "Kind",
-        "Mode",
-        "Status",
-        "Steps",
-        "Success before",
-        "after",
-        "Tokens/s",
-        "Wall time",
-        "Lag",
-        "Ledger",
-    )
-    return table(head, rows, (4, 7, 8), "Headline figures; intervals are 95 %")
+    head = ("Run", "Mode", "Steps", "Success before", "Success after", "Tokens/s", "Wall time", "Lag, mean", "Ledger")
+    return table(head, rows, (2, 5, 6), "Headline figures; intervals are 95 %", style="tight")
 
 
 def _rate(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         return ""
-    bounds = tag("span", interval(evaluation.low, evaluation.high), class_="card-detail")
-    return f"{percent(evaluation.value)} {bounds}"
+    return f"{percent(evaluation.value)} {_under(interval(evaluation.low, evaluation.high))}"
+
+
+def _under(text: str) -> str:
+    return tag("span", text, class_="under")
 
 
 def _success(runs: Sequence[RunLog], styles: Sequence[str], size: Size, by_time: bool) -> str:

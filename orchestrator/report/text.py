@@ -57,7 +57,7 @@ def significant(value: float, digits: int = 3) -> str:
 def percent(value: float, decimals: int = 1) -> str:
     """A share as a percentage; what is there but would be rounded to nothing is said to be less than the last digit."""
     if 0 < value < 0.5 * 10 ** -(decimals + 2):
-        return f"< {10**-decimals:.{decimals}f}{THIN}%"
+        return f"below {10**-decimals:.{decimals}f}{THIN}%"
     return f"{100 * value:.{decimals}f}{THIN}%"
 
 
@@ -69,7 +69,7 @@ def interval(low: float, high: float) -> str:
 def duration(seconds: float) -> str:
     """A stretch of time, to two units."""
     if seconds < 1e-4:
-        return f"< 0.1{THIN}ms" if seconds > 0 else f"0{THIN}s"
+        return f"below 0.1{THIN}ms" if seconds > 0 else f"0{THIN}s"
     if seconds < 1:
         return f"{significant(1000 * seconds, 2)}{THIN}ms"
     if seconds < 60:

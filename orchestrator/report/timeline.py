@@ -17,6 +17,7 @@ from statistics import median
 from orchestrator.report.runlog import RunLog, Stage, Step
 
 LANES = ("rollout", "trainer", "weights")
+_WORK = ("get_batch", "train_step", "publish", "checkpoint")
 _WEIGHT_STAGES = ("suspend", "update", "resume")
 
 # state -> (what it says, colour class, whether it is waiting). Waiting is drawn in the colour of what is waited for.
@@ -129,7 +130,7 @@ def _spans(run: RunLog) -> list[tuple[float, float]]:
     for bound in bounds:
         inside = [stage for stage in run.stages if begin <= stage.start < bound]
         first = min((stage.start for stage in inside if stage.name == "get_batch"), default=None)
-        last = max((stage.end for stage in inside if stage.name in ("get_batch", "train_step", "publish")), default=0.0)
+        last = max((stage.end for stage in inside if stage.name in _WORK), default=0.0)
         if first is not None:
             spans.append((first, max(first, last)))
         begin = bound

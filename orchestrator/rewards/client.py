@@ -47,7 +47,6 @@ class HttpReward:
             raise ConfigError("reward.url", url, "write it as http://host:port/path or https://...")
         self._url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._timeout = timeout
         self._retries = retries
@@ -116,9 +115,10 @@ class HttpReward:
         if self._closed:
             raise RetryableError("the reward client was closed")
         if self._session is None:
-            # Its own total timeout is off: asyncio.timeout above bounds the whole call.
+            # Its own limits are off: the semaphore bounds the calls, and asyncio.timeout each of them as a whole. (A limit
+            # of connections would let a call wait inside its time.)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._concurrency), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
         return self._session
 

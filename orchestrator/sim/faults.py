@@ -109,9 +109,15 @@ class FaultInjector:
             asyncio.get_running_loop().call_later(delay, task.cancel)
 
     async def call(
-        self, where: str, possible: Sequence[str], act: Callable[[], Awaitable[T]], crash: Callable[[], None]
+        self,
+        where: str,
+        possible: Sequence[str],
+        act: Callable[[], Awaitable[T]],
+        crash: Callable[[], None],
+        life: Callable[[], int],
     ) -> T:
-        """One call of a port that may fail. A crash or a drop strikes before or after the callee has acted."""
+        """One call of a port that may fail. A crash or a drop strikes before or after the callee has acted. ``life`` is
+        the callee's incarnation: what was on its way to one that has died meanwhile never reaches the next."""
         kind = self.draw(where, possible)
         first = bool(kind) and self.rng.random() < 0.5
         if kind == "crash":
@@ -123,14 +129,22 @@ class FaultInjector:
             if first:
                 await act()
             await self.never()
+        addressee = life()
         if kind == "delay" and first:
             await self.late()
+            _same(addressee, life(), where)
         answer = await act()
         if kind == "duplicate":
             answer = await act()
         if kind == "delay" and not first:
             await self.late()
+            _same(addressee, life(), where)
         return answer
+
+
+def _same(before: int, now: int, where: str) -> None:
+    if before != now:
+        raise RetryableError(f"{where}: the process died while the call was on its way")
 
 
 class FaultyWorker:
@@ -143,7 +157,8 @@ class FaultyWorker:
         self._delivered: list[Completion] = []
 
     async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = CALL) -> T:
-        return await self._faults.call(f"worker.{name}", possible, act, self._inner.die)
+        inner = self._inner
+        return await self._faults.call(f"worker.{name}", possible, act, inner.die, lambda: inner.incarnation)
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See the protocol."""
@@ -158,11 +173,13 @@ class FaultyWorker:
         kind = self._faults.draw("worker.completions", CALL)
         if kind == "crash":
             asyncio.get_running_loop().call_later(self._faults.seconds(), self._inner.die)
+        addressee = self._inner.incarnation
         answer = await self._inner.completions()
         if kind == "drop":
             await self._faults.never()
         if kind == "delay":
             await self._faults.late()
+            _same(addressee, self._inner.incarnation, "worker.completions")
         if kind == "duplicate":
             again = self._faults.rng.choice([*self._delivered, *answer])
             answer = [again, *answer] if self._faults.rng.random() < 0.5 else [*answer, again]
@@ -188,7 +205,10 @@ class FaultyWorker:
     async def restart(self) -> None:
         """See the protocol."""
         self._delivered = []
-        await self._call("restart", self._inner.restart, NO_TWICE)
+        faults, inner = self._faults, self._inner
+        await faults.call(
+            "worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0
+        )  # a restart is no call of a life
 
     async def close(self) -> None:
         """See the protocol."""
@@ -203,7 +223,7 @@ class FaultyTrainer:
         self._faults = faults
 
     async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = TRAINER) -> T:
-        return await self._faults.call(f"trainer.{name}", possible, act, self._inner.die)
+        return await self._faults.call(f"trainer.{name}", possible, act, self._inner.die, lambda: 0)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """See the protocol."""

@@ -43,8 +43,8 @@ _MEMORY_DISK = Path("/dev/shm")  # checkpoints are synced to disk, which in a si
 EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left")  # ends of a run that faults may cause
 
 
-class SimulationFailed(SimulationError):
-    """The run under test did something wrong. ``result`` has all of it."""
+class SimulationFailed(SimulationError, RunError):
+    """The run under test did something wrong (for a command line: exit code 1). ``result`` has all of it."""
 
     def __init__(self, result: SimResult) -> None:
         super().__init__("\n".join((f"{len(result.violations)} violation(s):", *result.violations)))

@@ -75,7 +75,7 @@ class _Sequence:
 
 class SimWorker:
     """A ManagedWorker without a process. ``die`` is for the fault injector; ``said(trajectory, turn, versions)`` is told
-    of each response that ends by itself."""
+    of each response that ends by itself. ``incarnation`` changes with each death."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SimWorker:
         self._engine = config.rollout.engine
         self._seed = config.run.seed
         self._weights = weights
-        self._incarnation = 0
+        self.incarnation = 0
         self._dead = False
         self._closed = False
         self.generated = 0
@@ -147,7 +147,7 @@ class SimWorker:
     async def completions(self) -> list[Completion]:
         """See the protocol."""
         self._check()
-        incarnation = self._incarnation
+        incarnation = self.incarnation
         while not self._finished:
             self._news.clear()
             await self._news.wait()
@@ -158,7 +158,7 @@ class SimWorker:
     async def suspend(self) -> None:
         """See the protocol."""
         self._check()
-        incarnation = self._incarnation
+        incarnation = self.incarnation
         self._suspended = True
         if self._leap is not None:
             self._shorten()
@@ -171,7 +171,7 @@ class SimWorker:
     async def update(self, version: int) -> UpdateResult:
         """See the protocol."""
         self._check()
-        incarnation = self._incarnation
+        incarnation = self.incarnation
         if not self._suspended or self._leap is not None:
             raise RunError(f"{self.name}: update({version}) while not suspended")
         if not self._weights.has(version):
@@ -221,9 +221,9 @@ class SimWorker:
         if self._closed:
             raise RetryableError(f"{self.name} is closed")
         self.die()
-        incarnation = self._incarnation
+        incarnation = self.incarnation
         await asyncio.sleep(RESTART_SECONDS)
-        if incarnation != self._incarnation:
+        if incarnation != self.incarnation:
             raise RetryableError(f"{self.name} was killed while it started")
         self._reset()
         self._dead = False
@@ -237,7 +237,7 @@ class SimWorker:
     def die(self) -> None:
         """The process is gone, with all its requests; pending calls learn of it."""
         self._dead = True
-        self._incarnation += 1
+        self.incarnation += 1
         if self._leap is not None:
             self._leap.cancel()
             self._leap = None
@@ -253,12 +253,12 @@ class SimWorker:
     # The engine.
 
     def _check(self, incarnation: int | None = None) -> None:
-        if self._dead or (incarnation is not None and incarnation != self._incarnation):
+        if self._dead or (incarnation is not None and incarnation != self.incarnation):
             raise RetryableError(f"{self.name} is {'closed' if self._closed else 'dead'}")
 
     async def _answer(self) -> None:
         """The way back of a command: one turn of the loop, in which the worker may die."""
-        incarnation = self._incarnation
+        incarnation = self.incarnation
         await asyncio.sleep(0)
         self._check(incarnation)
 

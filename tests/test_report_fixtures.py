@@ -31,6 +31,7 @@ class SyntheticRun:
     simulated: bool = False
     seed: int = 0
     best: float = 0.9
+    batch: int = 64
     events: list[dict[str, Any]] = field(default_factory=list)
     journal: list[dict[str, Any]] = field(default_factory=list)
     t: float = 0.0
@@ -162,29 +163,29 @@ class SyntheticRun:
 
     def step_event(self, step: int, t: float) -> None:
         skill = min(0.99, max(0.02, self.skill(step) * 0.93 + self.random.gauss(0, 0.035)))
-        self.trajectories(256, "trained", step)
+        self.trajectories(self.batch, "trained", step)
         self.trajectories(self.random.randint(0, 9), "evicted_stale")
         if self.random.random() < 0.3:
             self.trajectories(self.random.randint(1, 3), "failed", cause="environment_timeout")
         if self.random.random() < 0.1:
             self.trajectories(1, "failed", cause="reward_unavailable")
-        fresh = 256 if self.alpha == 0 else self.random.randint(110, 150)
-        lag = {"0": fresh} if self.alpha == 0 else {"0": fresh, "1": 256 - fresh}
-        trained = lag if self.alpha == 0 else {"0": fresh - 60, "1": 316 - fresh}
+        fresh = self.batch if self.alpha == 0 else round(self.batch * self.random.uniform(0.43, 0.58))
+        lag = {"0": fresh} if self.alpha == 0 else {"0": fresh, "1": self.batch - fresh}
+        trained = lag if self.alpha == 0 else {"0": fresh // 2, "1": self.batch - fresh // 2}
         gap = abs(self.random.gauss(0.0031, 0.0006)) + (0.02 if step == 33 else 0)
         self.emit(
             "step",
             t=t,
             step=step,
             version=step + 1,
-            trained=256,
-            tokens=round(256 * self.random.gauss(31 - 10 * skill, 0.7)),
+            trained=self.batch,
+            tokens=round(self.batch * self.random.gauss(31 - 10 * skill, 0.7)),
             turns=1700,
             reward_mean=round(skill, 6),
             success=round(skill, 6),
             lag=lag,
             lag_trained=trained,
-            versions_mixed=0 if self.alpha == 0 else self.random.randint(40, 70),
+            versions_mixed=0 if self.alpha == 0 else round(self.batch * self.random.uniform(0.15, 0.27)),
             seconds=2.9,
             metrics={
                 "loss": self.random.gauss(-0.004, 0.006),
