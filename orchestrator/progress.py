@@ -41,6 +41,14 @@ _ENDS = (
 )
 
 
+class _Terminal(Console):
+    """A console whose broken pipe ends the display; rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more."""
+        self.quiet = True
+
+
 class NullProgress:
     """Shows nothing: for the simulator and for tests."""
 
@@ -92,8 +100,8 @@ class Progress:
         self._drawn = float("-inf")
         self._silent = False
         self._live: Live | None = None
-        if self._stream.isatty() and not os.environ.get("NO_COLOR"):
-            console = Console(file=self._stream)
+        if self._stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+            console = _Terminal(file=self._stream)
             self._live = Live(self._panel(), console=console, auto_refresh=False, transient=False)
             self._guarded(self._live.start)
 

@@ -68,16 +68,18 @@ def test_sqlite_keeps_values_across_a_restart(tmp_path: Path) -> None:
 
 
 def test_four_processes_lose_no_update(tmp_path: Path) -> None:
-    path, rounds, writers = tmp_path / "m.sqlite", 200, 4
+    path, rounds, writers = tmp_path / "m.sqlite", 50, 4
     SqliteMetadata(path).close()
     child = """
-import sys
+import sys, time
 from orchestrator.transfer.sqlite import SqliteMetadata
 store, lost = SqliteMetadata(sys.argv[1]), 0
+print("ready", flush=True)
 sys.stdin.read()  # all start together
 for _ in range(int(sys.argv[2])):
     while True:
         value, revision = store.get("n") or (b"0", 0)
+        time.sleep(0.0005)  # long enough for another to be first
         if store.compare_and_set("n", str(int(value) + 1).encode(), revision):
             break
         lost += 1
@@ -92,6 +94,9 @@ print(lost)
         )
         for _ in range(writers)
     ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
     for process in processes:
         assert process.stdin is not None
         process.stdin.close()

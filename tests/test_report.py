@@ -204,7 +204,7 @@ def test_the_rows_in_parquet_stand_beside_the_ledger(finished: Path) -> None:
     shown = words(read_document(write_report(finished)))
     assert "Rows in Parquet" in shown
     rows = [[words(cell) for cell in row] for row in read_document(finished / "report.html").iter("tr")]
-    assert [row[-1] for row in rows if row[0] in ("trained", "failed", "Started")] == ["7", "3", "10"]
+    assert [row[-1] for row in rows if row[0] in ("trained", "failed", "Started")] == ["7 ✗", "3", "10"]
 
 
 # -- the summary -------------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def _ledger_table(run: RunLog, stored: Mapping[str, int] | None) -> str:
             percent(_share(counts, state)) if number else "",
         ]
         row += [_checked(recounted[state], number)] if journal else []
-        row += [count(rows_by_state.get(state, 0)) if state != "in_flight" else ""] if stored is not None else []
+        row += [_stored_rows(run, state, rows_by_state.get(state, 0))] if stored is not None else []
         rows.append(row)
     total = [tag("strong", "Started"), tag("strong", count(counts.started)), ""]
     total += [_checked(journal.started, counts.started)] if journal else []
@@ -162,6 +162,15 @@ def _ledger_table(run: RunLog, stored: Mapping[str, int] | None) -> str:
             class_="figure-note",
         )
     return made
+
+
+def _stored_rows(run: RunLog, state: str, number: int) -> str:
+    """Rows of one end. Only trained ones must agree, and only when the run said that it ended: what a killed run had not
+    flushed yet is in the journal alone."""
+    if state == "in_flight":
+        return ""
+    checked = state == "trained" and run.status != "unfinished"
+    return _checked(number, run.ledger.ended.get(state, 0)) if checked else count(number)
 
 
 def _checked(number: int, expected: int) -> str:

@@ -37,6 +37,7 @@ from orchestrator.sim.worker import SimWeights, SimWorker
 
 FAULTY_LIVES = 4  # after so many lives the orchestrator and the trainer fail no more, after twice as many nothing does
 KILL_CHANCE = 0.5  # that such a life is ended from outside: by kill -9 or by a polite stop
+DAMAGE_CHANCE = 0.15  # that a resume finds its newest checkpoint damaged
 STANDSTILL = 3600.0  # virtual seconds without event, journal line or generated token that count as standing still
 MAX_CALLBACKS = 20_000_000  # of one faulty life
 _MEMORY_DISK = Path("/dev/shm")  # checkpoints are synced to disk, which in a simulation costs time and proves nothing
@@ -263,6 +264,7 @@ class _Simulation:
         trainer = SimTrainer(config, weights, self.audit)
         position, resumed_from = Position(), None
         if self.life > 0:
+            self._damage(checkpoints, events)
             found = checkpoints.newest()
             state = found[1] if found else RunState(0, 0, 0, 0.0, ())
             resumed_from = state.step
@@ -310,6 +312,18 @@ class _Simulation:
         audited = _AuditedTrainer(audited, self.audit)
         keeps = checkpoints if self._faulty else None
         return Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps), position
+
+    def _damage(self, checkpoints: SimCheckpoints, events: EventLog) -> None:
+        """Now and then the newest checkpoint is found damaged, and the one before it has to do."""
+        folders = checkpoints.all()
+        rng = stream(self.config.run.seed, "damage", self.life)
+        if len(folders) < 2 or "crash" not in self.config.sim.faults or rng.random() >= DAMAGE_CHANCE:
+            return
+        file = folders[-1] / rng.choice(("state.json", "files.json", "trainer/trainer.json"))
+        content = file.read_bytes()
+        file.write_bytes(content[: rng.randrange(len(content))])
+        self.injected["crash checkpoint"] = self.injected.get("crash checkpoint", 0) + 1
+        events.emit("injected", what="crash", where="checkpoint")
 
     async def _watch(self, main: asyncio.Task[Any], pipeline: Pipeline) -> None:
         """Cancel the run when nothing happens any more though timers still fire."""
