@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -107,7 +108,8 @@ def _train(arguments: argparse.Namespace) -> int:
     print(f"run folder: {folder.path}")
     start_ray(config)
     try:
-        reason = asyncio.run(train(config, folder, task, resume))
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        reason = asyncio.run(train(config, folder, task, resume, started))
     finally:
         import ray
 

@@ -393,12 +393,17 @@ class Pipeline:
         )
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:
-            self.parts.events.emit(
-                "alarm", what="logprob_gap", detail=f"mean {gap:.4g} over {limit:.4g} at step {step}"
-            )
-            self.parts.display.message(f"ALARM: log-prob gap {gap:.4g} between rollout and trainer (limit {limit:.4g})")
+            detail = f"mean {gap:.4g} over {limit:.4g} after step {step + 1}"
+            self.parts.events.emit("alarm", what="logprob_gap", detail=detail)
+            self.parts.display.message(f"ALARM: log-prob gap between rollout and trainer: {detail}")
         self.parts.display.update(
-            step=step + 1, version=metrics.version, reward=reward, train_success=success, ledger=ledger, metrics=values
+            step=step + 1,
+            version=metrics.version,
+            reward=reward,
+            train_success=success,
+            lag=_histogram([item.lag for item in taken]),
+            ledger=ledger,
+            metrics=values,
         )
 
 

@@ -67,8 +67,8 @@ def start_ray(config: Config) -> None:
         raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
 
 
-async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume: bool) -> str:
-    """One run, from nothing or from its newest checkpoint. Returns why it ended."""
+async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume: bool, started: str) -> str:
+    """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         display = Progress(steps=config.run.steps, minutes=config.run.minutes, name=folder.path.name, now=loop.time)
@@ -89,6 +89,7 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
             steps=config.run.steps,
             name=folder.path.name,
             simulated=False,
+            started=started,
             resumed_from=resumed.state.step if resumed else None,
         )
         reason, status = "", "failed"
