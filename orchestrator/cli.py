@@ -127,8 +127,8 @@ def _say_report(page: Path) -> None:
     summary = summarize(page.parent)
     (page.parent / "summary.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     start, end = summary.get("success_start"), summary.get("success_end")
-    if start and end:
-        print(f"success on held-out prompts: {start['value']:.3f} -> {end['value']:.3f}")
+    if start is not None and end is not None:
+        print(f"success on held-out prompts: {start:.3f} -> {end:.3f}")
     print(f"report: {page}")
 
 

@@ -214,9 +214,10 @@ def test_the_summary_has_exactly_its_keys(finished: Path) -> None:
     summary = summarize(finished)
     assert set(summary) == {
         "name", "kind", "mode", "alpha", "steps", "status", "success_before_warmup", "success_start", "success_end",
-        "tokens_per_s", "seconds", "staleness", "ledger", "machine", "versions",
+        "success_intervals", "success_curve", "tokens_per_s", "seconds", "staleness", "ledger", "machine", "versions",
     }  # fmt: skip
-    assert set(summary["success_end"]) == {"value", "low", "high", "prompts"}
+    assert set(summary["success_intervals"]["success_end"]) == {"low", "high", "prompts"}
+    assert summary["success_curve"][-1][1] == summary["success_end"]
     assert set(summary["ledger"]) == {
         "started", "trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed", "in_flight",
         "rolled_back", "failed_by_cause",
@@ -249,7 +250,7 @@ def test_success_at_the_end_counts_only_when_no_step_follows(finished: Path) -> 
     edit_events(finished, lambda event: not (event["kind"] == "evaluation" and event["phase"] == "end"))
     summary = summarize(finished)
     assert summary["success_end"] is None
-    assert summary["success_start"]["prompts"] == 300
+    assert summary["success_intervals"]["success_start"]["prompts"] == 300
     assert "the last evaluation" in words(read_document(write_report(finished)))
 
 

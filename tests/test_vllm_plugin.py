@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_rlplugin.patches import REGISTER
 
 import vllm_rlplugin
 from orchestrator.api import ConfigError
 from orchestrator.hooks import signature_mismatches, versions
 from vllm_rlplugin.engine import prepare_process
+from vllm_rlplugin.patches import REGISTER
 
 _IDLE = """
 import json, os, sys

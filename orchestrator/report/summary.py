@@ -1,7 +1,8 @@
 """The summary of a run: a plain JSON object with a fixed set of keys, the same figures that the report shows.
 
-* ``success_start``, ``success_end``, ``success_before_warmup``: ``{value, low, high, prompts}`` on held-out prompts (95 %
-  Wilson interval), or null; ``success_end`` is null unless the run was evaluated after its last step.
+* ``success_start``, ``success_end``, ``success_before_warmup``: success rates on held-out prompts, or null; ``success_end``
+  is null unless the run was evaluated after its last step. ``success_intervals`` has ``{low, high, prompts}`` of each (95 %
+  Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``.
 * ``tokens_per_s``: trained tokens that the policy generated, over the wall time of the training steps: evaluations,
   weight updates and waiting included, startup and warm-up not.
 * ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from orchestrator.report.runlog import Evaluation, RunLog, load_run
+from orchestrator.report.runlog import RunLog, load_run
 
 
 def summarize(run_folder: str | Path) -> dict[str, Any]:
@@ -24,6 +25,11 @@ def summarize(run_folder: str | Path) -> dict[str, Any]:
 
 def summary_of(run: RunLog) -> dict[str, Any]:
     """The summary of a run that was read already."""
+    evaluations = {
+        "success_before_warmup": run.evaluation("before_warmup"),
+        "success_start": run.before,
+        "success_end": run.evaluation("end"),
+    }
     return {
         "name": run.name,
         "kind": run.kind,
@@ -31,9 +37,13 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "alpha": run.alpha,
         "steps": run.done_steps,
         "status": run.status,
-        "success_before_warmup": _success(run.evaluation("before_warmup")),
-        "success_start": _success(run.before),
-        "success_end": _success(run.evaluation("end")),
+        **{name: found.value if found else None for name, found in evaluations.items()},
+        "success_intervals": {
+            name: {"low": found.low, "high": found.high, "prompts": found.prompts}
+            for name, found in evaluations.items()
+            if found
+        },
+        "success_curve": [[found.step, found.value] for found in run.evaluations],
         "tokens_per_s": tokens_per_s(run),
         "seconds": round(run.seconds, 3),
         "staleness": _staleness(run),
@@ -72,15 +82,4 @@ def _staleness(run: RunLog) -> dict[str, Any]:
         "lag": {str(lag): count for lag, count in counts.items()},
         "mean": round(mean, 6) if mean is not None else None,
         "max": max(counts, default=None),
-    }
-
-
-def _success(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    if evaluation is None:
-        return None
-    return {
-        "value": evaluation.value,
-        "low": evaluation.low,
-        "high": evaluation.high,
-        "prompts": evaluation.prompts,
     }

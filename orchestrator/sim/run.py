@@ -378,10 +378,10 @@ def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
 
 
-def _score(scores: list[dict[str, Any]], phase: str) -> dict[str, Any] | None:
+def _score(scores: list[dict[str, Any]], phase: str) -> float | None:
     """As reports show it: the newest evaluation of a phase."""
     found = [event for event in scores if event["phase"] == phase]
-    return {"value": found[-1]["success"], "low": found[-1]["low"], "high": found[-1]["high"]} if found else None
+    return float(found[-1]["success"]) if found else None
 
 
 def simulate(
