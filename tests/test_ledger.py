@@ -78,6 +78,15 @@ def test_a_miscounted_flight_is_caught() -> None:
         ledger.check()
 
 
+def test_an_end_counted_twice_is_caught() -> None:
+    ledger, _ = make()
+    ledger.start("t0", "g")
+    drive(ledger, "t0", "failed")
+    ledger.counts.ended["failed"] += 1
+    with pytest.raises(RunError, match="does not close"):
+        ledger.check()
+
+
 def test_resume_rolls_back_what_was_trained_after_the_checkpoint() -> None:
     ledger, sink = make()
     for name in ("old", "held", "lost", "flying", "buffered", "evicted"):

@@ -1,0 +1,169 @@
+"""Break the guarantees one by one and see that a test notices.
+
+Each mutation edits one line of a copy of the repository and runs the tests that hold the guarantee; a mutation that no test
+notices is a failure. Prints a table, and with ``--write`` the page ``docs/results/mutations.md``.
+
+    .venv/bin/python scripts/mutations.py [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replace ``old`` by ``new`` (once) in ``file``; ``tests`` must then fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation(
+        "ledger: the sum is not checked",
+        "orchestrator/ledger.py",
+        "counts.started != ends + counts.in_flight",
+        "False",
+        "tests/test_ledger.py",
+    ),
+    Mutation(
+        "ledger: an end is counted but stays open",
+        "orchestrator/ledger.py",
+        "entry.state, entry.cause, entry.step = state, cause, step\n",
+        "pass\n",
+        "tests/test_ledger.py",
+    ),
+    Mutation(
+        "ledger: a resume forgets what was trained after the checkpoint",
+        "orchestrator/ledger.py",
+        'entry.state == "trained" and entry.step >= checkpoint_step',
+        "False",
+        "tests/test_ledger.py",
+    ),
+    Mutation(
+        "staleness: one version too many is admitted",
+        "orchestrator/policies/staleness.py",
+        "<= self.alpha",
+        "<= self.alpha + 1",
+        "tests/test_buffer.py",
+    ),
+    Mutation(
+        "staleness: nothing is evicted when the version moves",
+        "orchestrator/buffer.py",
+        "            if stale:\n",
+        "            if False:\n",
+        "tests/test_buffer.py",
+    ),
+    Mutation(
+        "staleness: the turn boundary is not checked",
+        "orchestrator/envs.py",
+        "if self._is_stale(",
+        "if False and self._is_stale(",
+        "tests/test_envs.py",
+    ),
+    Mutation(
+        "versions: spans of tokens are lost in a trajectory",
+        "orchestrator/api/types.py",
+        "merged[-1] = (version, merged[-1][1] + count)",
+        "merged[-1] = (version, count)",
+        "tests/test_envs.py",
+    ),
+    Mutation(
+        "versions: a revived worker gets no weights",
+        "orchestrator/proxy.py",
+        "await lane.worker.update(loaded)",
+        "pass",
+        "tests/test_proxy.py",
+    ),
+    Mutation(
+        "versions: an untested engine is accepted",
+        "orchestrator/hooks/versions.py",
+        "if version not in component.tested:",
+        "if False:",
+        "tests/test_hooks.py",
+    ),
+    Mutation(
+        "checksums: a damaged checkpoint is loaded",
+        "orchestrator/checkpoint.py",
+        "!= size or _digest(file) != digest",
+        "!= size",
+        "tests/test_checkpoint.py",
+    ),
+    Mutation(
+        "checksums: a damaged bucket is accepted",
+        "orchestrator/transfer/wire.py",
+        "if found != checksum:",
+        "if False:",
+        "tests/test_transfer_corruption.py",
+    ),
+    Mutation(
+        "proxy: a completion delivered twice is counted twice",
+        "orchestrator/proxy.py",
+        "if pending is None or pending.answer.done():\n                        continue",
+        "if pending is None:\n                        self.tokens += len(completion.token_ids)\n                        continue",
+        "tests/test_proxy.py",
+    ),
+)
+
+
+def run(mutation: Mutation, folder: Path) -> str:
+    """"caught", or what went wrong."""
+    file = folder / mutation.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(mutation.old) < 1:
+        return "STALE: the line is not there any more"
+    file.write_text(text.replace(mutation.old, mutation.new, 1), encoding="utf-8")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutation.tests.split()],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    finally:
+        file.write_text(text, encoding="utf-8")
+    if done.returncode == 1:
+        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        return f"caught by `{failed[0].split('::')[1].split(' ')[0]}`" if failed else "caught"
+    return "NOT CAUGHT" if done.returncode == 0 else f"BROKEN (exit code {done.returncode}): {done.stdout[-300:]}"
+
+
+def main() -> int:
+    """Run all mutations; 0 when every one was caught."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "copy"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__", "*.egg-info"))
+        for mutation in MUTATIONS:
+            verdict = run(mutation, folder)
+            rows.append((mutation, verdict))
+            print(f"{mutation.what}: {verdict}", flush=True)
+    if write:
+        page = ["# Mutations", "", "`scripts/mutations.py --write` breaks each guarantee in a copy; a test must notice.", ""]
+        page += ["| broken on purpose | where | verdict |", "| --- | --- | --- |"]
+        page += [f"| {mutation.what} | `{mutation.file}` | {verdict} |" for mutation, verdict in rows]
+        (ROOT / "docs" / "results" / "mutations.md").write_text("\n".join(page) + "\n", encoding="utf-8")
+    return 0 if all(verdict.startswith("caught") for _, verdict in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
