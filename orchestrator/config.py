@@ -62,8 +62,7 @@ class TaskSection(Section):
     """What is trained on."""
 
     name: Literal["frozenlake"] = "frozenlake"
-    frozen_probability: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    heldout_maps: Annotated[int, Field(ge=1, le=1000)] = 300
+    heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct maps to evaluate on
 
 
 class EngineSection(Section):

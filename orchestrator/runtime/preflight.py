@@ -21,7 +21,7 @@ _ARCHITECTURES = ("Qwen3ForCausalLM",)
 def make_task(config: Config) -> FrozenLakeTask:
     """The task that the config names."""
     try:
-        return FrozenLakeTask(config.task.frozen_probability, max(config.task.heldout_maps, config.evaluation.prompts))
+        return FrozenLakeTask(config.task.heldout_maps)
     except ValueError as error:
         raise ConfigError("task", config.task.name, str(error)) from error
 
@@ -33,7 +33,14 @@ def check(config: Config, task: Task) -> None:
     _model(config)
     _function(config)
     _lengths(config, task)
+    _heldout(config)
     _port(config)
+
+
+def _heldout(config: Config) -> None:
+    if config.evaluation.prompts > config.task.heldout_maps:
+        fix = f"there are task.heldout_maps = {config.task.heldout_maps} held-out prompts; ask for fewer, or hold out more"
+        raise ConfigError("evaluation.prompts", config.evaluation.prompts, fix)
 
 
 def _port(config: Config) -> None:

@@ -166,7 +166,7 @@ class _Simulation:
         again = False
         try:
             main = loop.create_task(self._main(loop), name="main")
-            loop.run_until_complete(asyncio.wait([main]) if not main.done() else main)
+            loop.run_until_complete(asyncio.wait([main]))
             again = self._conclude(main)
         except SimulationError as error:
             self._fatal(error)
@@ -263,7 +263,9 @@ class _Simulation:
         checkpoints = SimCheckpoints(self.folder / "checkpoints", config.checkpoint.keep, self.remains)
         trainer = SimTrainer(config, weights, self.audit)
         position, resumed_from = Position(), None
-        if self.life > 0:
+        if self.life == 0:
+            checkpoints.drop_after(-1)  # of another run in this folder
+        else:
             self._damage(checkpoints, events)
             found = checkpoints.newest()
             state = found[1] if found else RunState(0, 0, 0, 0.0, ())
@@ -391,8 +393,9 @@ def simulate(
     *,
     strict: bool = True,
 ) -> SimResult:
-    """Run ``config`` in virtual time. ``folder``: where logs, summary and checkpoints are kept; ``events_sink`` sees each
-    line of the event log as it is written; ``strict``: raise :class:`SimulationFailed` when anything is wrong."""
+    """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
+    with faults (one without needs none); ``events_sink`` sees each line of the event log as it is written; ``strict``:
+    raise :class:`SimulationFailed` when anything is wrong."""
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

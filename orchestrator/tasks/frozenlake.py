@@ -5,14 +5,15 @@ says where the agent is (``@a1``), and the policy answers a move and the end of 
 one observation token and two policy tokens, and a whole episode is at most 53 tokens.
 
 Guarantees: everything is deterministic in its arguments; a map belongs to the training or to the held-out split by its
-SHA-256 alone, so the two are disjoint whatever the seeds; every map can be solved within the 12 turns (the shortest way
-through a solvable 4x4 map always takes 6 moves); an answer that is not exactly one move and ``<end>`` wastes its turn.
+SHA-256 alone, so the two are disjoint whatever the seeds; every map can be solved in 6 moves, with 12 turns to do it; an answer that is not exactly one move and ``<end>`` wastes its turn.
 The moves themselves are gymnasium's ``FrozenLake-v1``. Gymnasium is imported on first use, not with this module.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,8 @@ _DELTAS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) of each move
 _GOAL = SIZE * SIZE - 1
 _CELLS = tuple(f"{'abcd'[state % SIZE]}{state // SIZE + 1}" for state in range(SIZE * SIZE))
 _HELDOUT_SHARE = 5  # one map hash in this many is held out
-_HELDOUT_DRAWS = 60_000
+_NOT_LEFT = 0xEEEE  # bit masks of a 4x4 map, bit = row * 4 + column: all cells but those of the left column
+_NOT_RIGHT = 0x7777
 
 
 def _cell_word(state: int, content: str) -> str:
@@ -185,11 +187,29 @@ class FrozenLakeEnv:
             self._env = None
 
 
+@functools.cache
+def solvable_maps() -> tuple[str, ...]:
+    """All solvable maps in a fixed order: 3,828 of the 2^14 ways to place holes between start and goal."""
+    found = []
+    for bits in range(1 << (_GOAL - 1)):
+        frozen = (~bits & ((1 << (_GOAL - 1)) - 1)) << 1 | 1 | 1 << _GOAL  # start and goal are always frozen
+        reached, before = 1, 0
+        while reached != before:  # flood from the start, all cells at once
+            before = reached
+            spread = reached << SIZE | reached >> SIZE | (reached & _NOT_RIGHT) << 1 | (reached & _NOT_LEFT) >> 1
+            reached |= spread & frozen
+        if reached >> _GOAL & 1:
+            holes = "".join("H" if bits >> cell & 1 else "F" for cell in range(_GOAL - 1))
+            cells = f"S{holes}G"
+            found.append("/".join(cells[row * SIZE : (row + 1) * SIZE] for row in range(SIZE)))
+    return tuple(found)
+
+
 class FrozenLakeTask:
     """FrozenLake maps, environments and vocabulary; implements ``Task``.
 
-    ``frozen_probability`` is gymnasium's ``p`` for random maps (in (0, 1)); ``heldout_maps`` is how many distinct maps
-    there are to evaluate on (at p = 0.8, about 570 can be found). Raises ValueError for values outside their range.
+    Every solvable map is equally likely, so training and held-out maps are equally hard. ``heldout_maps`` is how many of
+    the held-out maps (about 760) are evaluated on. Raises ValueError when there are not that many.
     """
 
     name: str = TASK
@@ -200,26 +220,23 @@ class FrozenLakeTask:
     max_response_tokens: int = 2
     max_context_tokens: int = 1 + SIZE * SIZE + MAX_TURNS * 3
 
-    def __init__(self, frozen_probability: float = 0.8, heldout_maps: int = 300) -> None:
-        if not 0 < frozen_probability < 1:
-            raise ValueError(f"frozen_probability = {frozen_probability}: must lie between 0 and 1")
-        if heldout_maps < 1:
-            raise ValueError(f"heldout_maps = {heldout_maps}: must be at least 1")
-        self._frozen_probability = frozen_probability
-        self._heldout_maps = heldout_maps
-        self._heldout: tuple[Prompt, ...] | None = None
+    def __init__(self, heldout_maps: int = 300) -> None:
+        heldout = [payload for payload in solvable_maps() if is_heldout(payload)]
+        if not 1 <= heldout_maps <= len(heldout):
+            raise ValueError(f"heldout_maps = {heldout_maps}: must be 1 to {len(heldout)}, as many as are held out")
+        random.Random("frozenlake heldout").shuffle(heldout)
+        self._heldout = tuple(_prompt(payload) for payload in heldout[:heldout_maps])
+        self._training = tuple(payload for payload in solvable_maps() if not is_heldout(payload))
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
-        """Start states. ``"train"``: endless draws from gymnasium's distribution over training maps, deterministic in
-        ``seed`` (maps recur). ``"heldout"``: ``heldout_maps`` distinct maps, always the same ones in the same order.
+        """Start states. ``"train"``: endless, epoch after epoch, each training map once an epoch in an order drawn from
+        ``seed``. ``"heldout"``: ``heldout_maps`` distinct maps, always the same ones in the same order.
 
-        Raises ValueError for another split, and when the distribution has fewer distinct held-out maps than asked for.
+        Raises ValueError for another split.
         """
         if split == "train":
-            return self._train(f"train/{seed}")
+            return self._epochs(f"train/{seed}")
         if split == "heldout":
-            if self._heldout is None:
-                self._heldout = self._find_heldout()
             return iter(self._heldout)
         raise ValueError(f"split = {split!r}: must be 'train' or 'heldout'")
 
@@ -237,34 +254,21 @@ class FrozenLakeTask:
         if not 0 <= skill <= 1:
             raise ValueError(f"skill = {skill}: must lie between 0 and 1")
         chance = random.Random(f"frozenlake demonstrations {seed}")
-        maps = self._train(f"demonstrations/{seed}")
+        maps = self._epochs(f"demonstrations/{seed}")
         return (_demonstration(next(maps).payload, skill, chance) for _ in range(n))
 
-    def _train(self, stream: str) -> Iterator[Prompt]:
-        return (prompt for prompt in self._draws(stream) if not is_heldout(prompt.payload))
+    def _epochs(self, stream: str) -> Iterator[Prompt]:
+        """Each training map once an epoch; ``stream`` names the sequence."""
+        for epoch in itertools.count():
+            order = list(self._training)
+            random.Random(f"frozenlake/{stream}/{epoch}").shuffle(order)
+            for payload in order:
+                yield _prompt(payload)
 
-    def _draws(self, stream: str) -> Iterator[Prompt]:
-        """Endless draws from gymnasium's map distribution; ``stream`` names the sequence."""
-        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-        count = 0
-        while True:
-            seed = int.from_bytes(hashlib.sha256(f"frozenlake/{stream}/{count}".encode()).digest()[:4], "big")
-            payload = "/".join(generate_random_map(SIZE, self._frozen_probability, seed))
-            yield Prompt(key=map_key(payload), task=TASK, seed=seed, payload=payload)
-            count += 1
-
-    def _find_heldout(self) -> tuple[Prompt, ...]:
-        found: dict[str, Prompt] = {}
-        for prompt, _ in zip(self._draws("heldout"), range(_HELDOUT_DRAWS), strict=False):
-            if is_heldout(prompt.payload):
-                found.setdefault(prompt.key, prompt)
-                if len(found) == self._heldout_maps:
-                    return tuple(found.values())
-        raise ValueError(
-            f"heldout_maps = {self._heldout_maps}: only {len(found)} distinct held-out maps in {_HELDOUT_DRAWS} draws "
-            f"with frozen_probability = {self._frozen_probability}; ask for fewer"
-        )
+def _prompt(payload: str) -> Prompt:
+    key = map_key(payload)
+    return Prompt(key=key, task=TASK, seed=int(key[:8], 16), payload=payload)
 
 
 def _demonstration(payload: str, skill: float, chance: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
