@@ -5,8 +5,9 @@ says where the agent is (``@a1``), and the policy answers a move and the end of 
 one observation token and two policy tokens, and a whole episode is at most 53 tokens.
 
 Guarantees: everything is deterministic in its arguments; a map belongs to the training or to the held-out split by its
-SHA-256 alone, so the two are disjoint whatever the seeds; every map can be solved in 6 moves, with 12 turns to do it; an answer that is not exactly one move and ``<end>`` wastes its turn.
-The moves themselves are gymnasium's ``FrozenLake-v1``. Gymnasium is imported on first use, not with this module.
+SHA-256 alone, so the two are disjoint whatever the seeds; every map can be solved in 6 of the 12 turns (in so small a
+map there is always a way that only goes right and down); an answer that is not exactly one move and ``<end>`` wastes its
+turn. The moves themselves are gymnasium's ``FrozenLake-v1``. Gymnasium is imported on first use, not with this module.
 """
 
 from __future__ import annotations
