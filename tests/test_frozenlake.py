@@ -13,6 +13,7 @@ from orchestrator.api import Environment, Prompt, Task
 from orchestrator.tasks.frozenlake import (
     END_ID,
     MAX_TURNS,
+    MOVES,
     VOCABULARY,
     FrozenLakeEnv,
     FrozenLakeTask,
@@ -22,6 +23,7 @@ from orchestrator.tasks.frozenlake import (
     is_heldout,
     map_key,
     move_of,
+    next_state,
     solvable_maps,
 )
 from orchestrator.tasks.rewards import frozenlake_success
@@ -158,11 +160,16 @@ def test_the_reward_agrees_with_gymnasium_on_random_play() -> None:
     async def episode(prompt: Prompt) -> tuple[list[list[int]], float, bool]:
         env = task.environment()
         await env.reset(prompt)
-        actions, reward = [], 0.0
+        actions, reward, state = [], 0.0, 0
+        away, skill = distances(prompt.payload), chance.choice([0.0, 0.9])
         while True:
-            word = chance.choice(["right", "down", "right", "down", "left", "up", "@a1"])
+            word = chance.choice([*MOVES, "@a1"])
+            if chance.random() < skill:
+                word = next(w for move, w in enumerate(MOVES) if away[next_state(state, move)] == (away[state] or 0) - 1)
             action = encode(chance.choice([f"{word} <end>"] * 9 + [word]))
             actions.append(list(action))
+            move = move_of(action)
+            state = state if move is None else next_state(state, move)
             result = await env.step(action)
             reward += result.reward
             if result.done or result.truncated:
