@@ -37,6 +37,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.rollout import Rollout
 
 Answer = TypeVar("Answer")
+_PUBLISH_PAUSES = (1.0, 2.0, 4.0)  # seconds between tries; leases of Mooncake end after 5
 
 
 class Store(Protocol):
@@ -211,8 +212,7 @@ class Pipeline:
         for item in taken:
             parts.ledger.end(item.trajectory.id, "trained", step=step)
             parts.store.append(item.trajectory, step, "trained")
-        with events.stage("publish", step):
-            await _of_trainer("publish", parts.trainer.publish())
+        await self._publish(step)
         position.step, position.version = step + 1, metrics.version
         self.rollout.buffer.set_version(metrics.version)
         self.rollout.poke()
@@ -220,6 +220,21 @@ class Pipeline:
         parts.ledger.check()
         if (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.run.steps:
             await self._checkpoint()
+
+    async def _publish(self, step: int) -> None:
+        """Publish what was trained. A failed publication left nothing behind, so it may be tried again: a full relay frees
+        itself when leases end (back-pressure)."""
+        with self.parts.events.stage("publish", step) as note:
+            for pause in (*_PUBLISH_PAUSES, None):
+                try:
+                    await self.parts.trainer.publish()
+                    return
+                except RetryableError as error:
+                    if pause is None:
+                        raise RunError(f"the trainer failed in publish: {error}") from error
+                    note.waiting_for = f"room on the relay: {str(error).splitlines()[0]}"
+                    self.rollout.proxy.note_fault("publish", str(error))
+                    await asyncio.sleep(pause)
 
     async def _finish_training(self) -> None:
         """Wait for the training step in progress; its failure is the run's."""
@@ -241,8 +256,7 @@ class Pipeline:
 
     async def _prepare(self) -> None:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
-        with self.parts.events.stage("publish", self.position.step):
-            await _of_trainer("publish", self.parts.trainer.publish())
+        await self._publish(self.position.step)
         self.rollout.proxy.version = -1
         await self._sync_weights(self.position.step)
         self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
