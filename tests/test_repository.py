@@ -17,7 +17,7 @@ from orchestrator.config import load_config
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "csrc/README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
 PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin", "patches")
-LONGEST = 500  # lines
+LONGEST, LONGEST_TEST = 500, 600  # lines
 TEXT = {".py", ".sh", ".md", ".toml", ".yml", ".yaml", ".cfg", ".html", ".css", ".js", ".json", ".txt", ""}
 
 # Written in pieces, so that this file does not contain what it looks for.
@@ -102,7 +102,8 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     lengths = {
         str(p.relative_to(ROOT)): len(p.read_bytes().splitlines()) for p in texts() if p.suffix in (".py", ".sh", ".md")
     }
-    assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
+    limits = {name: LONGEST_TEST if name.startswith("tests/") else LONGEST for name in lengths}
+    assert {name: lines for name, lines in lengths.items() if lines > limits[name]} == {}
 
 
 @pytest.mark.parametrize("needle", MACHINE_PATHS + PACKAGE_HOSTS)
