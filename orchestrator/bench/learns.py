@@ -30,6 +30,12 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     short = ["run.steps=3", "evaluation.prompts=100", "evaluation.every=0", "warmup.steps=50"] if quick else []
     folder = Path("runs") / f"learns-{begun.replace(':', '')[:17]}"  # kept: each run has its report
     summaries = [_train(seed, short, folder) for seed in seeds]
+    ended = datetime.datetime.now(datetime.UTC).isoformat()
+    return result(summaries, quick, {"seeds": list(seeds), "started": begun, "ended": ended, "nonce": nonce})
+
+
+def result(summaries: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> dict[str, Any]:
+    """The figure from the summaries of finished runs, one a seed."""
     finals = [float(summary["success_end"]) for summary in summaries]
     return {
         "name": NAME,
@@ -43,16 +49,14 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         **describe_machine(),
         "detail": {
             "quick": quick,
-            "seeds": list(seeds),
             "success_end": finals,
+            "intervals": [summary["success_intervals"]["success_end"] for summary in summaries],
             "curves": [summary["success_curve"] for summary in summaries],
             "steps": [summary["steps"] for summary in summaries],
             "seconds": [summary["seconds"] for summary in summaries],
             "samples": sum(int(summary["success_intervals"]["success_end"]["prompts"]) for summary in summaries),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
             "pids": [os.getpid()],
-            "nonce": nonce,
+            **detail,
         },
     }
 
