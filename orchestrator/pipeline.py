@@ -102,7 +102,7 @@ class Pipeline:
             parts.events,
             parts.ledger,
             keep=self._keep,
-            fail=self._fail,
+            fail=self.fail,
             groups=self.position.groups,
             trajectories=self.position.trajectories,
         )
@@ -329,13 +329,14 @@ class Pipeline:
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(None)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error."""
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
 
     def _helper_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+            self.fail(error)
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work``, but end it early when the run failed or was asked to stop."""

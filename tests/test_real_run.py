@@ -193,6 +193,20 @@ def test_a_killed_trainer_ends_in_one_clear_error_and_then_a_killed_run_resumes(
     assert versions[-1] == 8
 
 
+def test_a_killed_reward_host_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    run = tmp_path / "t-001"
+    with running(started(tmp_path, "run.steps=40")) as process:
+        wait_for(run, "step", 1, process)
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid), "-f", "rewards.host"], capture_output=True, text=True
+        )
+        os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
+        output = finish(process)
+    assert process.returncode == 1, output
+    assert "the reward host died" in output
+    assert f"--resume {run}" in output
+
+
 def test_ctrl_c_stops_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
     run = tmp_path / "t-001"
     with running(started(tmp_path, "run.steps=40")) as process:

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,11 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
         reason, status = "", "failed"
         try:
             with events.stage("startup", resumed.state.step if resumed else 0):
-                parts, position = await _start(
-                    config, folder, task, events, ledger, store, checkpoints, display, stack, resumed
-                )
+                assembly = _Assembly(config, folder, task, events, display, stack, resumed)
+                parts, position = await assembly.start(ledger, store, checkpoints)
             pipeline = Pipeline(config, parts, position)
+            watch = asyncio.create_task(_watch(assembly.children, pipeline), name="watch children")
+            stack.callback(watch.cancel)
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, pipeline.stop, "interrupted")
                 stack.callback(loop.remove_signal_handler, number)
@@ -138,132 +140,149 @@ def _rewind(
     return Resumed(checkpoint, state, tuple(t for t in state.buffer if t.id in returned))
 
 
-async def _start(
-    config: Config,
-    folder: RunFolder,
-    task: FrozenLakeTask,
-    events: EventLog,
-    ledger: Ledger,
-    store: TrajectoryStore,
-    checkpoints: Checkpoints,
-    display: Progress,
-    stack: AsyncExitStack,
-    resumed: Resumed | None,
-) -> tuple[Parts, Position]:
-    """Start everything, in parallel where it can be."""
-    display.stage("startup", "relay, reward host, model")
-    reward = await _start_reward(config, folder, stack)
-    endpoint = await _start_relay(config, folder, stack)
-    trainer = RayTrainer(TRAINER_CLASS, _environment(config.trainer.threads))
-    trainer.start()
-    stack.push_async_callback(trainer.close)
-    model = await _model(config, folder, task, trainer)
-    workers = [
-        RayWorker(
-            f"vllm-{index}",
-            WORKER_CLASS,
-            _worker_arguments(config, model, endpoint, index),
-            _environment(config.rollout.engine.threads),
-        )
-        for index in range(config.rollout.workers)
-    ]
-    for worker in workers:
-        stack.push_async_callback(worker.close)
-    display.stage("startup", "vLLM and Megatron-Core")
+async def _watch(children: Sequence[tuple[str, Callable[[], bool]]], pipeline: Pipeline) -> None:
+    """A child process that is gone ends the run with its name; Ray's actors are watched by their callers."""
+    while True:
+        await asyncio.sleep(1.0)
+        for name, alive in children:
+            if not alive():
+                pipeline.fail(RunError(f"the {name} died; its log is in the run folder's logs"))
+                return
 
-    async def start_trainer() -> int:
-        await trainer.create(_trainer_arguments(config, model, endpoint))
+
+@dataclass
+class _Assembly:
+    """Starts the parts of a run, in parallel where it can be; ``children`` are the processes to watch."""
+
+    config: Config
+    folder: RunFolder
+    task: FrozenLakeTask
+    events: EventLog
+    display: Progress
+    stack: AsyncExitStack
+    resumed: Resumed | None
+    children: list[tuple[str, Callable[[], bool]]] = field(default_factory=list)
+
+    async def start(self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints) -> tuple[Parts, Position]:
+        """Start everything; returns what the pipeline talks to, and where it begins."""
+        config, resumed = self.config, self.resumed
+        self.display.stage("startup", "relay, reward host, model")
+        reward = await self._start_reward()
+        endpoint = await self._start_relay()
+        trainer = RayTrainer(TRAINER_CLASS, _environment(config.trainer.threads))
+        trainer.start()
+        self.stack.push_async_callback(trainer.close)
+        model = await self._model(trainer)
+        workers = [
+            RayWorker(
+                f"vllm-{index}",
+                WORKER_CLASS,
+                _worker_arguments(config, model, endpoint, index),
+                _environment(config.rollout.engine.threads),
+            )
+            for index in range(config.rollout.workers)
+        ]
+        for worker in workers:
+            self.stack.push_async_callback(worker.close)
+        self.display.stage("startup", "vLLM and Megatron-Core")
+        limit = _START_LIMIT + config.warmup.steps
+        try:
+            async with asyncio.timeout(limit):
+                engines = asyncio.gather(*(worker.start() for worker in workers))
+                version, _ = await asyncio.gather(self._start_trainer(trainer, model, endpoint), engines)
+        except TimeoutError as error:
+            raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
+        await _write_processes(self.folder, trainer, workers)
+        managed: list[ManagedWorker] = list(workers)
+        parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints)
+        position = Position(groups=ledger.groups_started, trajectories=ledger.counts.started)
         if resumed is not None:
-            return int(await trainer.load(str(resumed.checkpoint / "trainer")))
-        await _warm_up(config, task, trainer, events, display)
+            position.step, position.version = resumed.state.step, version
+            position.buffered = resumed.returned
+            position.success_history = list(resumed.state.success_history)
+        return parts, position
+
+    async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
+        """The version it starts at."""
+        await trainer.create(_trainer_arguments(self.config, model, endpoint))
+        if self.resumed is not None:
+            return int(await trainer.load(str(self.resumed.checkpoint / "trainer")))
+        await self._warm_up(trainer)
         return 0
 
-    async with asyncio.timeout(_START_LIMIT + config.warmup.steps):
-        engines = asyncio.gather(*(worker.start() for worker in workers))
-        version, _ = await asyncio.gather(start_trainer(), engines)
-    await _write_processes(folder, trainer, workers)
-    managed: list[ManagedWorker] = list(workers)
-    parts = Parts(task, managed, trainer, reward, events, ledger, store, display, checkpoints)
-    position = Position(groups=ledger.groups_started, trajectories=ledger.counts.started)
-    if resumed is not None:
-        position.step, position.version = resumed.state.step, version
-        position.buffered = resumed.returned
-        position.success_history = list(resumed.state.success_history)
-    return parts, position
-
-
-async def _start_reward(config: Config, folder: RunFolder, stack: AsyncExitStack) -> HttpReward:
-    url, token = config.reward.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
-    if not url:
-        host = RewardHost(
-            config.reward.function,
-            concurrency=min(config.reward.concurrency, 2 * (os.cpu_count() or 1)),
-            timeout=config.reward.timeout,
-            idle_seconds=config.reward.idle_seconds,
-            log=folder.logs / "reward-host.log",
+    async def _start_reward(self) -> HttpReward:
+        settings = self.config.reward
+        url, token = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
+        if not url:
+            host = RewardHost(
+                settings.function,
+                concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
+                timeout=settings.timeout,
+                idle_seconds=settings.idle_seconds,
+                log=self.folder.logs / "reward-host.log",
+            )
+            await host.start()
+            self.stack.push_async_callback(host.stop)
+            self.children.append(("reward host", host.alive))
+            url, token = host.url, host.token
+        reward = HttpReward(
+            url,
+            token=token,
+            concurrency=settings.concurrency,
+            timeout=settings.timeout,
+            retries=settings.retries,
+            seed=self.config.run.seed,
         )
-        await host.start()
-        stack.push_async_callback(host.stop)
-        url, token = host.url, host.token
-    reward = HttpReward(
-        url,
-        token=token,
-        concurrency=config.reward.concurrency,
-        timeout=config.reward.timeout,
-        retries=config.reward.retries,
-        seed=config.run.seed,
-    )
-    stack.push_async_callback(reward.close)
-    return reward
+        self.stack.push_async_callback(reward.close)
+        return reward
 
+    async def _start_relay(self) -> RelayEndpoint:
+        settings = self.config.relay
+        address = settings.master
+        if not address:
+            master = MooncakeMaster(port=settings.port, log=self.folder.logs / "mooncake-master.log")
+            await master.start()
+            self.stack.push_async_callback(master.stop)
+            self.children.append(("mooncake_master", master.alive))
+            address = master.address
+        return RelayEndpoint(
+            job=self.folder.path.name,
+            master=address,
+            metadata=str(self.folder.metadata),
+            segment_bytes=settings.segment_mb << 20,
+            bucket_bytes=settings.bucket_mb << 20,
+            keep_versions=settings.keep_versions,
+        )
 
-async def _start_relay(config: Config, folder: RunFolder, stack: AsyncExitStack) -> RelayEndpoint:
-    address = config.relay.master
-    if not address:
-        master = MooncakeMaster(port=config.relay.port, log=folder.logs / "mooncake-master.log")
-        await master.start()
-        stack.push_async_callback(master.stop)
-        address = master.address
-    return RelayEndpoint(
-        job=folder.path.name,
-        master=address,
-        metadata=str(folder.metadata),
-        segment_bytes=config.relay.segment_mb << 20,
-        bucket_bytes=config.relay.bucket_mb << 20,
-        keep_versions=config.relay.keep_versions,
-    )
+    async def _model(self, trainer: RayTrainer) -> str:
+        """The model's folder; a tiny one is made in the trainer's process."""
+        config, folder = self.config, self.folder.model
+        if config.model.path:
+            return config.model.path
+        if not (folder / "config.json").exists():
+            shape = config.model.model_dump(exclude={"path"})
+            sizes = {"vocabulary": list(self.task.vocabulary), "max_positions": config.rollout.engine.max_model_len}
+            await trainer.function(TINY_MODEL, {"folder": str(folder), **shape, **sizes, "seed": config.run.seed})
+        return str(folder)
 
-
-async def _model(config: Config, folder: RunFolder, task: FrozenLakeTask, trainer: RayTrainer) -> str:
-    """The model's folder; a tiny one is made in the trainer's process."""
-    if config.model.path:
-        return config.model.path
-    if not (folder.model / "config.json").exists():
-        shape = config.model.model_dump(exclude={"path"})
-        sizes = {"vocabulary": list(task.vocabulary), "max_positions": config.rollout.engine.max_model_len}
-        await trainer.function(TINY_MODEL, {"folder": str(folder.model), **shape, **sizes, "seed": config.run.seed})
-    return str(folder.model)
-
-
-async def _warm_up(
-    config: Config, task: FrozenLakeTask, trainer: RayTrainer, events: EventLog, display: Progress
-) -> None:
-    """Supervised steps before RL; none of this data is used again."""
-    settings = config.warmup
-    if settings.steps == 0:
-        return
-    display.stage("warmup", f"{settings.steps} supervised steps, skill {settings.skill:g}")
-    begun = events.time()
-    samples = task.demonstrations(settings.steps * settings.batch_size, config.run.seed, settings.skill)
-    losses: list[float] = []
-    with events.stage("warmup", 0):
-        for _ in range(settings.steps):
-            batch = [next(samples) for _ in range(settings.batch_size)]
-            metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
-            losses.append(float(metrics["loss"]))
-        await trainer.call("finish_warmup")
-    seconds = round(events.time() - begun, 3)
-    events.emit("warmup", steps=settings.steps, loss_first=losses[0], loss_last=losses[-1], seconds=seconds)
+    async def _warm_up(self, trainer: RayTrainer) -> None:
+        """Supervised steps before RL; none of this data is used again."""
+        settings, seed = self.config.warmup, self.config.run.seed
+        if settings.steps == 0:
+            return
+        self.display.stage("warmup", f"{settings.steps} supervised steps, skill {settings.skill:g}")
+        begun = self.events.time()
+        samples = self.task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
+        losses: list[float] = []
+        with self.events.stage("warmup", 0):
+            for _ in range(settings.steps):
+                batch = [next(samples) for _ in range(settings.batch_size)]
+                metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
+                losses.append(float(metrics["loss"]))
+            await trainer.call("finish_warmup")
+        seconds = round(self.events.time() - begun, 3)
+        first, last = losses[0], losses[-1]
+        self.events.emit("warmup", steps=settings.steps, loss_first=first, loss_last=last, seconds=seconds)
 
 
 def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
