@@ -36,6 +36,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     mode: Literal["sync", "async"] = "async"
     steps: Positive = 100
+    trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long ends the run
     minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
 
 

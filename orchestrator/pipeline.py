@@ -109,6 +109,7 @@ class Pipeline:
         self._training: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
         self._stop = ""
+        self._trainer_call = ""  # what the trainer is asked for now
 
     # -- the six steps -----------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Pipeline:
         events, parts, position = self.parts.events, self.parts, self.position
         begun = events.time()
         with events.stage("train_step", step):
-            metrics = await _of_trainer("train_step", parts.trainer.train_step(batch))
+            metrics = await self._ask("train_step", parts.trainer.train_step(batch))
         for item in taken:
             parts.ledger.end(item.trajectory.id, "trained", step=step)
             parts.store.append(item.trajectory, step, "trained")
@@ -221,13 +222,32 @@ class Pipeline:
         if (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.run.steps:
             await self._checkpoint()
 
+    async def _call(self, what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """A call of the trainer, under its time limit; while it runs, it is what the run waits for."""
+        limit = self.config.run.trainer_timeout
+        self._trainer_call = what
+        try:
+            async with asyncio.timeout(limit):
+                return await call
+        except TimeoutError as error:
+            raise RunError(f"the trainer failed in {what}: no answer for {limit:g} s (run.trainer_timeout)") from error
+        finally:
+            self._trainer_call = ""
+
+    async def _ask(self, what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """A call whose failure ends the run: the trainer's state is in the last checkpoint."""
+        try:
+            return await self._call(what, call)
+        except RetryableError as error:
+            raise RunError(f"the trainer failed in {what}: {error}") from error
+
     async def _publish(self, step: int) -> None:
         """Publish what was trained. A failed publication left nothing behind, so it may be tried again: a full relay frees
         itself when leases end (back-pressure)."""
         with self.parts.events.stage("publish", step) as note:
             for pause in (*_PUBLISH_PAUSES, None):
                 try:
-                    await self.parts.trainer.publish()
+                    await self._call("publish", self.parts.trainer.publish())
                     return
                 except RetryableError as error:
                     if pause is None:
@@ -257,7 +277,6 @@ class Pipeline:
     async def _prepare(self) -> None:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
         await self._publish(self.position.step)
-        self.rollout.proxy.version = -1
         await self._sync_weights(self.position.step)
         self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
         self.rollout.next_version = self.position.version
@@ -309,7 +328,7 @@ class Pipeline:
             return
         with self.parts.events.stage("checkpoint", position.step):
             partial = checkpoints.begin(position.step)
-            await _of_trainer("save", self.parts.trainer.save(str(partial / "trainer")))
+            await self._ask("save", self.parts.trainer.save(str(partial / "trainer")))
             self.parts.store.flush()
             state = RunState(
                 position.step,
@@ -367,8 +386,8 @@ class Pipeline:
         wanted, have = self.config.rollout.groups_per_step, self.rollout.buffer.ready_groups
         if self.rollout.proxy.waiting_for:
             return self.rollout.proxy.waiting_for
-        if have >= wanted and self._training is not None:
-            return "the training step in progress"
+        if self._trainer_call and (have >= wanted or not self.rollout.open):
+            return f"the trainer: {self._trainer_call}"
         return f"{have} of {wanted} groups complete; {self.rollout.waits()}"
 
     async def _report_waiting(self) -> None:
@@ -438,11 +457,3 @@ def _sample(trajectory: Trajectory) -> TrainSample:
         trajectory.versions,
         trajectory.reward,
     )
-
-
-async def _of_trainer(what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
-    """A trainer that fails ends the run: its state is in the last checkpoint."""
-    try:
-        return await call
-    except RetryableError as error:
-        raise RunError(f"the trainer failed in {what}: {error}") from error

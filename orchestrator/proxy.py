@@ -76,7 +76,7 @@ class LLMProxy:
         self._holder: dict[str, int] = {}  # trajectory -> lane that holds its prefix
         self._suspended = False
         self._watch: asyncio.Task[None] | None = None
-        self.version = 0
+        self.version = -1  # none yet
         self.tokens = 0  # generated so far
         self.faults = 0
 

@@ -130,6 +130,11 @@ class Rollout:
         self._room.set()
 
     @property
+    def open(self) -> bool:
+        """Whether new groups may start."""
+        return self._open
+
+    @property
     def in_flight(self) -> int:
         """Trajectories not scored yet."""
         return len(self._members)
