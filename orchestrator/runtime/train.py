@@ -13,16 +13,16 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError, Trajectory
-from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
+from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.pipeline import Parts, Pipeline, Position
 from orchestrator.progress import Progress
+from orchestrator.resume import Resumed, rewind
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.launch import RewardHost
 from orchestrator.runfolder import RunFolder
@@ -36,15 +36,6 @@ WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
 TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
 _START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
-
-
-@dataclass
-class Resumed:
-    """What a resume found."""
-
-    checkpoint: Path
-    state: RunState
-    returned: tuple[Trajectory, ...]
 
 
 def start_ray(config: Config) -> None:
@@ -83,7 +74,9 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
         store = TrajectoryStore(folder.trajectories)
         stack.callback(store.close)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
-        resumed = _rewind(checkpoints, ledger, ledger_lines, store, display) if resume else None
+        resumed = rewind(checkpoints, ledger, ledger_lines, store) if resume else None
+        for problem in resumed.damaged if resumed is not None else ():
+            display.message(f"skipped a damaged checkpoint: {problem}")
         events.emit(
             "run_start",
             mode=config.run.mode,
@@ -92,11 +85,11 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
             name=folder.path.name,
             simulated=False,
             started=started,
-            resumed_from=resumed.state.step if resumed else None,
+            resumed_from=resumed.step if resumed else None,
         )
         reason, status = "", "failed"
         try:
-            with events.stage("startup", resumed.state.step if resumed else 0):
+            with events.stage("startup", resumed.step if resumed else 0):
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
             pipeline = Pipeline(config, parts, position)
@@ -111,8 +104,6 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
                 await parts.trainer.call("export", str(folder.path / "model-final"))  # type: ignore[attr-defined]
         except (RunError, RetryableError) as error:
             reason = str(error)
-            if not checkpoints.all():
-                raise RunError(reason) from error
             raise RunError(f"{reason}\n  resume with: rl-coserve train --resume {folder.path}") from error
         except asyncio.CancelledError:
             status, reason = "interrupted", "interrupted"
@@ -121,23 +112,6 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
             store.flush()
             events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
         return reason
-
-
-def _rewind(
-    checkpoints: Checkpoints, ledger: Ledger, lines: list[str], store: TrajectoryStore, display: Progress
-) -> Resumed:
-    """Go back to the newest intact checkpoint: journal what is rolled back, drop what came after."""
-    found = checkpoints.newest()
-    if found is None:
-        raise RunError("there is no checkpoint to resume from; start the run anew")
-    checkpoint, state, damaged = found
-    for problem in damaged:
-        display.message(f"skipped a damaged checkpoint: {problem}")
-    checkpoints.drop_after(state.step)
-    held = {trajectory.id for trajectory in state.buffer}
-    returned = set(ledger.restore(lines, state.step, held))
-    store.discard_after(state.step)
-    return Resumed(checkpoint, state, tuple(t for t in state.buffer if t.id in returned))
 
 
 async def _watch(children: Sequence[tuple[str, Callable[[], bool]]], pipeline: Pipeline) -> None:
@@ -195,17 +169,15 @@ class _Assembly:
         await _write_processes(self.folder, trainer, workers)
         managed: list[ManagedWorker] = list(workers)
         parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints)
-        position = Position(groups=ledger.groups_started, trajectories=ledger.counts.started)
-        if resumed is not None:
-            position.step, position.version = resumed.state.step, version
-            position.buffered = resumed.returned
-            position.success_history = list(resumed.state.success_history)
+        position = resumed.position if resumed is not None else Position()
+        if version != position.version:
+            raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
         return parts, position
 
     async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
         """The version it starts at."""
         await trainer.create(_trainer_arguments(self.config, model, endpoint))
-        if self.resumed is not None:
+        if self.resumed is not None and self.resumed.checkpoint is not None:
             return int(await trainer.load(str(self.resumed.checkpoint / "trainer")))
         await self._warm_up(trainer)
         return 0

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ManagedWorker, PublishResult, RewardFunction, RunError, Task, Trainer
-from orchestrator.checkpoint import RunState
 from orchestrator.config import Config, to_json
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.pipeline import Parts, Pipeline, Position
+from orchestrator.resume import rewind
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTrainer, faulty_workers
@@ -267,24 +267,12 @@ class _Simulation:
             checkpoints.drop_after(-1)  # of another run in this folder
         else:
             self._damage(checkpoints, events)
-            found = checkpoints.newest()
-            state = found[1] if found else RunState(0, 0, 0, 0.0, ())
-            resumed_from = state.step
-            checkpoints.drop_after(state.step)
-            returned = ledger.restore(self.remains.lines(), state.step, {t.id for t in state.buffer})
-            store.discard_after(state.step)
-            if found:
-                await trainer.load(str(found[0] / "trainer"))
+            resumed = rewind(checkpoints, ledger, self.remains.lines(), store)
+            position, resumed_from = resumed.position, resumed.step
+            if resumed.checkpoint is not None:
+                await trainer.load(str(resumed.checkpoint / "trainer"))
             else:
                 self.audit.roll_back({})
-            position = Position(
-                state.step,
-                trainer.version,
-                ledger.groups_started,
-                ledger.counts.started,
-                tuple(t for t in state.buffer if t.id in returned),
-                list(state.success_history),
-            )
         events.emit(
             "run_start",
             mode=config.run.mode,
