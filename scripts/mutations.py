@@ -120,7 +120,7 @@ MUTATIONS = (
 
 
 def run(mutation: Mutation, folder: Path) -> str:
-    """"caught", or what went wrong."""
+    """ "caught", or what went wrong."""
     file = folder / mutation.file
     text = file.read_text(encoding="utf-8")
     if text.count(mutation.old) < 1:
@@ -152,13 +152,20 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__", "*.egg-info"))
+        shutil.copytree(
+            ROOT, folder, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__", "*.egg-info")
+        )
         for mutation in MUTATIONS:
             verdict = run(mutation, folder)
             rows.append((mutation, verdict))
             print(f"{mutation.what}: {verdict}", flush=True)
     if write:
-        page = ["# Mutations", "", "`scripts/mutations.py --write` breaks each guarantee in a copy; a test must notice.", ""]
+        page = [
+            "# Mutations",
+            "",
+            "`scripts/mutations.py --write` breaks each guarantee in a copy; a test must notice.",
+            "",
+        ]
         page += ["| broken on purpose | where | verdict |", "| --- | --- | --- |"]
         page += [f"| {mutation.what} | `{mutation.file}` | {verdict} |" for mutation, verdict in rows]
         (ROOT / "docs" / "results" / "mutations.md").write_text("\n".join(page) + "\n", encoding="utf-8")

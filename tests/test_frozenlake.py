@@ -165,7 +165,9 @@ def test_the_reward_agrees_with_gymnasium_on_random_play() -> None:
         while True:
             word = chance.choice([*MOVES, "@a1"])
             if chance.random() < skill:
-                word = next(w for move, w in enumerate(MOVES) if away[next_state(state, move)] == (away[state] or 0) - 1)
+                word = next(
+                    w for move, w in enumerate(MOVES) if away[next_state(state, move)] == (away[state] or 0) - 1
+                )
             action = encode(chance.choice([f"{word} <end>"] * 9 + [word]))
             actions.append(list(action))
             move = move_of(action)

@@ -118,6 +118,14 @@ def check_books(run: Path, steps: int) -> dict[str, Any]:
     return summary
 
 
+def groups_trained(run: Path) -> set[str]:
+    import pyarrow.parquet as parquet
+
+    files = sorted((run / "trajectories").rglob("*.parquet"))
+    rows = [row for file in files for row in parquet.read_table(file, columns=["group_id", "outcome"]).to_pylist()]
+    return {row["group_id"] for row in rows if row["outcome"] == "trained"}
+
+
 def test_an_asynchronous_run_trains_publishes_and_accounts(tmp_path: Path) -> None:
     with running(started(tmp_path, "run.steps=4")) as process:
         output = finish(process)
@@ -125,8 +133,11 @@ def test_an_asynchronous_run_trains_publishes_and_accounts(tmp_path: Path) -> No
     assert process.returncode == 0, output
     summary = check_books(run, 4)
     assert (summary["mode"], summary["alpha"], summary["kind"], summary["status"]) == ("async", 1, "real", "completed")
-    assert summary["ledger"]["trained"] == 4 * 4 * 8
-    assert summary["ledger"]["in_flight"] == 0
+    ledger = summary["ledger"]
+    # Four groups of eight a step; how many members turn stale first depends on the machine, and each one is accounted for.
+    assert 4 * 4 * 8 - ledger["evicted_stale"] <= ledger["trained"] <= 4 * 4 * 8
+    assert len(groups_trained(run)) == 4 * 4
+    assert ledger["in_flight"] == 0
     assert [event["version"] for event in of(run, "step")] == [1, 2, 3, 4]
     stages = {event["stage"] for event in of(run, "stage")}
     assert {"get_batch", "suspend", "update", "resume", "train_step", "publish", "evaluate", "checkpoint"} <= stages
