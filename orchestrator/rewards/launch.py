@@ -12,17 +12,16 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import IO
 
 from orchestrator.api import ConfigError, RunError
+from orchestrator.child import ChildProcess
 from orchestrator.rewards.protocol import INVOKE_PATH
 
 TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
 START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
-STOP_LIMIT = 5.0  # seconds to stop by itself before it is killed
 
 
-class RewardHost:
+class RewardHost(ChildProcess):
     """One embedded host that serves one function."""
 
     def __init__(
@@ -34,6 +33,7 @@ class RewardHost:
         idle_seconds: float = 30.0,
         log: Path | None = None,
     ) -> None:
+        super().__init__(log)
         self.token = secrets.token_urlsafe(32)
         self._function = function
         self._options = [
@@ -44,8 +44,6 @@ class RewardHost:
             "--idle-seconds",
             str(idle_seconds),
         ]
-        self._log = log
-        self._process: asyncio.subprocess.Process | None = None
         self._port = 0
 
     @property
@@ -60,19 +58,10 @@ class RewardHost:
         """What the function is invoked at."""
         return self.base_url + INVOKE_PATH.format(name=self._function.partition(":")[2])
 
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._process.pid if self._process is not None and self.alive() else None
-
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.returncode is None
-
     async def start(self) -> None:
         """Start and wait until it listens. Raises ConfigError when the function is refused, RunError otherwise."""
         command = [sys.executable, "-m", "orchestrator.rewards.host", "--die-with-stdin", "--token-env", TOKEN_VARIABLE]
-        log = _open_log(self._log)
+        log = None if self._log is None else self._log.open("ab")
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(*command, "--function", self._function, *self._options),
@@ -106,21 +95,8 @@ class RewardHost:
 
     async def stop(self) -> None:
         """Stop, kill if need be, reap. Idempotent."""
-        process = self._process
         self._port = 0
-        if process is None or process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            async with asyncio.timeout(STOP_LIMIT):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await super().stop()
 
     def _hint(self) -> str:
         return f"; see {self._log}" if self._log is not None else ""
-
-
-def _open_log(path: Path | None) -> IO[bytes] | None:
-    return None if path is None else path.open("ab")

@@ -25,11 +25,11 @@ from typing import IO
 import aiohttp
 
 from orchestrator.api import ConfigError, RunError
+from orchestrator.child import ChildProcess
 from orchestrator.transfer.mooncake import missing_library
 
 BINARY = "mooncake_master"
 START_LIMIT = 20.0  # seconds; it takes less than 1 on an idle machine
-STOP_LIMIT = 5.0  # seconds to stop by itself before it is killed
 POLL_SECONDS = 0.05
 LEASE_MS = 5000  # how long a read protects an object from removal
 CLIENT_TTL = 10  # seconds until the memory of a dead client counts as gone
@@ -46,13 +46,12 @@ os.execv(program[0], program)
 """
 
 
-class MooncakeMaster:
+class MooncakeMaster(ChildProcess):
     """One embedded master."""
 
     def __init__(self, *, port: int = 0, log: Path | None = None) -> None:
+        super().__init__(log)
         self._wanted_port = port
-        self._log = log
-        self._process: asyncio.subprocess.Process | None = None
         self._port = 0
         self._metrics_port = 0
 
@@ -69,15 +68,6 @@ class MooncakeMaster:
         if not self._metrics_port:
             raise RunError("the mooncake_master was not started")
         return f"http://127.0.0.1:{self._metrics_port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._process.pid if self._process is not None and self.alive() else None
-
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
         """Start and wait until it is healthy."""
@@ -107,17 +97,8 @@ class MooncakeMaster:
 
     async def stop(self) -> None:
         """Stop, kill if need be, reap. Idempotent."""
-        process = self._process
         self._port = self._metrics_port = 0
-        if process is None or process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            async with asyncio.timeout(STOP_LIMIT):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await super().stop()
 
     async def _launch(self, binary: str, port: int, metrics_port: int, log: IO[bytes]) -> bool:
         """Whether it became healthy; False when it ended."""
