@@ -36,7 +36,7 @@ from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Compo
 Status = Literal["ok", "warn", "fail", "skip"]
 
 PLUGIN = "rl-coserve"
-PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each
 # The demo's processes together took 2.5 GB (proportional set size, peak, on two cores): Ray, one vLLM engine, one
 # Megatron-Core rank, mooncake_master, reward host, orchestrator.
 MEMORY_TIGHT_MB = 4_000
@@ -251,33 +251,37 @@ def _is_other_build(distribution: str, torch_version: str) -> bool:
 
 
 def _entry_point() -> Finding:
-    found = [point.value for point in importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)]
-    if not found:
-        return Finding("fail", f"none named {PLUGIN} in the group {PLUGIN_GROUP}", "pip install -e . (or `make venv`)")
-    if len(set(found)) > 1:
-        return Finding(
-            "fail", f"several: {', '.join(found)}", f"pip uninstall {PLUGIN} until it is gone, install it again"
-        )
+    shown = []
+    for group in PLUGIN_GROUPS:
+        found = [point.value for point in importlib.metadata.entry_points(group=group, name=PLUGIN)]
+        if not found:
+            # Metadata in the working folder goes before what is installed.
+            fix = "pip install -e . (or `make venv`); remove the folder rl_coserve.egg-info if there is an old one"
+            return Finding("fail", f"none named {PLUGIN} in the group {group}", fix)
+        if len(set(found)) > 1:
+            fix = f"pip uninstall {PLUGIN} until it is gone, install it again"
+            return Finding("fail", f"several in {group}: {', '.join(found)}", fix)
+        shown.append(f"{found[0]} in {group}")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
-        fix = f"unset VLLM_PLUGINS, or add {PLUGIN} to it"
-        return Finding("warn", f"{found[0]}, but VLLM_PLUGINS={allowed!r} keeps vLLM from loading it", fix)
-    return Finding("ok", f"{PLUGIN} = {found[0]} in {PLUGIN_GROUP}")
+        fix = f"unset VLLM_PLUGINS, or add {PLUGIN} to it (which activates it in `vllm serve`)"
+        return Finding("warn", f"{shown[0]}, but VLLM_PLUGINS={allowed!r} keeps vLLM from loading it", fix)
+    return Finding("ok", f"{PLUGIN} = {', '.join(shown)}")
 
 
 def _vllm_plugin() -> Finding:
-    """Load plugins as vLLM does, then ask ours what is live."""
+    """Load plugins as vLLM does, then ask ours whether every seam it uses is live."""
     if find(VLLM) is None:
         return Finding("skip", "vLLM is not installed in this environment")
-    importlib.import_module("vllm.plugins").load_general_plugins()
-    status: dict[str, Any] = importlib.import_module("vllm_rlplugin").status()
-    if not status["entry_point"]:
-        return Finding("fail", "vLLM did not load it", f"unset VLLM_PLUGINS, or add {PLUGIN} to it; see `entry point`")
-    if status["inert"]:
-        return Finding("fail", f"inert: {status['inert']}", f"install vLLM {VLLM.tested}")
-    if not status["backend_registered"]:
-        return Finding("fail", "its weight-transfer backend is not registered in vLLM", f"install vLLM {VLLM.tested}")
-    return _hooks("loaded by vLLM, backend registered", status["signature_mismatches"], status["patches"], VLLM)
+    check(VLLM)
+    looked: dict[str, str] = importlib.import_module("vllm_rlplugin.selfcheck").prove()
+    wrong = [f"{name}: {problem}" for name, problem in looked.items() if problem]
+    if wrong:
+        fix = f"unset VLLM_PLUGINS, install {PLUGIN} again, and vLLM {VLLM.tested} ({VLLM.how})"
+        return Finding("fail", _short("; ".join(wrong)), fix)
+    patches: dict[str, bool] = importlib.import_module("vllm_rlplugin.patches").REGISTER.status()
+    detail = f"loaded by vLLM, backend registered; as they must be: {', '.join(looked)}"
+    return _hooks(detail, (), patches, VLLM)
 
 
 def _megatron_plugin() -> Finding:

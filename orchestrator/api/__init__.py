@@ -3,7 +3,15 @@
 Import names from here (``from orchestrator.api import Trajectory``), never from the submodules.
 """
 
-from orchestrator.api.errors import ConfigError, CoserveError, RetryableError, RunError, TrajectoryError
+from orchestrator.api.errors import (
+    COMMAND_STATUS,
+    CommandError,
+    ConfigError,
+    CoserveError,
+    RetryableError,
+    RunError,
+    TrajectoryError,
+)
 from orchestrator.api.ports import (
     Environment,
     ManagedWorker,
@@ -37,6 +45,8 @@ from orchestrator.api.types import (
 )
 
 __all__ = [
+    "COMMAND_STATUS",
+    "CommandError",
     "Completion",
     "CompletionTiming",
     "ConfigError",

@@ -1,8 +1,10 @@
-"""The four kinds of error, each with one owner.
+"""The five kinds of error, each with one owner.
 
 * :class:`ConfigError` : the user's input. The command line prints it and exits with code 2; nothing was started.
 * :class:`RetryableError` : a part failed in a way that a retry may cure. The caller that owns the retry policy handles it.
 * :class:`TrajectoryError` : fatal to one trajectory, which ends as ``failed: cause``; the run goes on.
+* :class:`CommandError` : a worker refused a command and changed nothing: the mistake is the caller's, or the weights are
+  unusable. Over HTTP it is the status that vLLM's clients expect.
 * :class:`RunError` : fatal to the run. The run stops cleanly, says how to resume, exit code 1.
 """
 
@@ -44,3 +46,28 @@ class TrajectoryError(CoserveError):
 
 class RunError(CoserveError):
     """The run cannot go on."""
+
+
+class CommandError(CoserveError):
+    """A worker refused a command; its state is unchanged. ``code`` is one of :data:`COMMAND_STATUS`."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.status = COMMAND_STATUS[code]
+
+    def __reduce__(self) -> tuple[type[CommandError], tuple[str, str]]:
+        return CommandError, (self.code, self.detail)
+
+
+# What a worker refuses, and the HTTP status it is over that carrier.
+COMMAND_STATUS: dict[str, int] = {
+    "invalid_request": 400,  # malformed, out of range, a prompt over the model's length, a token id it does not have
+    "unknown_request": 404,  # no such request, trajectory or group was ever added
+    "not_suspended": 409,  # UPDATE without SUSPEND
+    "update_in_progress": 409,  # a second UPDATE, or RESUME during one
+    "version_decreases": 409,  # UPDATE to an older version than is loaded
+    "weights_unusable": 409,  # RESUME after an UPDATE that failed half-way; another UPDATE or a restart cures it
+    "no_relay": 409,  # UPDATE on a worker that was not told where the relay is
+}

@@ -6,7 +6,7 @@ coroutines; none may block the event loop, none reads a clock other than the loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from orchestrator.api.types import (
@@ -37,8 +37,15 @@ class RolloutWorker(Protocol):
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Enqueue turns. Accepted while suspended; they start after ``resume``."""
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Cancel. Each aborted request still yields a completion, with finish reason ``abort``. Unknown ids are ignored."""
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
+        """Cancel requests, by id, by trajectory or by group. Each still yields a completion, with finish reason ``abort``
+        and the tokens it has; when this returns, no further token of them is generated. Unknown ids are ignored."""
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        """Give the unfinished requests of these trajectories another priority, waiting or running (Heddle 4.2). Unknown
+        trajectories are ignored: theirs may have just finished."""
 
     async def completions(self) -> list[Completion]:
         """Wait until at least one request has finished; return all that have, once each, in order of finishing."""
@@ -46,11 +53,20 @@ class RolloutWorker(Protocol):
     async def suspend(self) -> None:
         """Stop between two engine steps; in-flight requests keep their tokens."""
 
+    async def prepare(self, version: int) -> None:
+        """Fetch and verify ``version`` while requests go on, so that ``update`` has only to load it. Optional, idempotent.
+        Raises RetryableError when the relay does not deliver it whole; nothing changed then."""
+
     async def update(self, version: int) -> UpdateResult:
-        """Pull ``version`` from the relay and load it. Only while suspended. KV of older weights is dropped."""
+        """Load ``version``, from the relay unless it was prepared. KV of older weights is never used again.
+
+        Only while suspended. Raises CommandError (a mistake of the caller) and RetryableError (the relay did not deliver
+        it whole): the old weights are intact. CommandError ``weights_unusable``: it failed while it was applied.
+        """
 
     async def resume(self) -> None:
-        """Go on: in-flight requests recompute their KV under the new weights (RollArt 6.2, step 5)."""
+        """Go on: in-flight requests recompute their KV under the new weights (RollArt 6.2, step 5). Raises CommandError
+        ``weights_unusable`` after an update that failed half-way; the worker stays suspended."""
 
     async def stats(self) -> WorkerStats:
         """A snapshot; cheap."""

@@ -46,17 +46,21 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     sampling: Sampling
     task: str
-    priority: int = 0
+    priority: int = 0  # as in vLLM: the lower number goes first
     predicted_tokens: int | None = None
     deadline: float | None = None  # seconds left, as a duration: clocks differ between processes
+    group_id: str = ""  # the GRPO group; an ABORT may name it
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionTiming:
-    """Seconds a request waited for its first engine step, and ran after it, measured in the worker."""
+    """Measured in the worker, in seconds: waited for the first engine step, ran after it, from ADD to the first token
+    (TTFT), and between two tokens on average (TPOT; 0 below two tokens)."""
 
     queued: float = 0.0
     running: float = 0.0
+    first_token: float = 0.0
+    per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,13 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A snapshot of one rollout worker. KV in blocks; ``stalled``: work pending but no token for the stall time."""
+    """A snapshot of one rollout worker. KV in blocks; ``stalled``: work pending but no token for the stall time.
+
+    ``preemptions`` counts all of them except those of weight updates (which recompute KV on purpose);
+    ``outranked`` those made for a waiting request of better priority (Heddle 4.2). ``prefix_queries`` and ``prefix_hits``
+    are tokens looked up and found in the prefix cache since the start, ``generated`` tokens since the start,
+    ``oldest_wait`` seconds that the longest-waiting request has waited.
+    """
 
     running: int
     waiting: int
@@ -178,6 +188,12 @@ class WorkerStats:
     version: int
     stalled: bool = False
     draining: bool = False
+    outranked: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    generated: int = 0
+    oldest_wait: float = 0.0
+    suspended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

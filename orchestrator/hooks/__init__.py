@@ -1,10 +1,10 @@
 """What both engine plugins need to hook into stock engines safely: tested versions, patches, signatures.
 
-Standard library only. See the submodules for what each guarantees.
+Standard library only. See the submodules for what each guarantees; ``sources`` reads an engine that is not installed.
 """
 
 from orchestrator.hooks.patches import Patch, PatchRegister
-from orchestrator.hooks.signatures import Mismatch, signature_mismatches
+from orchestrator.hooks.signatures import Mismatch, missing_names, signature_mismatches
 from orchestrator.hooks.versions import (
     COMPONENTS,
     MEGATRON_CORE,
@@ -37,6 +37,7 @@ __all__ = [
     "check",
     "find",
     "installed_version",
+    "missing_names",
     "parse_release",
     "signature_mismatches",
 ]

@@ -1,17 +1,29 @@
 """Checks that the hooks into a stock engine still look as they did when they were tested.
 
 Guarantees: every mismatch is reported at once; a target that is missing, moved or no longer callable is a mismatch,
-never an exception. Targets are imported: call this only where the engine is imported anyway.
+never an exception. Targets are looked up in the installed engine, which imports it (do that only where the engine is
+imported anyway), or in a :class:`SourceTree`, which imports nothing. One comparison for both.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # reading sources is for checks; this module is loaded by every process of an engine
+    from orchestrator.hooks.sources import SourceTree
 
 Parameters = tuple[str, ...]
+
+
+class Parameter(NamedTuple):
+    """One parameter of a callable."""
+
+    name: str
+    required: bool  # has no default and is not *args or **kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,40 +38,57 @@ class Mismatch:
         return f"{self.target}: expected parameters ({', '.join(self.expected)}), found {self.found}"
 
 
-def signature_mismatches(targets: Mapping[str, Parameters]) -> tuple[Mismatch, ...]:
-    """Compare targets, ``"module:qualname" -> parameter names``, with what is installed.
+def signature_mismatches(targets: Mapping[str, Parameters], sources: SourceTree | None = None) -> tuple[Mismatch, ...]:
+    """Compare targets, ``"module:qualname" -> parameter names``, with what is installed, or with ``sources``.
 
     The expected names must be there in this order; parameters that were added must have a default (an upstream
     release may add options, a call that we make must keep working).
     """
     mismatches = []
     for target, expected in targets.items():
-        found = _difference(target, expected)
-        if found:
-            mismatches.append(Mismatch(target, expected, found))
+        try:
+            found = _imported(target) if sources is None else sources.parameters(target)
+        except LookupError as error:
+            mismatches.append(Mismatch(target, expected, f"nothing there ({error})"))
+            continue
+        if difference := _difference(found, expected):
+            mismatches.append(Mismatch(target, expected, difference))
     return tuple(mismatches)
 
 
-def _difference(target: str, expected: Parameters) -> str:
+def missing_names(targets: Iterable[str], sources: SourceTree) -> tuple[str, ...]:
+    """Those of ``"module:qualname"`` that are not in the sources: classes, variables of modules, classes, instances."""
+    return tuple(target for target in targets if not sources.has(target))
+
+
+def _imported(target: str) -> tuple[Parameter, ...]:
+    """Raises LookupError."""
     module_name, _, qualname = target.partition(":")
     try:
         value: object = importlib.import_module(module_name)
         for part in qualname.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
-        return f"nothing there ({error})"
+        raise LookupError(str(error)) from error
     if not callable(value):
-        return f"a {type(value).__name__}, which is not callable"
+        raise LookupError(f"a {type(value).__name__}, which is not callable")
     try:
-        parameters = inspect.signature(value).parameters
+        parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError) as error:
-        return f"no readable signature ({error})"
-    found = f"({', '.join(parameters)})"
-    if [name for name in parameters if name in expected] != list(expected):
-        return found
+        raise LookupError(f"no readable signature: {error}") from error
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for name, parameter in parameters.items():
-        added = name not in expected and parameter.kind not in variadic
-        if added and parameter.default is inspect.Parameter.empty:
-            return f"{found}, where {name} is new and has no default"
+    return tuple(
+        Parameter(item.name, item.default is inspect.Parameter.empty and item.kind not in variadic)
+        for item in parameters
+    )
+
+
+def _difference(parameters: Iterable[Parameter], expected: Parameters) -> str:
+    found = {parameter.name: parameter for parameter in parameters}
+    shown = f"({', '.join(found)})"
+    if [name for name in found if name in expected] != list(expected):
+        return shown
+    for name, parameter in found.items():
+        if name not in expected and parameter.required:
+            return f"{shown}, where {name} is new and has no default"
     return ""

@@ -1,10 +1,12 @@
-"""Runtime patches of stock vLLM, one module each. There are none: full weight updates, suspend and resume are stock.
+"""Runtime patches of stock vLLM, one module each. None of them changes what an engine computes.
 
-A patch that becomes necessary is a module here with a :class:`orchestrator.hooks.Patch`, listed in ``REGISTER``.
+``cli_flag`` is applied when vLLM loads the plugin, ``engine_command`` with our scheduler class, ``cpu_keep_weights`` in an
+activated process on CPU. A patch that becomes necessary is a module here with a :class:`orchestrator.hooks.Patch`.
 """
 
 from orchestrator.hooks import VLLM, PatchRegister
+from vllm_rlplugin.patches import cli_flag, cpu_keep_weights, engine_command
 
-REGISTER = PatchRegister(VLLM)
+REGISTER = PatchRegister(VLLM, (cli_flag.PATCH, engine_command.PATCH, cpu_keep_weights.PATCH))
 
 __all__ = ["REGISTER"]

@@ -1,0 +1,96 @@
+"""What client and server of the HTTP carrier agree on: paths, headers, limits, and the records as JSON objects.
+
+The client is ``orchestrator.http_worker.HttpWorker``, the server the endpoint plugin of ``vllm_rlplugin``. Guarantees:
+a record that crosses comes back equal (floats too: JSON carries their shortest exact decimal form); the two sides refuse
+each other when :data:`PROTOCOL` differs. Bodies and answers are JSON; an error is vLLM's ``ErrorResponse``,
+``{"error": {"message", "type", "param", "code"}}``, whose ``type`` is a key of COMMAND_STATUS or one of the words below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from orchestrator.api.types import (
+    Completion,
+    CompletionTiming,
+    GenerationRequest,
+    UpdateResult,
+    WorkerStats,
+)
+
+PROTOCOL = 1  # raised with every change that the other side would notice
+PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
+INSTANCE_HEADER = "RL-Coserve-Instance"  # in every answer: another value means that the server was started anew
+
+ADD = "/rl/add"
+ABORT = "/rl/abort"
+PRIORITIZE = "/rl/prioritize"
+COMPLETIONS = "/rl/completions"
+SUSPEND = "/rl/suspend"
+PREPARE = "/rl/prepare"
+UPDATE = "/rl/update"
+RESUME = "/rl/resume"
+STATS = "/rl/stats"
+STATUS = "/rl/status"
+
+MAX_REQUESTS = 1024  # of one ADD
+MAX_IDS = 65536  # of one ABORT or PRIORITIZE
+MAX_ID_LENGTH = 256  # characters
+MAX_PROMPT_TOKENS = 1 << 20  # of one request; the model's own limit is smaller
+MAX_STOP_TOKENS = 256
+MAX_COMPLETIONS = 1024  # of one answer
+MAX_POLL_SECONDS = 60.0  # that an ask for completions may wait
+
+# Types of errors that are not commands' (those are in COMMAND_STATUS), with their statuses.
+UNAUTHORIZED = "unauthorized"  # 401: no bearer token, or a wrong one
+FORBIDDEN = "forbidden"  # 403: this client's address may not
+TOO_LARGE = "body_too_large"  # 413
+PROTOCOL_MISMATCH = "protocol_mismatch"  # 400
+RETRYABLE = "retryable"  # 503: RetryableError
+
+
+def completion_to_json(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON-safe data. (Not ``asdict``: it copies every token.)"""
+    return {
+        "request_id": completion.request_id,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "versions": completion.versions,
+        "finish_reason": completion.finish_reason,
+        "timing": asdict(completion.timing),
+        "error": completion.error,
+    }
+
+
+def completion_from_json(data: Mapping[str, Any]) -> Completion:
+    """The inverse. Raises KeyError, TypeError or ValueError for anything else."""
+    timing = {name: float(value) for name, value in data["timing"].items()}
+    return Completion(
+        request_id=str(data["request_id"]),
+        token_ids=tuple(int(token) for token in data["token_ids"]),
+        logprobs=tuple(float(value) for value in data["logprobs"]),
+        versions=tuple((int(version), int(count)) for version, count in data["versions"]),
+        finish_reason=str(data["finish_reason"]),
+        timing=CompletionTiming(**timing),
+        error=str(data["error"]),
+    )
+
+
+def request_to_json(request: GenerationRequest) -> dict[str, Any]:
+    """A generation request as JSON-safe data; the field names are those of the record."""
+    sampling = request.sampling
+    data = {item.name: getattr(request, item.name) for item in fields(request)}
+    data["sampling"] = {item.name: getattr(sampling, item.name) for item in fields(sampling)}
+    return data
+
+
+def stats_from_json(data: Mapping[str, Any]) -> WorkerStats:
+    """What ``dataclasses.asdict`` made of a snapshot. Raises TypeError for a missing or unknown field."""
+    return WorkerStats(**data)
+
+
+def update_result_from_json(data: Mapping[str, Any]) -> UpdateResult:
+    """What ``dataclasses.asdict`` made of an update's result. Unknown fields are ignored."""
+    return UpdateResult(**{item.name: data[item.name] for item in fields(UpdateResult) if item.name in data})

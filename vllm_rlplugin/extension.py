@@ -1,0 +1,60 @@
+"""What our plugin adds to vLLM's worker, as ``worker_extension_cls``: methods that ``collective_rpc`` can call by name.
+
+They return plain data, which msgpack carries, and raise nothing that is to be expected (:mod:`vllm_rlplugin.ranks` says
+why). vLLM refuses an extension with an attribute that its worker has, hence the prefix. Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WorkerExtension:
+    """Mixed into vLLM's Worker. The functions of :mod:`vllm_rlplugin.weights` say what is returned."""
+
+    def rl_ready(self) -> dict[str, Any]:
+        """Called once after the engine has started, before its first request. {"rank", "cured": [what was set right]}."""
+        from vllm_rlplugin import weights
+
+        return {**weights.ready(self), "cured": _cure_pipeline_stage(self)}
+
+    def rl_prepare(self, version: int) -> None:
+        """Begin to fetch and verify a weight version while the model runs."""
+        from vllm_rlplugin import weights
+
+        weights.prepare(self, version)
+
+    def rl_prepared(self, version: int) -> dict[str, Any]:
+        """Whether it is at hand."""
+        from vllm_rlplugin import weights
+
+        return weights.prepared(self, version)
+
+    def rl_report(self) -> dict[str, Any]:
+        """What is loaded, whether it may be used, and what went wrong last."""
+        from vllm_rlplugin import weights
+
+        return weights.report(self)
+
+    def rl_verify(self) -> dict[str, Any]:
+        """Digests of the live weights, recomputed."""
+        from vllm_rlplugin import weights
+
+        return weights.verify(self)
+
+
+def _cure_pipeline_stage(worker: Any) -> list[str]:
+    """vLLM's CPU worker makes the buffers between pipeline stages in a warm-up that eager mode skips: make them here.
+
+    Without them the first request ends the engine (an AssertionError in the second stage).
+    """
+    from vllm.distributed import get_pp_group
+    from vllm.platforms import current_platform
+
+    runner = worker.model_runner
+    if not current_platform.is_cpu() or get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
+        return []
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
+    return ["intermediate_tensors"]

@@ -1,0 +1,263 @@
+"""Everything of vLLM that we call, extend, read or set: one list, checked on every supported version.
+
+Guarantees: an upgrade that renames, moves or changes one of these fails in the tests (``tests/test_vllm_versions.py``,
+for the installed vLLM and for the sources of the other supported one) and in ``rl-coserve doctor``, which name it.
+
+A target is ``"module:qualname"``. Parameters are those that we rely on, in their order; vLLM may add others that have a
+default. Attributes are variables of a module, of a class or of its instances.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from orchestrator.api import ConfigError
+from orchestrator.hooks import VLLM, find, missing_names, signature_mismatches
+from orchestrator.hooks.sources import SourceTree
+
+_ARGS = "vllm.engine.arg_utils"
+_CORE = "vllm.v1.engine.core:EngineCore"
+_LLM = "vllm.v1.engine.llm_engine:LLMEngine"
+_ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
+_OUTPUT = "vllm.v1.engine.output_processor"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_QUEUE = "vllm.v1.core.sched.request_queue:PriorityRequestQueue"
+_KV = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_FACTORY = "vllm.distributed.weight_transfer.factory"
+_TRANSFER = "vllm.distributed.weight_transfer.base"
+_ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
+
+HOOKS: dict[str, tuple[str, ...]] = {
+    # The command line and the plugin loader.
+    f"{_ARGS}:EngineArgs.add_cli_args": ("parser",),
+    f"{_ARGS}:EngineArgs.from_cli_args": ("args",),
+    f"{_ARGS}:AsyncEngineArgs.add_cli_args": ("parser", "async_args_only"),
+    f"{_ARGS}:EngineArgs.create_engine_config": ("self", "usage_context", "headless"),
+    "vllm.plugins:load_general_plugins": (),
+    "vllm.plugins:load_endpoint_plugins": ("supported_tasks",),
+    "vllm.plugins:load_plugins_by_group": ("group",),
+    f"{_ENDPOINTS}:EndpointPlugin.attach_router": ("self", "app"),
+    f"{_ENDPOINTS}:EndpointPlugin.init_state": ("self", "engine_client", "state", "args"),
+    "vllm.entrypoints.launchers.launcher:setup_server": ("args", "reuse_port"),  # reads args.host and args.uds
+    "vllm.utils.argparse_utils:FlexibleArgumentParser.parse_known_args": ("self", "args", "namespace"),
+    "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls": ("self",),
+    # The engine in this process.
+    f"{_LLM}.from_vllm_config": ("vllm_config", "disable_log_stats"),
+    f"{_LLM}.add_request": ("self", "request_id", "prompt", "params", "arrival_time", "priority", "session_id"),
+    f"{_LLM}.abort_request": ("self", "request_ids", "internal"),
+    f"{_LLM}.step": ("self",),
+    f"{_LLM}.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+    f"{_LLM}.reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+    f"{_LLM}.set_weight_version": ("self", "weight_version"),
+    f"{_CORE}.pause_scheduler": ("self", "mode", "clear_cache"),
+    f"{_CORE}.resume_scheduler": ("self",),
+    f"{_CORE}Proc._handle_client_request": ("self", "request_type", "request"),
+    f"{_CORE}Proc._process_input_queue": ("self",),
+    f"{_OUTPUT}:RequestState.make_request_output": (
+        "self",
+        "new_token_ids",
+        "pooling_output",
+        "finish_reason",
+        "stop_reason",
+        "kv_transfer_params",
+        "ec_transfer_params",
+    ),
+    # The engine behind vLLM's HTTP front end.
+    f"{_ASYNC}.generate": ("self", "prompt", "sampling_params", "request_id", "priority", "session_id"),
+    f"{_ASYNC}.abort": ("self", "request_id", "internal"),
+    f"{_ASYNC}.pause_generation": ("self", "mode", "clear_cache"),
+    f"{_ASYNC}.resume_generation": ("self",),
+    f"{_ASYNC}.is_paused": ("self",),
+    f"{_ASYNC}.reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+    f"{_ASYNC}.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+    f"{_ASYNC}.update_weight_version": ("self", "new_version"),
+    f"{_ASYNC}.get_weight_version": ("self",),
+    f"{_ASYNC}.get_supported_tasks": ("self",),
+    f"{_ASYNC}.get_num_unfinished_requests": ("self",),
+    "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async": ("self", "method", "args"),
+    "vllm.v1.engine.core_client:DPLBAsyncMPClient.call_utility_async": ("self", "method", "args"),
+    # The scheduler that ours extends.
+    f"{_SCHEDULER}.__init__": (
+        "self",
+        "vllm_config",
+        "kv_cache_config",
+        "structured_output_manager",
+        "block_size",
+        "hash_block_size",
+        "mm_registry",
+        "include_finished_set",
+        "log_stats",
+    ),
+    f"{_SCHEDULER}.schedule": ("self", "throttle_prefills"),
+    f"{_SCHEDULER}.add_request": ("self", "request"),
+    f"{_SCHEDULER}.finish_requests": ("self", "request_ids", "finished_status"),
+    f"{_SCHEDULER}.update_from_output": ("self", "scheduler_output", "model_runner_output"),
+    f"{_SCHEDULER}._preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
+    f"{_SCHEDULER}._free_request": ("self", "request", "delay_free_blocks"),
+    f"{_SCHEDULER}.reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+    f"{_SCHEDULER}.set_pause_state": ("self", "pause_state"),
+    f"{_SCHEDULER}.make_stats": ("self", "spec_decoding_stats", "kv_connector_stats", "cudagraph_stats", "perf_stats"),
+    f"{_SCHEDULER}.get_request_counts": ("self",),
+    f"{_SCHEDULER}._request_remaining_blocks": ("self", "request"),
+    f"{_SCHEDULER}._enqueue_waiting_request": ("self", "request"),
+    f"{_SCHEDULER}.reset_connector_cache": ("self",),
+    f"{_SCHEDULER}.reset_encoder_cache": ("self",),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": ("self", "scheduler_output"),
+    f"{_QUEUE}.add_request": ("self", "request"),
+    f"{_QUEUE}.remove_request": ("self", "request"),
+    f"{_QUEUE}.remove_requests": ("self", "requests"),
+    f"{_QUEUE}.peek_request": ("self",),
+    f"{_QUEUE}.prepend_request": ("self", "request"),
+    f"{_QUEUE}.__iter__": ("self",),
+    f"{_QUEUE}.__len__": ("self",),
+    f"{_QUEUE}.__bool__": ("self",),
+    "vllm.v1.request:Request.__lt__": ("self", "other"),
+    "vllm.v1.request:Request.is_finished": ("self",),
+    "vllm.v1.request:Request.update_block_hashes": ("self",),
+    f"{_KV}.prefix_cache_lookup_enabled": ("self", "request"),
+    f"{_KV}.get_computed_blocks": ("self", "request"),
+    f"{_KV}.get_blocks": ("self", "request_id"),
+    f"{_POOL}.get_num_free_blocks": ("self",),
+    # Weights.
+    f"{_WORKER}.init_weight_transfer_engine": ("self", "init_info"),
+    f"{_WORKER}.start_weight_update": ("self",),
+    f"{_WORKER}.update_weights": ("self", "update_info"),
+    f"{_WORKER}.finish_weight_update": ("self",),
+    f"{_FACTORY}:WeightTransferEngineFactory.register_engine": ("name", "module_path_or_cls", "class_name"),
+    f"{_TRANSFER}:WeightTransferEngine.__init__": ("self", "config", "vllm_config", "device", "model"),
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": ("args", "kwargs"),
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"),
+    "vllm.inputs:tokens_input": ("prompt_token_ids",),
+}
+
+_ENGINE_ARGUMENTS = (
+    "scheduler_cls",
+    "scheduling_policy",
+    "worker_extension_cls",
+    "weight_transfer_config",
+    "additional_config",
+    "logprobs_mode",
+)
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    f"{_ARGS}:EngineArgs": _ENGINE_ARGUMENTS,
+    "vllm.config:WeightTransferConfig": ("backend",),
+    f"{_ENDPOINTS}:EndpointPlugin": ("name", "required_tasks"),
+    f"{_FACTORY}:WeightTransferEngineFactory": ("_registry",),
+    _LLM: ("engine_core", "output_processor", "model_config"),
+    f"{_OUTPUT}:OutputProcessor": ("request_states",),
+    _ASYNC: ("engine_core", "output_handler", "errored", "vllm_config"),
+    _CORE: ("scheduler", "batch_queue"),
+    _SCHEDULER: (
+        "running",
+        "waiting",
+        "kv_holding_waiting",
+        "requests",
+        "prev_step_scheduled_req_ids",
+        "finished_recving_kv_req_ids",
+        "max_num_active_reqs",
+        "max_num_scheduled_tokens",
+        "num_waiting_for_streaming_input",
+        "requires_kv_delivery",
+        "prefill_capacity_bound",
+        "pause_state",
+        "current_step",
+        "kv_cache_manager",
+        "block_size",
+        "num_lookahead_tokens",
+        "deferred_frees",
+        "scheduler_reserve_full_isl",
+        "aux_output_connector",
+    ),
+    _KV: ("block_pool", "watermark_blocks", "enable_kv_cache_events", "num_kv_cache_groups"),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "ref_cnt", "is_null"),
+    _POOL: ("num_gpu_blocks",),
+    "vllm.v1.core.sched.interface:PauseState": ("UNPAUSED",),
+    "vllm.v1.request:RequestStatus": (
+        "WAITING",
+        "RUNNING",
+        "PREEMPTED",
+        "WAITING_FOR_REMOTE_KVS",
+        "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
+    ),
+    "vllm.v1.request:Request": (
+        "request_id",
+        "session_id",
+        "priority",
+        "arrival_time",
+        "status",
+        "cache_salt",
+        "block_hashes",
+        "num_computed_tokens",
+        "num_tokens",
+        "num_tokens_with_spec",
+        "num_output_tokens",
+        "num_output_placeholders",
+        "num_stale_output_tokens",
+        "num_preemptions",
+        "drop_stale_output",
+        "kv_cache_report_mode",
+        "structured_output_request",
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "total_num_scheduled_tokens",
+    ),
+    "vllm.v1.core.sched.output:NewRequestData": ("req_id", "num_computed_tokens"),
+    "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "resumed_req_ids", "num_computed_tokens"),
+    "vllm.config:SchedulerConfig": ("async_scheduling", "policy", "max_num_seqs"),
+    "vllm.config:ModelConfig": ("model", "dtype", "max_model_len", "logprobs_mode", "get_vocab_size"),
+    "vllm.config:ParallelConfig": ("rank", "world_size", "data_parallel_size"),
+    "vllm.distributed.parallel_state": ("get_tp_group", "get_pp_group", "get_pcp_group"),
+    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every attribute as a target."""
+    return tuple(
+        f"{owner}.{name}" if ":" in owner else f"{owner}:{name}"  # a variable of a class, of a module
+        for owner, attributes in ATTRIBUTES.items()
+        for name in attributes
+    )
+
+
+def check_loaded() -> tuple[int, tuple[str, ...]]:
+    """(how many hooks were checked, what differs), of those vLLM modules that this process has imported.
+
+    They are the ones it uses, so nothing more is imported. Costs some 10 ms.
+    """
+    hooks = {target: expected for target, expected in HOOKS.items() if _is_loaded(target)}
+    attributes = [target for target in names() if _is_loaded(target)]
+    return len(hooks) + len(attributes), _differing(hooks, attributes)
+
+
+def check_all() -> tuple[str, ...]:
+    """What differs of all hooks. Imports the modules they are in, those of vLLM's worker included."""
+    return _differing(HOOKS, names())
+
+
+def require_loaded() -> None:
+    """Raises ConfigError that names every hook of :func:`check_loaded` which differs."""
+    _, differing = check_loaded()
+    if differing:
+        version = (find(VLLM) or ("", "unknown"))[1]
+        raise ConfigError("vLLM", version, "hooks changed:\n  " + "\n  ".join(differing))
+
+
+def _differing(hooks: Mapping[str, tuple[str, ...]], attributes: Iterable[str]) -> tuple[str, ...]:
+    found = [str(mismatch) for mismatch in signature_mismatches(hooks)]
+    if "vllm" in sys.modules:  # variables of instances are nowhere to be seen but in the source
+        sources = SourceTree.installed(Path(str(sys.modules["vllm"].__file__)).parent.parent)
+        found += [f"{target}: nothing there" for target in missing_names(attributes, sources)]
+    return tuple(found)
+
+
+def _is_loaded(target: str) -> bool:
+    return target.partition(":")[0] in sys.modules
