@@ -13,7 +13,6 @@ _MARK = "_rl_coserve_flags"
 
 def _apply() -> None:
     from vllm.engine.arg_utils import EngineArgs
-
     from vllm_rlplugin import cli
 
     stock_add = EngineArgs.add_cli_args

@@ -1,0 +1,312 @@
+"""``HttpWorker``: the rollout worker on a ``vllm serve --plugin rl-coserve``, over HTTP.
+
+Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
+
+* Each completion is returned exactly once: the server keeps a batch until this client has acknowledged it, and a batch
+  that comes twice is dropped here.
+* A lost connection, no answer in time, and HTTP 5xx are RetryableErrors; repeating the call is harmless, since commands
+  are idempotent by request id. A server that was started anew has lost the requests: every call raises RetryableError
+  until ``restart``. A refusal of the worker is the CommandError that it was there.
+* A wrong token, a client address that is not allowed and another protocol version are ConfigErrors.
+* The token goes to this one address only: no redirects, and not unencrypted over a network unless that is allowed.
+
+The engine belongs to its server, which serves its users: ``close`` leaves it running without our requests, ``restart``
+cannot start a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from orchestrator.api import (
+    COMMAND_STATUS,
+    CommandError,
+    Completion,
+    ConfigError,
+    GenerationRequest,
+    RetryableError,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.api import http as wire
+
+COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
+WEIGHTS_SECONDS = 1800.0  # for PREPARE and UPDATE, which fetch
+POLL_SECONDS = 20.0  # that the server may hold back an answer without completions
+POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
+ADD_TOKENS = 500_000  # prompt tokens in one call of ADD (about 4 MB)
+
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class HttpWorker:
+    """Implements :class:`orchestrator.api.ManagedWorker`. Connects with the first call.
+
+    ``url``: http(s)://host:port of the server. Raises ConfigError for a URL over which the token must not go.
+    """
+
+    def __init__(self, url: str, token: str, name: str = "", *, allow_plain_http: bool = False) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("worker.url", url, "write it as http://host:port or https://host:port")
+        if parts.scheme == "http" and not allow_plain_http and not _is_loopback(parts.hostname):
+            fix = "the token would travel unencrypted: use https, or allow_plain_http on a network that you trust"
+            raise ConfigError("worker.url", url, fix)
+        if not token:
+            raise ConfigError("worker.token", "", "give the token that the server was started with or has generated")
+        self.name = name or parts.netloc
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}", wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self._instance = ""  # of the server that has our requests
+        self._acknowledged: int | None = None
+        self._unfinished: dict[str, None] = {}  # insertion-ordered set of our request ids
+        self._suspended = False  # by us
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        for batch in _batches(requests):
+            for request in batch:
+                self._unfinished[request.request_id] = None
+            body = {"requests": [wire.request_to_json(request) for request in batch], "partial": True}
+            await self._post(wire.ADD, body)
+
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
+        body = {"request_ids": list(request_ids), "trajectories": list(trajectories), "groups": list(groups)}
+        try:
+            await self._post(wire.ABORT, body)
+        except CommandError as error:
+            if error.code != "unknown_request":  # the port ignores unknown ones
+                raise
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        await self._post(wire.PRIORITIZE, {"priorities": dict(priorities)})
+
+    async def completions(self) -> list[Completion]:
+        while True:
+            found = await self._poll(POLL_SECONDS)
+            # Others are of a client before this one, or of requests that restart has given up.
+            ours = [completion for completion in found if completion.request_id in self._unfinished]
+            for completion in ours:
+                del self._unfinished[completion.request_id]
+            if ours:
+                return ours
+
+    async def suspend(self) -> None:
+        self._suspended = True
+        await self._post(wire.SUSPEND, None)
+
+    async def prepare(self, version: int) -> None:
+        await self._post(wire.PREPARE, {"version": version}, WEIGHTS_SECONDS)
+
+    async def update(self, version: int) -> UpdateResult:
+        answer = await self._post(wire.UPDATE, {"version": version}, WEIGHTS_SECONDS)
+        return _read(wire.update_result_from_json, answer, wire.UPDATE)
+
+    async def resume(self) -> None:
+        await self._post(wire.RESUME, None)
+        self._suspended = False
+
+    async def stats(self) -> WorkerStats:
+        return _read(wire.stats_from_json, await self._ask("GET", wire.STATS), wire.STATS)
+
+    async def status(self) -> dict[str, Any]:
+        """What the server says about itself: protocol, hooks that are live, limits, weight version."""
+        return await self._ask("GET", wire.STATUS)
+
+    async def restart(self) -> None:
+        """Take up a server that is back, or clear one that is there: no requests of ours, resumed.
+
+        Raises RetryableError when there is none: a served engine cannot be started from here.
+        """
+        if self._closed:
+            raise RetryableError(f"{self.name} is closed")
+        self._instance, self._acknowledged = "", None
+        try:
+            status = await self.status()
+        except RetryableError as error:
+            raise RetryableError(
+                f"{self.name}: a served engine cannot be restarted from outside, and its server is not back: {error}"
+            ) from error
+        if status.get("broken"):
+            raise RetryableError(f"{self.name}: its server has no engine: {status['broken']}")
+        await self._clear()
+        try:
+            await self.resume()
+        except CommandError as error:
+            raise RetryableError(f"{self.name}: {error.detail}; restart its server") from error
+
+    async def close(self) -> None:
+        """Abort our unfinished requests, resume if we suspended, disconnect. The server goes on. Idempotent."""
+        if self._closed:
+            return
+        session = self._session
+        try:
+            if session is not None:
+                await self._clear()
+                if self._suspended:
+                    await self.resume()
+        except (RetryableError, CommandError, ConfigError) as error:
+            _logger.warning("%s was not left as it was found: %s", self.name, error)
+        finally:
+            self._closed, self._session = True, None
+            if session is not None:
+                await session.close()  # calls in flight fail
+
+    async def _clear(self) -> None:
+        """Abort our requests, and take their completions off the server; nobody waits for them any more."""
+        left = list(self._unfinished)
+        for start in range(0, len(left), wire.MAX_IDS):
+            await self.abort(left[start : start + wire.MAX_IDS])
+        while await self._poll(0.0):
+            pass
+        self._unfinished.clear()
+
+    async def _poll(self, seconds: float) -> list[Completion]:
+        query = {"timeout": f"{seconds:g}"}
+        if self._acknowledged is not None:
+            query["acknowledged"] = str(self._acknowledged)
+        answer = await self._ask("GET", wire.COMPLETIONS, query=query, limit=seconds + POLL_GRACE_SECONDS)
+        number, found = _read(_batch, answer, wire.COMPLETIONS)
+        if not found or number == self._acknowledged:
+            return []
+        # No await from here on: a caller that is cancelled has either not got the batch, or has got it whole.
+        self._acknowledged = number
+        return found
+
+    async def _post(self, path: str, body: dict[str, Any] | None, limit: float = COMMAND_SECONDS) -> dict[str, Any]:
+        return await self._ask("POST", path, body=body, limit=limit)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: dict[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        limit: float = COMMAND_SECONDS,
+    ) -> dict[str, Any]:
+        """One call; see the module for what is raised."""
+        session = self._connected()
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(limit),
+                session.request(
+                    method, self._url + path, data=data, params=query, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                status, seen = response.status, response.headers
+                payload = await response.read()
+        except TimeoutError as error:
+            raise RetryableError(f"{self.name}: no answer to {path} within {limit:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(path, error) from error
+        if self._closed:
+            raise RetryableError(f"{self.name} is closed")
+        answer = _object(payload)
+        if status != 200:
+            raise self._refusal(path, status, answer)
+        theirs = seen.get(wire.PROTOCOL_HEADER)
+        if theirs != str(wire.PROTOCOL):
+            fix = (
+                f"it speaks protocol {theirs or 'of something else'}, this client {wire.PROTOCOL}: install one version"
+            )
+            raise ConfigError("worker.url", self._url, fix)
+        instance = seen.get(wire.INSTANCE_HEADER, "")
+        if self._instance and instance != self._instance:
+            raise RetryableError(f"{self.name}: its server was started anew and has lost the requests: restart")
+        self._instance = instance
+        if answer is None:
+            raise RetryableError(f"{self.name}: the answer to {path} is no JSON object")
+        return answer
+
+    def _refusal(self, path: str, status: int, answer: dict[str, Any] | None) -> Exception:
+        error = answer.get("error") if answer is not None else None
+        kind, message = "", f"HTTP {status}"
+        if isinstance(error, dict):
+            kind, message = str(error.get("type", "")), str(error.get("message", message))
+        elif isinstance(error, str):
+            message = error
+        if status in (401, 403):
+            return ConfigError("worker.token", "(not shown)" if status == 401 else self._url, message)
+        if kind == wire.PROTOCOL_MISMATCH:
+            return ConfigError("worker.url", self._url, message)
+        if COMMAND_STATUS.get(kind) == status:
+            return CommandError(kind, message)
+        if status in (400, 413, 422):
+            return CommandError("invalid_request", f"{path}: {message}")
+        if status >= 500 or status in (408, 429):
+            return RetryableError(f"{self.name}: {path}: {message}")
+        fix = f"{path} is not there (HTTP {status}): start it with vllm serve MODEL --plugin rl-coserve"
+        return ConfigError("worker.url", self._url, fix)
+
+    def _lost(self, path: str, error: Exception) -> RetryableError:
+        if self._closed:
+            return RetryableError(f"{self.name} is closed")
+        return RetryableError(f"{self.name}: {path}: {type(error).__name__}: {error}")
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise RetryableError(f"{self.name} is closed")
+        if self._session is None:
+            # Its own limits are off: asyncio.timeout bounds every call as a whole.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+                trust_env=False,  # no proxy gets the token
+            )
+        return self._session
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _batches(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
+    """In calls that are neither too many requests nor too many tokens."""
+    batches: list[list[GenerationRequest]] = []
+    room = 0
+    for request in requests:
+        size = len(request.token_ids)
+        if not batches or len(batches[-1]) == wire.MAX_REQUESTS or size > room:
+            batches.append([])
+            room = ADD_TOKENS
+        batches[-1].append(request)
+        room -= size
+    return batches
+
+
+def _object(payload: bytes) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(payload)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _batch(answer: Mapping[str, Any]) -> tuple[int, list[Completion]]:
+    return int(answer["sequence"]), [wire.completion_from_json(item) for item in answer["completions"]]
+
+
+def _read(parse: Callable[[Mapping[str, Any]], _T], answer: Mapping[str, Any], path: str) -> _T:
+    try:
+        return parse(answer)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RetryableError(f"the answer to {path} is malformed: {error!r}") from error

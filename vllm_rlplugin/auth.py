@@ -1,0 +1,100 @@
+"""Who may use the control endpoints: a bearer token, from an allowed network. Both are checked before a body is read.
+
+The token is what the file of ``--rl-token-file`` holds, else the environment variable RL_COSERVE_TOKEN, else a generated
+one, which is written to a file only its owner can read. It never stands in a log, but for a generated one, which is shown
+once on stderr (as Jupyter does).
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrator.api import ConfigError
+from orchestrator.api.http import FORBIDDEN, UNAUTHORIZED
+from vllm_rlplugin.options import FrontendOptions
+
+VARIABLE = "RL_COSERVE_TOKEN"
+SHORTEST = 16  # characters of a token
+_logger = logging.getLogger("vllm.rl_coserve")
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Denied(Exception):
+    """The caller may not. ``status`` is 401 or 403."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+class Guard:
+    """Checks token and address of one call. Keeps only a hash of the token."""
+
+    def __init__(self, token: str, networks: tuple[Network, ...]) -> None:
+        self._digest = _digest(token)
+        self._networks = networks
+
+    def check(self, authorization: str | None, client: str | None) -> None:
+        """``authorization``: the header. ``client``: the peer's address; None: a Unix socket. Raises Denied."""
+        if client is not None and not self._allows(client):
+            raise Denied(403, FORBIDDEN, f"clients at {client} may not use the control endpoints (--rl-allow-clients)")
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(_digest(token.strip()), self._digest):
+            raise Denied(401, UNAUTHORIZED, "give the token of this server: Authorization: Bearer TOKEN")
+
+    def _allows(self, client: str) -> bool:
+        try:
+            address = ipaddress.ip_address(client.partition("%")[0])
+        except ValueError:
+            return False
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return any((mapped or address) in network for network in self._networks)
+
+
+def find_token(options: FrontendOptions, environment: Mapping[str, str]) -> str:
+    """The token to use; see the module. Raises ConfigError for one that is too short or cannot be sent."""
+    if options.token_file:
+        path = Path(options.token_file)
+        token = _checked(path.read_text(encoding="utf-8").strip(), "--rl-token-file", options.token_file)
+        if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            _logger.warning("others can read %s, which holds the token of the control endpoints: chmod 600", path)
+        return token
+    if VARIABLE in environment:
+        return _checked(environment[VARIABLE].strip(), VARIABLE, "(not shown)")
+    return _generated()
+
+
+def _checked(token: str, field: str, shown: str) -> str:
+    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(field, shown, f"a token is at least {SHORTEST} printable ASCII characters without spaces")
+    return token
+
+
+def _generated() -> str:
+    token = secrets.token_urlsafe(32)
+    folder = tempfile.mkdtemp(prefix="rl-coserve-")  # mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / "token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token + "\n")
+    _logger.info("no token was given for the control endpoints; the generated one is in %s", path)
+    sys.stderr.write(f"rl-coserve: token of the control endpoints, until this server ends: {token}\n")
+    sys.stderr.flush()
+    return token
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()  # one length, so the compare leaks none

@@ -1,0 +1,327 @@
+"""The control endpoints of ``vllm serve --plugin rl-coserve``: vLLM's own names and verbs, and the worker's under ``/rl/``.
+
+An endpoint plugin on vLLM's official hook; it reaches the engine as vLLM's own routes do, through the engine client.
+Guarantees: every route is a :class:`ControlRoute` (token, network, protocol, body limit, error shape); a client written
+for vLLM's development routes needs only the token; nothing here unpickles, imports or runs what a client sent; there is
+no ``/collective_rpc``. One API server process and one engine: with more, starting is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from argparse import Namespace
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.responses import JSONResponse
+
+import vllm_rlplugin
+from orchestrator.api import CommandError, ConfigError, RetryableError
+from orchestrator.api import http as wire
+from vllm_rlplugin import bodies
+from vllm_rlplugin.auth import Guard, find_token
+from vllm_rlplugin.control_route import STATE, ControlRoute, Door
+from vllm_rlplugin.metrics import Metrics, keep_fresh
+from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
+from vllm_rlplugin.outbox import Outbox
+from vllm_rlplugin.served import Limits, ServedWorker
+
+CONTROL = "rl_coserve"  # in the app's state
+SAMPLING_LOGPROBS = "processed_logprobs"  # the --logprobs-mode under which log-probs are the sampling distribution's
+
+_logger = logging.getLogger("vllm.rl_coserve")
+router = APIRouter(route_class=ControlRoute)
+
+
+class Control:
+    """What the handlers use. Plain attributes; lives in ``app.state``."""
+
+    def __init__(self, worker: ServedWorker, facts: dict[str, Any]) -> None:
+        self.worker = worker
+        self.outbox = Outbox(worker)
+        self.facts = facts  # for /rl/status: what does not change while the server runs
+        self.refreshing: asyncio.Task[None] | None = None
+
+
+def _control(request: Request) -> Control:
+    control: Control = getattr(request.app.state, CONTROL)
+    return control
+
+
+# The worker's commands.
+
+
+@router.post(wire.ADD)
+async def add(request: Request, body: bodies.AddBody) -> JSONResponse:
+    """Enqueue turns; an id that was added before changes nothing. All of them or, without ``partial``, (400) none."""
+    worker = _control(request).worker
+    requests = [item.record() for item in body.requests]
+    if not body.partial:
+        worker.check(requests)
+    await worker.add(requests)
+    return JSONResponse({"accepted": len(body.requests)})
+
+
+@router.post(wire.ABORT)
+async def abort(request: Request, body: bodies.AbortBody) -> JSONResponse:
+    """Cancel by id, trajectory or group. 404 when nothing of what is named was ever added."""
+    worker = _control(request).worker
+    named = (body.request_ids, body.trajectories, body.groups)
+    if any(named) and not worker.known(*named):
+        raise CommandError("unknown_request", "none of these requests, trajectories or groups was ever added")
+    unfinished = len(worker.unfinished(*named))
+    await worker.abort(body.request_ids, trajectories=body.trajectories, groups=body.groups)
+    return JSONResponse({"aborted": unfinished})
+
+
+@router.post(wire.PRIORITIZE)
+async def prioritize(request: Request, body: bodies.PrioritizeBody) -> JSONResponse:
+    """Give the unfinished requests of trajectories another priority; the lower number goes first."""
+    worker = _control(request).worker
+    meant = len(worker.unfinished((), list(body.priorities)))
+    await worker.prioritize(body.priorities)
+    return JSONResponse({"requests": meant})
+
+
+@router.get(wire.COMPLETIONS)
+async def completions(
+    request: Request,
+    acknowledged: Annotated[int | None, Query(ge=0)] = None,
+    timeout: Annotated[float, Query(ge=0, le=wire.MAX_POLL_SECONDS)] = 20.0,  # noqa: ASYNC109
+) -> JSONResponse:
+    """The next batch of completions, waited for; kept until a later call acknowledges its sequence number."""
+    number, batch = await _control(request).outbox.take(acknowledged, timeout)
+    return JSONResponse({"sequence": number, "completions": [wire.completion_to_json(item) for item in batch]})
+
+
+@router.post(wire.SUSPEND)
+async def suspend(request: Request) -> JSONResponse:
+    """Stop between two engine steps; in-flight requests keep their tokens."""
+    worker = _control(request).worker
+    await worker.suspend()
+    return JSONResponse({"suspended": True, "version": worker.cycle.version})
+
+
+@router.post(wire.PREPARE)
+async def prepare(request: Request, body: bodies.VersionBody) -> JSONResponse:
+    """Fetch and verify a version while requests go on; answers when it is ready to be loaded."""
+    await _control(request).worker.prepare(body.version)
+    return JSONResponse({"prepared": body.version})
+
+
+@router.post(wire.UPDATE)
+async def update(request: Request, body: bodies.VersionBody) -> JSONResponse:
+    """Load a version. Only while suspended."""
+    return JSONResponse(asdict(await _control(request).worker.update(body.version)))
+
+
+@router.post(wire.RESUME)
+async def resume(request: Request) -> JSONResponse:
+    """Go on; in-flight requests recompute their KV under the new weights."""
+    worker = _control(request).worker
+    await worker.resume()
+    return JSONResponse({"suspended": False, "version": worker.cycle.version})
+
+
+@router.get(wire.STATS)
+async def stats(request: Request) -> JSONResponse:
+    """A snapshot: the fields of WorkerStats."""
+    return JSONResponse(asdict(await _control(request).worker.stats()))
+
+
+@router.get(wire.STATUS)
+async def status(request: Request) -> JSONResponse:
+    """What this server is, and which hooks are live. Answers with a dead engine too."""
+    control = _control(request)
+    worker, cycle = control.worker, control.worker.cycle
+    return JSONResponse(
+        {
+            **control.facts,
+            "weight_version": cycle.version,
+            "weight_label": cycle.label,
+            "suspended": cycle.suspended,
+            "unusable": cycle.unusable,
+            "relay": cycle.relay,
+            "held": worker.held,
+            "broken": worker.broken,
+            # Of this process; scheduler and worker extension are the engine's, and without them it would not have started.
+            "hooks": {**vllm_rlplugin.status(), "scheduler": True, "worker_extension": True},
+        }
+    )
+
+
+# vLLM's own names and verbs: parameters and answers as in vllm/entrypoints/rl/online/api_router.py (0.32, 0.33).
+
+
+@router.post("/pause")
+async def pause_generation(
+    request: Request,
+    mode: Annotated[bodies.PauseMode, Query()] = "abort",
+    clear_cache: Annotated[bool, Query()] = True,
+) -> JSONResponse:
+    """Pause the engine: ``abort`` in-flight requests, ``wait`` for them, or ``keep`` them."""
+    worker = _control(request).worker
+    await worker.cycle.pause(mode, clear_cache=clear_cache)
+    return JSONResponse({"status": "paused"})
+
+
+@router.post("/resume")
+async def resume_generation(request: Request) -> JSONResponse:
+    """Go on after a pause."""
+    await _control(request).worker.resume()
+    return JSONResponse({"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> JSONResponse:
+    """Whether the engine is paused."""
+    return JSONResponse({"is_paused": _control(request).worker.cycle.suspended})
+
+
+@router.post("/abort_requests")
+async def abort_requests(request: Request, body: bodies.AbortRequestsBody | None = None) -> JSONResponse:
+    """Abort requests of ours or of serving users by id; without ids: all."""
+    aborted = await _control(request).worker.abort_stock(body.request_ids if body is not None else None)
+    return JSONResponse({"status": "aborted", "aborted": aborted})
+
+
+@router.post("/init_weight_transfer_engine")
+async def init_weight_transfer_engine(request: Request, body: bodies.InitBody) -> JSONResponse:
+    """Connect to the weight relay: ``{"init_info": {"endpoint": {...}}}``, the fields of a RelayEndpoint."""
+    await _control(request).worker.cycle.connect(body.init_info)
+    return JSONResponse({"message": "Weight transfer initialized"})
+
+
+@router.post("/start_weight_update")
+async def start_weight_update(request: Request) -> JSONResponse:
+    """Begin an update. Only while paused."""
+    await _control(request).worker.cycle.start()
+    return JSONResponse({"message": "Weight update started"})
+
+
+@router.post("/update_weights")
+async def update_weights(request: Request, body: bodies.UpdateWeightsBody) -> JSONResponse:
+    """Fetch and verify: ``{"update_info": {"version": N}}``."""
+    await _control(request).worker.cycle.receive(body.update_info)
+    return JSONResponse({"message": "Weights updated"})
+
+
+@router.post("/finish_weight_update")
+async def finish_weight_update(request: Request, body: bodies.FinishBody | None = None) -> JSONResponse:
+    """Load what was fetched, and name it (``weight_version``; default: its number)."""
+    await _control(request).worker.cycle.finish(body.weight_version if body is not None else None)
+    return JSONResponse({"message": "Weight update finished"})
+
+
+@router.get("/weight_info")
+async def weight_info(request: Request) -> JSONResponse:
+    """vLLM's label of the weights that are loaded."""
+    return JSONResponse({"weight_version": _control(request).worker.cycle.label})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(
+    request: Request,
+    reset_running_requests: Annotated[bool, Query()] = False,
+    reset_external: Annotated[bool, Query()] = False,
+) -> JSONResponse:
+    """Forget all cached prefixes; false while blocks are in use, unless running requests are to be recomputed."""
+    done = await _control(request).worker.reset_prefix_cache(reset_running_requests, reset_external)
+    return JSONResponse({"success": done})
+
+
+class ControlPlugin:
+    """What vLLM's entry point ``vllm.endpoint_plugins`` makes."""
+
+    name = PLUGIN
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes. They take the place of vLLM's development routes of the same name."""
+        if os.environ.get(ACTIVE) != "1":
+            _logger.warning("the control endpoints stay closed: the plugin was loaded, but not asked for")
+            return
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Make the worker. Raises ConfigError when this server cannot have one: it does not start then."""
+        if os.environ.get(ACTIVE) != "1":
+            return
+        config = engine_client.vllm_config
+        _check_topology(config, args)
+        options = FrontendOptions.of(args)
+        relay = options.relay_endpoint()
+        metrics = Metrics()
+        worker = ServedWorker(
+            engine_client,
+            Limits.of(config),
+            name=f"vllm-serve-{os.getpid()}",
+            observe_update=metrics.phase,
+            observe_completion=metrics.completion,
+        )
+        try:
+            await worker.open(None if relay is None else relay.to_dict())
+        except RetryableError as error:
+            raise ConfigError("--rl-relay", options.relay, str(error)) from error
+        instance = secrets.token_hex(8)
+        control = Control(worker, _facts(config, worker, instance, options))
+        control.refreshing = asyncio.create_task(keep_fresh(metrics, worker), name="rl-coserve metrics")
+        setattr(
+            state, STATE, Door(Guard(find_token(options, os.environ), options.networks()), _bytes(options), instance)
+        )
+        setattr(state, CONTROL, control)
+        _warn(control)
+
+
+def _bytes(options: FrontendOptions) -> int:
+    return options.max_body_mb << 20
+
+
+def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOptions) -> dict[str, Any]:
+    limits = worker.limits
+    return {
+        "protocol": wire.PROTOCOL,
+        "instance": instance,
+        "worker": worker.name,
+        "model": config.model_config.model,
+        "logprobs_mode": config.model_config.logprobs_mode,
+        "options": PluginOptions.of(config).to_dict(),
+        "limits": {
+            "max_model_len": limits.model_len,
+            "vocabulary": limits.vocabulary,
+            "max_num_seqs": limits.slots,
+            "max_body_bytes": _bytes(options),
+            "max_requests": wire.MAX_REQUESTS,
+            "max_ids": wire.MAX_IDS,
+        },
+    }
+
+
+def _check_topology(config: Any, args: Namespace) -> None:
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise ConfigError("--api-server-count", args.api_server_count, "the control endpoints need one process: give 1")
+    if config.parallel_config.data_parallel_size > 1:
+        size = config.parallel_config.data_parallel_size
+        raise ConfigError(
+            "--data-parallel-size", size, "the control endpoints command one engine: start a server per engine"
+        )
+
+
+def _warn(control: Control) -> None:
+    import vllm.envs as envs
+
+    if envs.VLLM_SERVER_DEV_MODE:
+        _logger.warning(
+            "VLLM_SERVER_DEV_MODE is set: vLLM's development routes (/collective_rpc, /sleep and others) are open to "
+            "everyone without a token; rl-coserve does not need it"
+        )
+    if (mode := control.facts["logprobs_mode"]) != SAMPLING_LOGPROBS:
+        _logger.warning(
+            "--logprobs-mode is %s: log-probs of rollouts are those of the sampling distribution only with %s",
+            mode,
+            SAMPLING_LOGPROBS,
+        )
