@@ -125,6 +125,7 @@ class EnvManager:
                     token_ids=tuple(context),
                     sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
                     task=episode.prompt.task,
+                    group_id=episode.group_id,
                 )
             )
             answered = loop.time()

@@ -1,9 +1,9 @@
 """The loop: six steps of RollArt 6.2, trajectories flowing beside them.
 
 Each iteration: (1) ``get_batch`` collects complete groups while the previous batch still trains; then, once that is
-trained and published, (2) suspend, (3) update, (4) resume the rollout workers, which (5) recompute the KV of what is in
-flight and go on, while (6) ``train_step`` runs on the batch. ``sync`` mode trains before it resumes and starts nothing
-meanwhile: the same code with alpha = 0.
+trained and published, and the rollout workers have fetched it while they generate, (2) suspend, (3) update, (4) resume
+them; they (5) recompute the KV of what is in flight and go on, while (6) ``train_step`` runs on the batch. ``sync`` mode
+trains before it resumes and starts nothing meanwhile: the same code with alpha = 0.
 
 Guarantees: every trajectory that starts is in the ledger and ends there; the ledger is checked at every step's end; a
 checkpoint holds everything a resume needs; what waits, waits with a named reason.
@@ -175,15 +175,18 @@ class Pipeline:
             batch.cancel()
 
     async def _sync_weights(self, step: int) -> None:
-        """Steps 2 to 4: bring the rollout workers to the trainer's version."""
+        """Steps 2 to 4: bring the rollout workers to the trainer's version. They stand still only while they load it."""
         version, proxy, events = self.position.version, self.rollout.proxy, self.parts.events
         if proxy.version == version:
             return
+        with events.stage("prepare", step) as note:
+            note.waiting_for = f"weights of version {version} from the relay"
+            await proxy.prepare(version)
         with events.stage("suspend", step) as note:
             note.waiting_for = "the engine step in progress"
             await proxy.suspend()
         with events.stage("update", step) as note:
-            note.waiting_for = f"weights of version {version} from the relay"
+            note.waiting_for = f"weights of version {version} to be loaded"
             results = await proxy.update(version)
         with events.stage("resume", step):
             await proxy.resume()
@@ -200,6 +203,10 @@ class Pipeline:
                 kv_used=stats.kv_used,
                 kv_capacity=stats.kv_capacity,
                 preemptions=stats.preemptions,
+                outranked=stats.outranked,
+                prefix_queries=stats.prefix_queries,
+                prefix_hits=stats.prefix_hits,
+                oldest_wait=round(stats.oldest_wait, 3),
                 tokens_per_s=round(stats.tokens_per_s, 3),
                 version=stats.version,
             )

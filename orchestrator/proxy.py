@@ -3,7 +3,8 @@
 Guarantees: ``generate`` ends in exactly one completion or one error, whatever happens to workers; a request whose worker
 died or stalled is sent again elsewhere, or to the same worker once it is back; duplicated completions are ignored; while
 suspended no request reaches a worker, and none is refused; a worker that comes back gets the current weights before its
-first request. All commands of one tick of the event loop to one worker travel in one call.
+first request. All commands of one tick of the event loop to one worker travel in one call. A worker that refuses a command
+(its weights are unusable, or it is not in the state that it should be in) is brought up anew like one that died.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
+    CommandError,
     Completion,
     GenerationRequest,
     ManagedWorker,
@@ -23,6 +25,8 @@ from orchestrator.api import (
 )
 from orchestrator.events import EventLog
 from orchestrator.policies.routing import CacheAffineRouting, WorkerLoad
+
+_LOST = (RetryableError, CommandError)  # what a worker raises that has to be brought up anew
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class LLMProxy:
         self._pending: dict[str, Pending] = {}
         self._holder: dict[str, int] = {}  # trajectory -> lane that holds its prefix
         self._suspended = False
+        self._preparing = -1  # the version that workers fetch, -1: none
         self._watch: asyncio.Task[None] | None = None
         self.version = -1  # none yet
         self.tokens = 0  # generated so far
@@ -141,6 +146,28 @@ class LLMProxy:
 
     # -- the six-step protocol's commands ----------------------------------------------------------------------------
 
+    async def prepare(self, version: int) -> None:
+        """Let every live worker fetch ``version`` while it generates. A failure costs only time: ``update`` fetches what
+        was not prepared, and a worker that died in it is noticed by its completions."""
+
+        async def one(lane: _Lane) -> None:
+            why = ""
+            try:
+                async with asyncio.timeout(self._stall_timeout):
+                    await lane.worker.prepare(version)
+            except _LOST as error:
+                why = str(error)
+            except TimeoutError:
+                why = f"no answer for {self._stall_timeout} s"
+            if why:
+                self.note_fault(f"prepare {lane.worker.name}", why)
+
+        self._preparing = version
+        try:
+            await asyncio.gather(*(one(lane) for lane in self._lanes if lane.alive))
+        finally:
+            self._preparing = -1
+
     async def suspend(self) -> None:
         """Hold new requests, and stop every live worker between two steps."""
         self._suspended = True
@@ -186,7 +213,7 @@ class LLMProxy:
             try:
                 async with asyncio.timeout(self._stall_timeout):
                     await call(lane)
-            except RetryableError as error:
+            except _LOST as error:
                 why = str(error)
             except TimeoutError:
                 why = f"no answer to a command for {self._stall_timeout} s"
@@ -215,7 +242,7 @@ class LLMProxy:
                         continue  # delivered twice, or aborted meanwhile
                     self.tokens += len(completion.token_ids)
                     pending.answer.set_result(completion)
-        except RetryableError as error:
+        except _LOST as error:
             self._lost(lane, str(error))
 
     async def _send(self, lane: _Lane) -> None:
@@ -231,7 +258,7 @@ class LLMProxy:
                     await lane.worker.add(requests)
                 if aborts:
                     await lane.worker.abort(aborts)
-        except RetryableError as error:
+        except _LOST as error:
             self._lost(lane, str(error))
 
     def _lost(self, lane: _Lane, why: str) -> None:
@@ -272,7 +299,7 @@ class LLMProxy:
                             await lane.worker.resume()
                     else:
                         await asyncio.sleep(0.05)
-            except (RetryableError, TimeoutError) as error:
+            except (*_LOST, TimeoutError) as error:
                 self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {error!r}")
                 continue
             self._open_lane(lane)
@@ -312,7 +339,9 @@ class LLMProxy:
         reviving = [lane.worker.name for lane in self._lanes if not lane.alive and not lane.removed]
         if reviving:
             return f"worker {', '.join(reviving)} to come back"
-        return "weight update" if self._suspended else ""
+        if self._suspended:
+            return "weight update"
+        return f"weights of version {self._preparing} to reach the workers" if self._preparing >= 0 else ""
 
     @property
     def in_flight(self) -> int:

@@ -1,11 +1,12 @@
 """LLMProxy: each request ends once, whatever workers do. The workers here are scripted doubles behind the port."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 
 from orchestrator.api import (
+    CommandError,
     Completion,
     GenerationRequest,
     RetryableError,
@@ -32,6 +33,8 @@ class ScriptedWorker:
         self.restarts = 0
         self.dead = False
         self.fail_restarts = 0
+        self.fail_prepare: Exception | None = None
+        self.refuse_updates = 0
         self.version = 0
         self._done: asyncio.Queue[Completion] = asyncio.Queue()
         self._died = asyncio.Event()
@@ -54,9 +57,14 @@ class ScriptedWorker:
         self.held.pop(name, None)
         self._done.put_nowait(done)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
         self._check()
         self.aborted.extend(request_ids)
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        self._check()
 
     async def completions(self) -> list[Completion]:
         self._check()
@@ -78,9 +86,18 @@ class ScriptedWorker:
         self._check()
         self.commands.append("suspend")
 
+    async def prepare(self, version: int) -> None:
+        self._check()
+        self.commands.append(f"prepare {version}")
+        if self.fail_prepare is not None:
+            raise self.fail_prepare
+
     async def update(self, version: int) -> UpdateResult:
         self._check()
         self.commands.append(f"update {version}")
+        if self.refuse_updates:
+            self.refuse_updates -= 1
+            raise CommandError("weights_unusable", "the update failed half-way")
         self.version = version
         return UpdateResult(version, 0, 0.0)
 
@@ -161,6 +178,62 @@ def test_a_dead_workers_requests_are_sent_again_and_the_worker_gets_the_current_
     assert worker.added == ["r", "r"]
     assert worker.commands[-3:] == ["suspend", "update 7", "resume"]
     assert any('"recovered"' in line for line in sink.lines)
+
+
+@pytest.mark.parametrize(
+    "failure", [RetryableError("not on the relay yet"), CommandError("no_relay", "it was told no relay")]
+)
+def test_a_version_that_cannot_be_prepared_is_a_fault_and_the_update_fetches_it(failure: Exception) -> None:
+    first, second = ScriptedWorker("a"), ScriptedWorker("b")
+    first.fail_prepare = failure
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        await proxy.prepare(3)
+        assert proxy.waiting_for == ""
+        await proxy.suspend()
+        assert [result.version for result in await proxy.update(3)] == [3, 3]
+        await proxy.resume()
+        assert not fatal
+
+    sink = play([first, second], scenario)
+    assert first.commands == second.commands == ["prepare 3", "suspend", "update 3", "resume"]
+    assert first.restarts == 0
+    assert sum('"fault"' in line for line in sink.lines) == 1
+
+
+def test_a_worker_that_hangs_in_prepare_does_not_hold_up_the_run() -> None:
+    worker = ScriptedWorker("w")
+
+    async def hang(version: int) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        worker.prepare = hang  # type: ignore[method-assign]
+        preparing = asyncio.ensure_future(proxy.prepare(3))
+        await asyncio.sleep(0.05)
+        assert "version 3" in proxy.waiting_for
+        assert (await proxy.generate(request("r"))).finish_reason == "stop"
+        await preparing
+
+    play([worker], scenario, stall=0.4)
+    assert worker.restarts == 0
+
+
+def test_a_worker_whose_weights_are_unusable_is_brought_up_anew() -> None:
+    worker = ScriptedWorker("w")
+    worker.refuse_updates = 1
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        await proxy.suspend()
+        assert await proxy.update(4) == []
+        await proxy.resume()
+        assert (await proxy.generate(request("r"))).versions == ((4, 2),)
+        assert not fatal
+
+    sink = play([worker], scenario)
+    assert worker.restarts == 1
+    assert worker.commands == ["suspend", "update 4", "suspend", "update 4", "resume"]
+    assert any("half-way" in line for line in sink.lines)
 
 
 def test_with_another_worker_alive_the_request_does_not_wait_for_the_restart() -> None:

@@ -25,7 +25,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.ledger import Ledger
 from orchestrator.policies.staleness import StalenessBound
 from orchestrator.sim.run import SimResult, SimulationFailed, simulate
-from orchestrator.sim.worker import SimWorker
+from orchestrator.sim.worker import FETCH_SHARE, SimWorker
 
 SEEDS = 200
 
@@ -117,6 +117,22 @@ def test_a_run_without_faults_completes_and_accounts_for_everything(mode: tuple[
     ends = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
     assert ledger["started"] == sum(ledger[name] for name in ends)
     assert max(map(int, result.summary["staleness"])) <= mode[1]
+
+
+@pytest.mark.parametrize("mode", [("sync", 0), ("async", 1)])
+def test_workers_fetch_new_weights_before_they_stand_still(mode: tuple[str, int]) -> None:
+    result = simulate(config(f"run.mode={mode[0]}", f"rollout.alpha={mode[1]}", "sim.update_seconds=4.0"))
+    events = [json.loads(line) for line in result.events.decode().splitlines()]
+    wanted = ("prepare", "suspend", "update", "resume")
+    stages = [event for event in events if event["kind"] == "stage" and event["stage"] in wanted]
+    assert len(stages) >= 4 * 4
+    for index in range(0, len(stages), 4):
+        group = stages[index : index + 4]
+        assert tuple(stage["stage"] for stage in group) == wanted
+        prepare, _, update, _ = group
+        assert "from the relay" in prepare["waiting_for"]
+        assert prepare["end"] - prepare["start"] == pytest.approx(FETCH_SHARE * 4.0)
+        assert update["end"] - update["start"] == pytest.approx((1 - FETCH_SHARE) * 4.0)
 
 
 def test_asynchronous_training_is_faster_than_synchronous() -> None:

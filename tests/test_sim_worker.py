@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import Completion, GenerationRequest, ManagedWorker, RetryableError, RunError, Sampling
+from orchestrator.api import CommandError, Completion, GenerationRequest, ManagedWorker, RetryableError, Sampling
 from orchestrator.config import Config, load_config
 from orchestrator.sim.contract import CHECKS, Rig
 from orchestrator.sim.draws import END, response
 from orchestrator.sim.faults import FaultInjector, FaultyWorker
 from orchestrator.sim.loop import run
-from orchestrator.sim.worker import RESTART_SECONDS, SimWeights, SimWorker
+from orchestrator.sim.worker import FETCH_SHARE, RESTART_SECONDS, SimWeights, SimWorker
 
 STEP, SEQUENCE, PREFILL = 0.02, 0.001, 0.0001
 
@@ -218,6 +218,8 @@ def test_death_loses_all_requests_and_every_call_says_so_until_restart() -> None
             worker.completions,
             lambda: worker.add([request("b")]),
             lambda: worker.abort(["a/0"]),
+            lambda: worker.prioritize({"a": 1}),
+            lambda: worker.prepare(0),
             lambda: worker.update(0),
         )
         for call in calls:
@@ -255,16 +257,59 @@ def test_a_death_during_suspend_update_or_restart_is_told_to_the_caller() -> Non
     run(main())
 
 
-def test_protocol_errors_of_the_caller_are_not_survived() -> None:
+def test_commands_that_cannot_be_are_refused_and_change_nothing() -> None:
     async def main() -> None:
         worker, weights = await worker_at_version_0(config())
-        with pytest.raises(RunError, match="not suspended"):
+        with pytest.raises(CommandError, match="without suspend"):
             await worker.update(0)
         await worker.suspend()
         with pytest.raises(RetryableError, match="not on the relay"):
             await worker.update(7)
         weights.put(7)
-        assert (await worker.update(7)).version == 7
+        first = asyncio.create_task(worker.update(7))
+        await asyncio.sleep(0)
+        for call in (worker.update(7), worker.resume()):
+            with pytest.raises(CommandError, match="in progress"):
+                await call
+        assert (await first).version == 7
+
+    run(main())
+
+
+def test_a_prepared_update_costs_only_the_loading() -> None:
+    async def main() -> None:
+        worker, weights = await worker_at_version_0(config("sim.update_seconds=8.0"))
+        loop = asyncio.get_running_loop()
+        for prepared in (False, True, False):
+            version = (await worker.stats()).version + 1
+            weights.put(version)
+            begun = loop.time()
+            if prepared:
+                await worker.prepare(version)
+                await worker.prepare(version)
+                assert loop.time() - begun == pytest.approx(FETCH_SHARE * 8.0)
+            await worker.suspend()
+            seconds = (await worker.update(version)).seconds
+            assert seconds == pytest.approx((1 - FETCH_SHARE) * 8.0 if prepared else 8.0)
+            await worker.resume()
+
+    run(main())
+
+
+def test_spoilt_weights_keep_the_worker_suspended_until_an_update_succeeds() -> None:
+    async def main() -> None:
+        worker, weights = await worker_at_version_0(config())
+        await worker.suspend()
+        with pytest.raises(CommandError, match="half-way"):
+            worker.spoil()
+        with pytest.raises(CommandError) as refused:
+            await worker.resume()
+        assert refused.value.code == "weights_unusable"
+        assert (await worker.stats()).suspended
+        weights.put(1)
+        await worker.update(1)
+        await worker.resume()
+        assert not (await worker.stats()).suspended
 
     run(main())
 

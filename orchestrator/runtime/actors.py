@@ -1,8 +1,9 @@
 """Engines in Ray actors: one process each, addressed through the same ports as the simulated ones.
 
 Guarantees: plugin classes are named by string and resolved inside the actor, so the orchestrator imports no engine; what an
-actor raises arrives as :class:`RetryableError` or :class:`ConfigError` with its cause in words; a dead process is a
-:class:`RetryableError` from every call. A restarted actor is a new process with the same arguments.
+actor raises arrives as :class:`RetryableError` with its cause in words, or as the :class:`ConfigError` or
+:class:`CommandError` that it is; a dead process is a :class:`RetryableError` from every call. A restarted actor is a new
+process with the same arguments.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import asyncio
 import importlib
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.api import (
+    CommandError,
     Completion,
     ConfigError,
     GenerationRequest,
@@ -26,7 +28,7 @@ from orchestrator.api import (
     WorkerStats,
 )
 
-_OK, _CONFIG, _ERROR = "ok", "config", "error"
+_OK, _CONFIG, _COMMAND, _ERROR = "ok", "config", "command", "error"
 
 
 class ActorHost:
@@ -43,9 +45,9 @@ class ActorHost:
         """Call ``module:function``."""
         return await self._answer(_resolve(target), **kwargs)
 
-    async def call(self, method: str, *args: Any) -> tuple[str, Any]:
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any]:
         """Call a method of the object."""
-        return await self._answer(getattr(self._object, method), *args)
+        return await self._answer(getattr(self._object, method), *args, **kwargs)
 
     def pid(self) -> int:
         """The process id, for those who watch it."""
@@ -61,6 +63,8 @@ class ActorHost:
             return _OK, await value if asyncio.iscoroutine(value) else value
         except ConfigError as error:
             return _CONFIG, (error.field, str(error.value), error.fix)
+        except CommandError as error:
+            return _COMMAND, (error.code, error.detail)
         except Exception as error:  # noqa: BLE001  the border of a process: everything is reported to the other side
             where = "".join(traceback.format_exception(error)[-3:])
             return _ERROR, f"{type(error).__name__}: {error}\n{where}"
@@ -86,26 +90,28 @@ class Actor:
         options = {"num_cpus": 1, "max_concurrency": 64, "runtime_env": {"env_vars": self._environment}}
         self._handle = ray.remote(ActorHost).options(**options).remote()
 
-    async def ask(self, what: str, *args: Any) -> Any:
+    async def ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the host and unwrap its answer."""
         import ray
 
         if self._handle is None:
             raise RetryableError(f"{self.name} is not running")
         try:
-            tag, value = await getattr(self._handle, what).remote(*args)
+            tag, value = await getattr(self._handle, what).remote(*args, **kwargs)
         except ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()
             raise RetryableError(f"{self.name} died: {reason[0] if reason else type(error).__name__}") from error
         if tag == _CONFIG:
             raise ConfigError(*value)
+        if tag == _COMMAND:
+            raise CommandError(*value)
         if tag == _ERROR:
             raise RetryableError(f"{self.name}: {value}")
         return value
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the hosted object."""
-        return await self.ask("call", method, *args)
+        return await self.ask("call", method, *args, **kwargs)
 
     async def pid(self) -> int:
         """Its process id."""
@@ -148,9 +154,15 @@ class RayWorker:
         """See the protocol."""
         await self._actor.call("add", list(requests))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
         """See the protocol."""
-        await self._actor.call("abort", list(request_ids))
+        await self._actor.call("abort", list(request_ids), trajectories=list(trajectories), groups=list(groups))
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        """See the protocol."""
+        await self._actor.call("prioritize", dict(priorities))
 
     async def completions(self) -> list[Completion]:
         """See the protocol."""
@@ -160,6 +172,10 @@ class RayWorker:
     async def suspend(self) -> None:
         """See the protocol."""
         await self._actor.call("suspend")
+
+    async def prepare(self, version: int) -> None:
+        """See the protocol."""
+        await self._actor.call("prepare", version)
 
     async def update(self, version: int) -> UpdateResult:
         """See the protocol."""

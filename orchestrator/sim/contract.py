@@ -14,18 +14,28 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
-from orchestrator.api import Completion, GenerationRequest, RetryableError, RolloutWorker, Sampling
+from orchestrator.api import (
+    CommandError,
+    Completion,
+    GenerationRequest,
+    RetryableError,
+    RolloutWorker,
+    Sampling,
+    UpdateResult,
+)
 
 _NUMBERS = count()  # request ids are never used twice on one worker
+_ROUNDING = 1e-5  # seconds: workers may round their times
 
 
 @dataclass
 class Rig:
     """``publish`` makes the next version available to the worker and returns it. ``quiet`` is how long nothing must come
-    for the worker to count as done. ``limit``: seconds that any wait may take."""
+    for the worker to count as done. ``limit``: seconds that any wait may take. The worker runs less than a quarter of
+    ``many`` requests at once, and its model is shorter than ``too_long`` tokens."""
 
     worker: RolloutWorker
     publish: Callable[[], Awaitable[int]]
@@ -33,14 +43,29 @@ class Rig:
     max_tokens: int = 12
     long_tokens: int = 48  # of a response that is interrupted on the way
     many: int = 40  # requests; more than the worker runs at once
+    too_long: int = 1024  # tokens
     quiet: float = 0.5
     limit: float = 60.0
 
-    def requests(self, number: int, max_tokens: int = 0) -> list[GenerationRequest]:
-        """Fresh requests of as many trajectories."""
+    def requests(
+        self, number: int, max_tokens: int = 0, *, priority: int = 0, group: str = "", trajectory: str = ""
+    ) -> list[GenerationRequest]:
+        """Fresh requests of as many trajectories, or all of one."""
         names = [f"contract-{next(_NUMBERS)}" for _ in range(number)]
         sampling = Sampling(max_tokens or self.max_tokens)
-        return [GenerationRequest(f"{name}/0", name, 0, self.prompt, sampling, "contract") for name in names]
+        return [
+            GenerationRequest(
+                f"{name}/0",
+                trajectory or name,
+                0,
+                self.prompt,
+                sampling,
+                "contract",
+                priority=priority,
+                group_id=group,
+            )
+            for name in names
+        ]
 
     async def collect(self, number: int) -> dict[str, Completion]:
         """Wait for so many completions, and fail when one comes twice."""
@@ -117,6 +142,84 @@ async def an_aborted_request_ends_in_one_completion(rig: Rig) -> None:
     await rig.nothing_more()
 
 
+async def trajectories_and_groups_are_aborted_whole_and_nothing_else(rig: Rig) -> None:
+    """Members that wait and members that run."""
+    label = f"abort-{next(_NUMBERS)}"
+    of_trajectory = rig.requests(3, rig.long_tokens, trajectory=label, group=f"{label}-a")
+    of_group = rig.requests(rig.many // 2, rig.long_tokens, group=f"{label}-b")
+    others = rig.requests(3, group=f"{label}-a")
+    await rig.worker.suspend()  # so that none of them has ended when the commands come
+    await rig.worker.add([*of_trajectory, *of_group, *others])
+    await rig.worker.abort(trajectories=[label, "no such trajectory"], groups=[f"{label}-b", "no such group"])
+    await rig.worker.resume()
+    chosen = [request.request_id for request in (*of_trajectory, *of_group)]
+    done = await rig.collect(len(chosen) + len(others))
+    well_formed(done.values())
+    for name, completion in done.items():
+        assert (completion.finish_reason == "abort") is (name in chosen), f"{name}: {completion.finish_reason}"
+    await rig.nothing_more()
+
+
+async def no_token_of_an_aborted_request_is_made_after_the_answer(rig: Rig) -> None:
+    """Running ones, by id, by trajectory and by group: from the answer on the worker generates nothing."""
+    group = f"stop-{next(_NUMBERS)}"
+    requests = rig.requests(9, rig.long_tokens, group=group)
+    await rig.worker.add(requests)
+    await rig.worker.abort([request.request_id for request in requests[:3]])
+    await rig.worker.abort(trajectories=[request.trajectory_id for request in requests[3:6]])
+    await rig.worker.abort(groups=[group])
+    before = await rig.worker.stats()
+    assert (before.running, before.waiting) == (0, 0), f"{before.running} run, {before.waiting} wait"
+    done = await rig.collect(len(requests))
+    well_formed(done.values())
+    await rig.nothing_more()
+    assert (await rig.worker.stats()).generated == before.generated
+
+
+async def a_prompt_that_does_not_fit_ends_in_an_error(rig: Rig) -> None:
+    """One completion, that says why; its neighbour is not touched."""
+    good, bad = rig.requests(2)
+    bad = replace(bad, token_ids=tuple(rig.prompt[index % len(rig.prompt)] for index in range(rig.too_long)))
+    await rig.worker.add([bad, good])
+    done = await rig.collect(2)
+    assert done[good.request_id].finish_reason in ("stop", "length")
+    refused = done[bad.request_id]
+    assert (refused.finish_reason, refused.token_ids) == ("error", ())
+    assert refused.error
+
+
+async def priority_can_be_raised_and_lowered_while_a_request_waits(rig: Rig) -> None:
+    """Lower numbers first. The one that came last starts among the first, and the other way round."""
+    requests = rig.requests(rig.many, priority=5)
+    first, last = requests[0], requests[-1]
+    await rig.worker.suspend()
+    await rig.worker.add(requests)
+    await rig.worker.prioritize({last.trajectory_id: 1, first.trajectory_id: 9, "no such trajectory": 0})
+    await rig.worker.resume()
+    done = await rig.collect(len(requests))
+    well_formed(done.values())
+    waited = {name: completion.timing.queued for name, completion in done.items()}
+    before_last = sum(seconds < waited[last.request_id] for seconds in waited.values())
+    before_first = sum(seconds < waited[first.request_id] for seconds in waited.values())
+    assert before_last < rig.many // 2, f"{before_last} started before the one that was raised"
+    assert before_first >= rig.many // 2, f"only {before_first} started before the one that was lowered"
+    await rig.worker.prioritize({last.trajectory_id: 0})  # theirs has ended
+
+
+async def times_of_a_completion_add_up(rig: Rig) -> None:
+    """Nothing is negative; the first token comes while the request runs, and the others after it."""
+    requests = rig.requests(rig.many)
+    await rig.worker.add(requests)
+    for completion in (await rig.collect(len(requests))).values():
+        timing, size = completion.timing, len(completion.token_ids)
+        whole = timing.queued + timing.running
+        assert min(timing.queued, timing.running, timing.first_token, timing.per_token) >= 0, f"{timing}"
+        assert timing.queued - _ROUNDING <= timing.first_token <= whole + _ROUNDING, f"{timing}"
+        others = timing.first_token + timing.per_token * (size - 1)
+        assert others <= whole + size * _ROUNDING, f"{timing}, {size} tokens"
+        assert (timing.per_token > 0) is (size > 1), f"{timing}, {size} tokens"
+
+
 async def requests_added_while_suspended_start_after_resume(rig: Rig) -> None:
     """They are accepted, and nothing comes before."""
     await rig.worker.suspend()
@@ -145,6 +248,66 @@ async def in_flight_tokens_survive_an_update(rig: Rig) -> None:
     assert any(item.versions[-1][0] == version for item in done.values()), "nothing was made by the new weights"
 
 
+async def a_prepared_version_is_loaded_and_preparing_disturbs_nothing(rig: Rig) -> None:
+    """Twice, while requests run; what the relay does not have is told, and changes nothing."""
+    requests = rig.requests(4, rig.long_tokens)
+    old = (await rig.worker.stats()).version
+    await rig.worker.add(requests)
+    version = await rig.publish()
+    await rig.worker.prepare(version)
+    await rig.worker.prepare(version)
+    assert (await rig.worker.stats()).version == old
+    assert all(item.versions[-1][0] == old for item in (await rig.collect(len(requests))).values())
+    await rig.worker.suspend()
+    assert (await rig.worker.update(version)).version == version
+    await rig.worker.resume()
+    try:
+        await rig.worker.prepare(version + 1000)
+    except RetryableError:
+        assert (await rig.worker.stats()).version == version
+    else:
+        raise AssertionError("a version that nobody published was prepared")
+    requests = rig.requests(1)
+    await rig.worker.add(requests)
+    ((_, completion),) = (await rig.collect(1)).items()
+    assert completion.versions == ((version, len(completion.token_ids)),)
+
+
+async def an_update_is_refused_when_it_cannot_be_and_the_old_weights_go_on(rig: Rig) -> None:
+    """Without SUSPEND, to an older version, to one that the relay does not have."""
+    version = await rig.publish()
+    assert await _refusal(rig, version) == "not_suspended"
+    await rig.worker.suspend()
+    await rig.worker.update(version)
+    assert await _refusal(rig, version - 1) == "version_decreases"
+    try:
+        await rig.worker.update(version + 1000)
+    except RetryableError:
+        pass
+    else:
+        raise AssertionError("a version that nobody published was loaded")
+    await rig.worker.resume()
+    stats = await rig.worker.stats()
+    assert (stats.version, stats.suspended) == (version, False)
+    requests = rig.requests(1)
+    await rig.worker.add(requests)
+    ((_, completion),) = (await rig.collect(1)).items()
+    assert completion.versions == ((version, len(completion.token_ids)),)
+
+
+async def two_updates_at_once_are_not_mixed(rig: Rig) -> None:
+    """One waits for the other, or is refused. Afterwards the worker is in a defined state."""
+    version = await rig.publish()
+    await rig.worker.suspend()
+    answers = await asyncio.gather(rig.worker.update(version), rig.worker.update(version), return_exceptions=True)
+    refused = [answer for answer in answers if not isinstance(answer, UpdateResult)]
+    assert len(refused) < 2, f"{answers}"
+    assert all(isinstance(answer, CommandError) and answer.code == "update_in_progress" for answer in refused)
+    await rig.worker.resume()
+    stats = await rig.worker.stats()
+    assert (stats.version, stats.suspended) == (version, False)
+
+
 async def suspend_and_resume_are_idempotent(rig: Rig) -> None:
     """Twice is as good as once."""
     requests = rig.requests(2)
@@ -161,6 +324,26 @@ async def an_idle_worker_says_so(rig: Rig) -> None:
     stats = await rig.worker.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert 0 <= stats.kv_used <= stats.kv_capacity
+    assert 0 <= stats.prefix_hits <= stats.prefix_queries
+    assert stats.oldest_wait == 0.0
+    assert (stats.suspended, stats.stalled) == (False, False)
+
+
+async def statistics_count_what_happens(rig: Rig) -> None:
+    """Tokens, those that wait while suspended, and that it is suspended."""
+    before = await rig.worker.stats()
+    requests = rig.requests(3)
+    await rig.worker.suspend()
+    await rig.worker.add(requests)
+    stats = await rig.worker.stats()
+    assert (stats.running, stats.waiting, stats.suspended) == (0, 3, True)
+    assert stats.oldest_wait >= 0.0
+    await rig.worker.resume()
+    done = await rig.collect(3)
+    after = await rig.worker.stats()
+    tokens = sum(len(completion.token_ids) for completion in done.values())
+    assert after.generated - before.generated == tokens
+    assert after.prefix_queries > before.prefix_queries
 
 
 async def close_is_idempotent_and_final(rig: Rig) -> None:
@@ -173,6 +356,9 @@ async def close_is_idempotent_and_final(rig: Rig) -> None:
         lambda: pending,
         rig.worker.completions,
         lambda: rig.worker.add(rig.requests(1)),
+        lambda: rig.worker.abort(["no such request"]),
+        lambda: rig.worker.prioritize({"no such trajectory": 1}),
+        lambda: rig.worker.prepare(1),
         rig.worker.suspend,
         rig.worker.stats,
     ]
@@ -185,13 +371,30 @@ async def close_is_idempotent_and_final(rig: Rig) -> None:
         raise AssertionError("a closed worker answered")
 
 
+async def _refusal(rig: Rig, version: int) -> str:
+    try:
+        await rig.worker.update(version)
+    except CommandError as error:
+        return error.code
+    return ""
+
+
 CHECKS: tuple[Callable[[Rig], Awaitable[None]], ...] = (
     every_request_ends_in_exactly_one_completion,
     adding_a_request_twice_runs_it_once,
     an_aborted_request_ends_in_one_completion,
+    trajectories_and_groups_are_aborted_whole_and_nothing_else,
+    no_token_of_an_aborted_request_is_made_after_the_answer,
+    a_prompt_that_does_not_fit_ends_in_an_error,
+    priority_can_be_raised_and_lowered_while_a_request_waits,
+    times_of_a_completion_add_up,
     requests_added_while_suspended_start_after_resume,
     in_flight_tokens_survive_an_update,
+    a_prepared_version_is_loaded_and_preparing_disturbs_nothing,
+    an_update_is_refused_when_it_cannot_be_and_the_old_weights_go_on,
+    two_updates_at_once_are_not_mixed,
     suspend_and_resume_are_idempotent,
     an_idle_worker_says_so,
+    statistics_count_what_happens,
     close_is_idempotent_and_final,
 )

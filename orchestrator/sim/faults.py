@@ -4,7 +4,9 @@ At each call of a port the :class:`FaultInjector` draws, with probability ``sim.
 kind means depends on the port:
 
 | kind      | worker                        | trainer          | environment                        | reward             |
-| crash     | dies, its requests are lost   | dies             | raises                             | raises             |
+| crash     | dies, its requests are lost;  | dies             | raises                             | raises             |
+|           | in an update, or its weights  |                  |                                    |                    |
+|           | are spoilt                    |                  |                                    |                    |
 | delay     | answers late                  | answers late     | answers late, maybe past its limit | answers late       |
 | drop      | acts or not, never answers    | (see TRAINER)    | hangs                              | hangs              |
 | duplicate | command or completion twice   | publishes twice  | answers garbage (NaN, too long...) | NaN or infinite    |
@@ -17,7 +19,7 @@ calls: the loop makes that order a function of the seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from orchestrator.api import (
@@ -156,17 +158,30 @@ class FaultyWorker:
         self._faults = faults
         self._delivered: list[Completion] = []
 
-    async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = CALL) -> T:
+    async def _call(
+        self,
+        name: str,
+        act: Callable[[], Awaitable[T]],
+        possible: Sequence[str] = CALL,
+        crash: Callable[[], None] | None = None,
+    ) -> T:
         inner = self._inner
-        return await self._faults.call(f"worker.{name}", possible, act, inner.die, lambda: inner.incarnation)
+        return await self._faults.call(f"worker.{name}", possible, act, crash or inner.die, lambda: inner.incarnation)
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See the protocol."""
         await self._call("add", lambda: self._inner.add(requests))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
         """See the protocol."""
-        await self._call("abort", lambda: self._inner.abort(request_ids))
+        inner = self._inner
+        await self._call("abort", lambda: inner.abort(request_ids, trajectories=trajectories, groups=groups))
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        """See the protocol."""
+        await self._call("prioritize", lambda: self._inner.prioritize(priorities))
 
     async def completions(self) -> list[Completion]:
         """See the protocol. A duplicate delivers an earlier completion again, beside the new ones."""
@@ -190,9 +205,20 @@ class FaultyWorker:
         """See the protocol."""
         await self._call("suspend", self._inner.suspend)
 
-    async def update(self, version: int) -> UpdateResult:
+    async def prepare(self, version: int) -> None:
         """See the protocol."""
-        return await self._call("update", lambda: self._inner.update(version))
+        await self._call("prepare", lambda: self._inner.prepare(version))
+
+    async def update(self, version: int) -> UpdateResult:
+        """See the protocol. A crash kills the worker, or leaves it with half-loaded weights."""
+
+        def crash() -> None:
+            if self._faults.rng.random() < 0.5:
+                self._inner.die()
+            else:
+                self._inner.spoil()
+
+        return await self._call("update", lambda: self._inner.update(version), crash=crash)
 
     async def resume(self) -> None:
         """See the protocol."""

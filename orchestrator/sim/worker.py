@@ -2,14 +2,17 @@
 
 An engine step costs ``decode_seconds_per_step + decode_seconds_per_sequence x running + prefill_seconds_per_token x
 tokens prefilled in it`` and makes one token for each running sequence. Commands take effect between two steps. Steps in
-which nothing changes are crossed in one leap, so a response of a thousand tokens costs a few callbacks.
+which nothing changes are crossed in one leap, so a response of a thousand tokens costs a few callbacks. A weight update
+costs ``update_seconds``; the part of it that is the fetch is spent beforehand, beside generation, when it was prepared.
 
 Guarantees of the port that it keeps: each added request ends in exactly one completion (aborted ones too), commands are
 idempotent by request id, in-flight tokens survive ``suspend``/``update``/``resume`` and their KV is prefilled again after
 an update, each token carries the version that made it. A death loses all requests; every call then raises RetryableError
-until ``restart``. It starts with version -1: tokens made before the first update can be told.
+until ``restart``. It starts with version -1: tokens made before the first update can be told. Weights that were spoilt
+half-way (``spoil``) keep it suspended until an update succeeds.
 
-Not modelled: KV memory pressure and preemption, tensor parallelism, the growth of attention with context.
+Not modelled: KV memory pressure, preemption (priority decides who waits, never who runs), tensor parallelism, the growth of
+attention with context.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from orchestrator.api import (
+    CommandError,
     Completion,
     CompletionTiming,
     GenerationRequest,
     RetryableError,
-    RunError,
     UpdateResult,
     VersionSpans,
     WorkerStats,
@@ -36,6 +39,7 @@ from orchestrator.sim.draws import END, logprobs, response
 
 RESTART_SECONDS = 5.0  # a process and a small engine; a figure of this model, not a measurement
 MODEL_BYTES = 1 << 20  # nominal payload of one version
+FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of this model too
 
 
 class SimWeights:
@@ -62,10 +66,12 @@ class _Sequence:
     tokens: tuple[int, ...]
     arrived: float
     prefill: int
+    number: int  # of arrival
     made: int = 0
     booked: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     started: float = -1.0
+    first: float = -1.0  # when its first token was there
     done: bool = False
 
     @property
@@ -74,8 +80,8 @@ class _Sequence:
 
 
 class SimWorker:
-    """A ManagedWorker without a process. ``die`` is for the fault injector; ``said(trajectory, turn, versions)`` is told
-    of each response that ends by itself. ``incarnation`` changes with each death."""
+    """A ManagedWorker without a process. ``die`` and ``spoil`` are for the fault injector; ``said(trajectory, turn,
+    versions)`` is told of each response that ends by itself. ``incarnation`` changes with each death."""
 
     def __init__(
         self,
@@ -99,6 +105,9 @@ class SimWorker:
 
     def _reset(self) -> None:
         self._version = -1
+        self._prepared = -1  # the version that was fetched and not loaded yet
+        self._updating = False
+        self._unusable = ""  # why the weights are
         self._known: dict[str, _Sequence | None] = {}  # every request of this life; None when it has ended
         self._waiting: list[tuple[int, int, _Sequence]] = []
         self._running: dict[str, _Sequence] = {}
@@ -110,9 +119,10 @@ class SimWorker:
         self._owed = 0  # tokens to prefill before the next step
         self._finished: list[Completion] = []
         self._prefix: dict[str, int] = {}  # trajectory -> tokens whose KV is held
+        self._prompt_tokens = self._prompt_tokens_cached = 0
         self._news = asyncio.Event()
         self._suspended = False
-        self._stopping: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
+        self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
         self._leap: asyncio.TimerHandle | None = None
         self._leap_start = 0.0  # when its first decode step begins
         self._leap_step = 0.0  # seconds a step
@@ -130,18 +140,33 @@ class SimWorker:
         self._kick()
         await self._answer()
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
         """See the protocol."""
         self._check()
-        for request_id in request_ids:
-            sequence = self._known.get(request_id)
-            if sequence is None:
-                continue
-            if request_id in self._running and self._leap is not None:
+        in_step = False
+        for sequence in self._meant(request_ids, trajectories, groups):
+            if sequence.request.request_id in self._running and self._leap is not None:
                 self._aborting.append(sequence)
-            else:
+                in_step = True
+            elif not sequence.done:
                 self._finish(sequence, "abort")
         self._kick()
+        if in_step:
+            await self._step_ended()
+        await self._answer()
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        """See the protocol."""
+        self._check()
+        for sequence in self._unfinished():
+            priority = priorities.get(sequence.request.trajectory_id)
+            if priority is not None:
+                sequence.request = replace(sequence.request, priority=priority)
+        waiting = [entry[2] for entry in self._waiting if not entry[2].done]
+        self._waiting = [(sequence.request.priority, sequence.number, sequence) for sequence in waiting]
+        heapq.heapify(self._waiting)
         await self._answer()
 
     async def completions(self) -> list[Completion]:
@@ -158,14 +183,21 @@ class SimWorker:
     async def suspend(self) -> None:
         """See the protocol."""
         self._check()
-        incarnation = self.incarnation
         self._suspended = True
         if self._leap is not None:
             self._shorten()
-            if self._stopping is None:
-                self._stopping = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._stopping)
+            await self._step_ended()
+        await self._answer()
+
+    async def prepare(self, version: int) -> None:
+        """See the protocol."""
+        self._check()
+        incarnation = self.incarnation
+        self._check_version(version)
+        if version != self._prepared:
+            await asyncio.sleep(FETCH_SHARE * self._costs.update_seconds)
             self._check(incarnation)
+            self._prepared = version
         await self._answer()
 
     async def update(self, version: int) -> UpdateResult:
@@ -173,14 +205,20 @@ class SimWorker:
         self._check()
         incarnation = self.incarnation
         if not self._suspended or self._leap is not None:
-            raise RunError(f"{self.name}: update({version}) while not suspended")
-        if not self._weights.has(version):
-            raise RetryableError(f"{self.name}: version {version} is not on the relay")
+            raise CommandError("not_suspended", f"{self.name}: update to version {version} without suspend")
+        if self._updating:
+            raise CommandError("update_in_progress", f"{self.name}: another update is in progress")
+        self._check_version(version)
         begun = asyncio.get_running_loop().time()
-        await asyncio.sleep(self._costs.update_seconds)
-        self._check(incarnation)
-        if not self._suspended:
-            raise RunError(f"{self.name}: resumed while update({version}) was in progress")
+        costs = self._costs.update_seconds
+        self._updating = True
+        try:
+            await asyncio.sleep(costs if version != self._prepared else (1.0 - FETCH_SHARE) * costs)
+            self._check(incarnation)
+        finally:
+            if incarnation == self.incarnation:
+                self._updating = False
+        self._prepared, self._unusable = -1, ""
         for sequence in self._running.values():
             self._book(sequence)
         self._version = version
@@ -194,8 +232,11 @@ class SimWorker:
     async def resume(self) -> None:
         """See the protocol."""
         self._check()
+        if self._updating:
+            raise CommandError("update_in_progress", f"{self.name}: resume while an update is in progress")
+        if self._unusable:
+            raise CommandError("weights_unusable", f"{self.name}: {self._unusable}")
         self._suspended = False
-        self._stopped()
         self._kick()
         await self._answer()
 
@@ -206,14 +247,21 @@ class SimWorker:
         block = self._engine.block_size
         for sequence in self._running.values():
             self._book(sequence)
+        now = asyncio.get_running_loop().time()
+        waiting = [entry[2] for entry in self._waiting if not entry[2].done]
         return WorkerStats(
             running=len(self._running),
-            waiting=sum(not entry[2].done for entry in self._waiting),
+            waiting=len(waiting),
             kv_used=sum(math.ceil(sequence.context / block) for sequence in self._running.values()),
             kv_capacity=self._engine.max_num_seqs * math.ceil(self._engine.max_model_len / block),
             preemptions=0,
             tokens_per_s=self.generated / self._busy_seconds if self._busy_seconds else 0.0,
             version=self._version,
+            prefix_queries=self._prompt_tokens,
+            prefix_hits=self._prompt_tokens_cached,
+            generated=self.generated,
+            oldest_wait=max((now - sequence.arrived for sequence in waiting), default=0.0),
+            suspended=self._suspended,
         )
 
     async def restart(self) -> None:
@@ -248,9 +296,47 @@ class SimWorker:
         self._finished.clear()
         self._known.clear()
         self._news.set()
-        self._stopped()
+        self._end_step()
+
+    def spoil(self) -> None:
+        """An update fails while it is applied: the weights are unusable from now on."""
+        if self._dead:
+            return
+        self._unusable = "the last update failed half-way"
+        self._prepared = -1
+        raise CommandError("weights_unusable", f"{self.name}: {self._unusable}")
 
     # The engine.
+
+    def _check_version(self, version: int) -> None:
+        if version < self._version:
+            raise CommandError("version_decreases", f"{self.name}: {version} asked for, {self._version} is loaded")
+        if not self._weights.has(version):
+            raise RetryableError(f"{self.name}: version {version} is not on the relay")
+
+    def _unfinished(self) -> Iterator[_Sequence]:
+        yield from (sequence for sequence in self._known.values() if sequence is not None)
+
+    def _meant(self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]) -> list[_Sequence]:
+        """The unfinished requests that an ABORT names."""
+        named = [self._known.get(request_id) for request_id in request_ids]
+        found = [sequence for sequence in named if sequence is not None]
+        if trajectories or groups:
+            found += [
+                sequence
+                for sequence in self._unfinished()
+                if sequence.request.trajectory_id in trajectories
+                or (sequence.request.group_id and sequence.request.group_id in groups)
+            ]
+        return found
+
+    async def _step_ended(self) -> None:
+        """Wait until the engine step in progress has."""
+        incarnation = self.incarnation
+        if self._boundary is None:
+            self._boundary = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._boundary)
+        self._check(incarnation)
 
     def _check(self, incarnation: int | None = None) -> None:
         if self._dead or (incarnation is not None and incarnation != self.incarnation):
@@ -270,10 +356,12 @@ class SimWorker:
             mean = self._costs.response_tokens_mean
             tokens = response(self._seed, request.trajectory_id, request.turn, mean, limit)
         cached = self._prefix.pop(request.trajectory_id, 0)
-        sequence = _Sequence(request, tokens, now, max(1, len(request.token_ids) - cached))
+        self._prompt_tokens += len(request.token_ids)
+        self._prompt_tokens_cached += min(cached, len(request.token_ids))
+        sequence = _Sequence(request, tokens, now, max(1, len(request.token_ids) - cached), len(self._known))
         self._known[request.request_id] = sequence
         if tokens:
-            heapq.heappush(self._waiting, (request.priority, len(self._known), sequence))
+            heapq.heappush(self._waiting, (request.priority, sequence.number, sequence))
         else:
             error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
             self._finish(sequence, "error", error)
@@ -286,6 +374,8 @@ class SimWorker:
         now = asyncio.get_running_loop().time()
         started = sequence.started if sequence.started >= 0 else now
         tokens = sequence.tokens[: sequence.made]
+        first = sequence.first if tokens else sequence.arrived
+        per_token = (now - first) / (len(tokens) - 1) if len(tokens) > 1 else 0.0
         self._finished.append(
             Completion(
                 sequence.request.request_id,
@@ -293,7 +383,12 @@ class SimWorker:
                 logprobs(tokens),
                 merge_spans(sequence.spans),
                 reason,
-                CompletionTiming(round(started - sequence.arrived, 6), round(now - started, 6)),
+                CompletionTiming(
+                    round(started - sequence.arrived, 6),
+                    round(now - started, 6),
+                    round(first - sequence.arrived, 6),
+                    round(per_token, 9),
+                ),
                 error,
             )
         )
@@ -329,6 +424,9 @@ class SimWorker:
         self._leap_steps = self._ends[0][0] - self._steps
         self._owed = 0
         self._busy_seconds += self._leap_start - now
+        for sequence in self._running.values():
+            if sequence.first < 0:
+                sequence.first = self._leap_start + self._leap_step
         self._arm()
 
     def _arm(self) -> None:
@@ -357,9 +455,8 @@ class SimWorker:
             if not sequence.done:
                 self._finish(sequence, "abort")
         self._aborting.clear()
-        if self._suspended:
-            self._stopped()
-        else:
+        self._end_step()
+        if not self._suspended:
             self._begin_leap()
 
     def _book(self, sequence: _Sequence) -> None:
@@ -370,7 +467,7 @@ class SimWorker:
         sequence.spans.append((self._version, tokens))
         self.generated += tokens
 
-    def _stopped(self) -> None:
-        if self._stopping is not None and not self._stopping.done():
-            self._stopping.set_result(None)
-        self._stopping = None
+    def _end_step(self) -> None:
+        if self._boundary is not None and not self._boundary.done():
+            self._boundary.set_result(None)
+        self._boundary = None

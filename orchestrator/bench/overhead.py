@@ -1,0 +1,128 @@
+"""What idle-overhead and active-overhead share: engines in processes of their own, measured round by round in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from orchestrator.api import RunError
+
+_MAKE_MODEL = (
+    "import pathlib, sys; from vllm_rlplugin.recompute_probe import write_tiny_qwen3; "
+    "write_tiny_qwen3(pathlib.Path(sys.argv[1]), 0)"
+)
+
+
+class Probe:
+    """One engine process of ``vllm_rlplugin.overhead_probe``; one round at a time."""
+
+    def __init__(self, kind: str, model: Path, log: IO[str]) -> None:
+        self.kind = kind
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_rlplugin.overhead_probe", kind, str(model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+
+    def ready(self) -> dict[str, Any]:
+        """Wait for the engine; what is live in its process."""
+        return self._answer()
+
+    def round(self, requests: int, tokens: int, seed: int, adds: int = 0) -> dict[str, Any]:
+        """Generate, and say how long it took. ``adds``: further requests added meanwhile (our worker only)."""
+        assert self._process.stdin is not None
+        work = {"requests": requests, "tokens": tokens, "seed": seed, "adds": adds}
+        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def kill(self) -> None:
+        """Idempotent."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):  # an engine may print other lines
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        self._log.seek(0)
+        raise RunError(f"the {self.kind} engine ended: {self._log.read()[-800:]}")
+
+
+@contextlib.contextmanager
+def probes(kinds: tuple[str, ...]) -> Iterator[tuple[dict[str, Probe], dict[str, dict[str, Any]]]]:
+    """Started engines of these kinds on one tiny model, and what each says of its hooks."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-coserve-overhead-")))
+        subprocess.run([sys.executable, "-c", _MAKE_MODEL, str(folder)], check=True, capture_output=True)
+        started: dict[str, Probe] = {}
+        for kind in kinds:
+            probe = Probe(kind, folder, stack.enter_context(tempfile.TemporaryFile("w+")))
+            stack.callback(probe.kill)
+            started[kind] = probe
+        yield started, {kind: probe.ready() for kind, probe in started.items()}
+
+
+def paired(
+    started: dict[str, Probe], subject: str, reference: str, requests: int, tokens: int, rounds: int, first_seed: int
+) -> dict[str, Any]:
+    """Both kinds in turn, the order swapped every round (A B, B A, ...); one warm-up round each is not counted.
+
+    ``ratio``: median over rounds of the subject's tokens/s over the reference's; ``processor_ratio`` the same per second of
+    processor time, which other programs on the machine disturb less. ``identical``: all digests agreed.
+    """
+    for kind in (subject, reference):
+        started[kind].round(requests, tokens, first_seed)
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for index in range(rounds):
+        order = (subject, reference) if index % 2 else (reference, subject)
+        answers = {kind: started[kind].round(requests, tokens, first_seed + 1 + index) for kind in order}
+        rows.append((answers[subject], answers[reference]))
+
+    def ratio(clock: str) -> list[float]:
+        return sorted(mine["tokens"] / mine[clock] / (other["tokens"] / other[clock]) for mine, other in rows)
+
+    wall, processor = ratio("wall"), ratio("processor")
+    return {
+        "requests": requests,
+        "tokens_each": tokens,
+        "rounds": rounds,
+        "ratio": statistics.median(wall),
+        "quartiles": [wall[len(wall) // 4], wall[-1 - len(wall) // 4]],
+        "processor_ratio": statistics.median(processor),
+        "tokens_per_s": statistics.median(mine["tokens"] / mine["wall"] for mine, _ in rows),
+        "reference_tokens_per_s": statistics.median(other["tokens"] / other["wall"] for _, other in rows),
+        "identical": all(mine["digest"] == other["digest"] for mine, other in rows),
+    }
+
+
+def with_adds(probe: Probe, requests: int, tokens: int, adds: int, rounds: int, first_seed: int) -> dict[str, Any]:
+    """What ``adds`` concurrent ADDs during decode take from the running requests: tokens/s with them over without."""
+    probe.round(requests, tokens, first_seed, adds)
+    rows = []
+    for index in range(rounds):
+        order = (adds, 0) if index % 2 else (0, adds)
+        seed = first_seed + 1 + 2 * index
+        answers = {count: probe.round(requests, tokens, seed + (count > 0), count) for count in order}
+        rows.append((answers[adds], answers[0]))
+    ratios = {clock: [other[clock] / mine[clock] for mine, other in rows] for clock in ("wall", "processor")}
+    return {
+        "adds": adds,
+        "requests": requests,
+        "tokens_each": tokens,
+        "rounds": rounds,
+        "ratio": statistics.median(ratios["wall"]),
+        "processor_ratio": statistics.median(ratios["processor"]),
+    }
