@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.api import Completion, RetryableError, ShardKey, WeightManifest
 from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
+from vllm_rlplugin.engine import prepare_process
 from vllm_rlplugin.recompute_probe import VOCABULARY, collect, greedy, measure, publish, write_tiny_qwen3
 from vllm_rlplugin.worker import EngineWorker
 
@@ -178,9 +179,29 @@ def test_an_engine_pulls_weights_from_a_real_mooncake_store(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
+def test_the_layout_of_a_checkpoint_is_found_in_a_folder_and_in_the_hugging_face_cache(tmp_path: Path) -> None:
+    prepare_process(1)
+    from vllm_rlplugin.weights import checkpoint_layout
+
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / "abc"
+    weights = write_tiny_qwen3(snapshot, 1)
+    (tmp_path / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
+    layout = checkpoint_layout(str(snapshot))
+    assert layout is not None
+    assert {name: spec.shape for name, spec in layout.items()} == {
+        name: tuple(tensor.shape) for name, tensor in weights.items()
+    }
+    assert {str(spec.dtype) for spec in layout.values()} == {"torch.float32"}
+    assert checkpoint_layout("org/tiny", None, str(tmp_path)) == layout
+    assert checkpoint_layout("org/other", None, str(tmp_path)) is None
+    assert checkpoint_layout(str(tmp_path)) is None
+
+
 def test_shards_of_a_tensor_are_put_together_and_gaps_are_refused() -> None:
     torch = pytest.importorskip("torch")
-    from vllm_rlplugin.weights import stage
+    prepare_process(1)
+    from vllm_rlplugin.staging import whole_tensors
 
     whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
@@ -189,11 +210,14 @@ def test_shards_of_a_tensor_are_put_together_and_gaps_are_refused() -> None:
         part = whole if dim < 0 else whole.narrow(dim, start, stop - start)
         return key, part.contiguous().reshape(-1).view(torch.uint8).numpy()
 
-    manifest = WeightManifest(3, -1, (), 96, "")
     for pieces in ([shard(-1, 0, 0)], [shard(0, 0, 1), shard(0, 1, 4)], [shard(1, 4, 6), shard(1, 0, 4)]):
-        assert torch.equal(stage(manifest, pieces)["w"], whole)
+        manifest = WeightManifest(3, -1, tuple(key for key, _ in pieces), 96, "")
+        assert torch.equal(dict(whole_tensors(manifest, pieces))["w"], whole)
     for pieces in ([], [shard(0, 1, 4)], [shard(1, 0, 4)]):
+        manifest = WeightManifest(3, -1, tuple(key for key, _ in pieces), 96, "")
         with pytest.raises(RetryableError, match="incomplete"):
-            stage(manifest, pieces)
-    with pytest.raises(RetryableError, match="not a full snapshot"):
-        stage(WeightManifest(3, 2, (), 96, ""), [shard(-1, 0, 0)])
+            dict(whole_tensors(manifest, pieces))
+    two = WeightManifest(3, -1, (shard(-1, 0, 0)[0], ShardKey("x", -1, 0, 0, (1,), "float32", "raw", 0)), 100, "")
+    with pytest.raises(RetryableError, match="incomplete: x"):
+        dict(whole_tensors(two, [shard(-1, 0, 0)]))
+    assert list(dict(whole_tensors(two, [shard(-1, 0, 0)], frozenset({"w"})))) == ["w"]

@@ -3,52 +3,57 @@
 Guarantees:
 
 * A received version equals a fresh load of the same checkpoint bit for bit, packed CPU linears and lm_head included.
-* All or nothing: every byte is fetched, verified and checked against the checkpoint's layout before the model is
-  touched. When ``receive_weights`` raises, the model is as it was. Only ``finish_weight_update`` writes; if that raises,
-  the model is in no defined state (``damaged``) and the engine must not serve again.
-* No patch of vLLM: the stock layerwise reload does the sharding, packing and in-place copy.
+* All or nothing, on all ranks: every byte is fetched, verified and checked against the checkpoint's layout before the
+  model is touched, and no rank touches it unless all have the same published attempt at hand. When ``update_weights``
+  raises, the model is as it was.
+* Only ``finish_weight_update`` writes. Afterwards every live slice has the digest of the staged one; if not, or if
+  anything raised on any rank, the weights are unusable (``damaged``) until an update succeeds, and it raises.
+* The fetch can overlap generation (:func:`prepare`); the pause is then a copy in place and its verification. Where the
+  loader is more than copies of views, vLLM's layerwise reload does it (``report()["verified"]`` says so).
 
-Staged tensors are views of the relay's buffers, no copies: a buffer is reused only when nothing refers to it any more
-(``orchestrator.transfer.buffers``), and staging ends with the update.
+The functions below take vLLM's worker, as ``collective_rpc`` passes it, and return plain data: errors too, because they
+would cross vLLM's processes as text, and with several ranks put its executor out of step (:mod:`vllm_rlplugin.ranks`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from orchestrator.api import RetryableError, ShardKey, WeightManifest
-from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, Subscriber
+from orchestrator.api import CoserveError, RetryableError, RunError
+from orchestrator.transfer import RelayEndpoint
+from vllm_rlplugin.loaded import Loaded, Mapped, Reloaded, describe
+from vllm_rlplugin.mapping import Layout, NoMappingError, TensorSpec, discover
+from vllm_rlplugin.ranks import Ranks
+from vllm_rlplugin.staging import Cutter, Fetcher, Plan, Refusal, Staged
 
-# ShardKey.dtype (numpy's and torch's common names) -> torch. What a checkpoint may hold; vLLM casts on load.
-DTYPES: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
+_SAFETENSORS: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 
-Layout = dict[str, tuple[int, ...]]  # tensor name -> full shape, in checkpoint coordinates
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,7 +71,7 @@ class RelayUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateInfo]):  # type: ignore[misc]
-    """One per vLLM worker process. Every rank fetches the whole version and lets vLLM's loader take its part."""
+    """One per vLLM worker process."""
 
     init_info_cls = RelayInitInfo
     update_info_cls = RelayUpdateInfo
@@ -74,167 +79,325 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.damaged = False
+        self.damage = ""  # why the weights cannot be used; empty: they can
+        self.refusal: CoserveError | None = None  # of the last call
+        self.version = -1  # that is loaded; -1: what the engine was started with
+        self.checksum = ""  # of its manifest
         self.received_bytes = 0  # of the last version that was received
-        self._subscriber: Subscriber | None = None
-        self._staged: dict[str, torch.Tensor] | None = None
-        self._layout = checkpoint_layout(self.model_config.model)
+        self.seconds: dict[str, float] = {}
+        self.fallback = ""  # why there is no mapping
+        self.ranks = Ranks(self.parallel_config)
+        self._fetcher: Fetcher | None = None
+        self._unprepared = ""  # why the last ``prepare`` did not begin
+        self._staged: Staged | None = None
+        self._layout = checkpoint_layout(
+            self.model_config.model, self.model_config.revision, vllm_config.load_config.download_dir
+        )
+        self._plan: Plan | None = None
+        self._loaded: Loaded | None = None
+        self._broken = False  # vLLM's reload failed half-way: its bookkeeping is in no defined state either
+        self._worker: weakref.ref[Any] | None = None
+        self._session_left_open = False
+
+    # vLLM's life cycle.
 
     def init_transfer_engine(self, init_info: RelayInitInfo) -> None:
-        """Connect to the relay; replaces an earlier connection."""
-        endpoint = RelayEndpoint.from_dict(init_info.endpoint)
+        """Connect to the relay; replaces an earlier connection. Raises ConfigError or RetryableError."""
         self.shutdown()
-        self._subscriber = Subscriber(endpoint)
+        self.refusal = None
+        try:
+            endpoint = RelayEndpoint.from_dict(init_info.endpoint)
+            self._fetcher = Fetcher(endpoint)
+        except CoserveError as error:
+            self.refusal = error
+        if not self.ranks.agree(self._fetcher is not None):
+            self._refuse()
+        self.plan()
 
     def start_weight_update(self) -> None:
-        """Begin a session. The model is not touched yet."""
-        if self.damaged:
-            raise RuntimeError("an earlier weight update failed while it was applied; restart the engine")
+        """Begin a session. The model is not touched yet. Never raises."""
         self._staged = None
+        self.refusal = None
 
     def receive_weights(self, update_info: RelayUpdateInfo) -> None:
-        """Fetch, verify and stage a version. Raises RetryableError; the model is not touched."""
-        if self._subscriber is None:
-            raise RetryableError("the weight-transfer engine was not initialised with a relay endpoint")
-        try:
-            manifest = self._subscriber.manifest(update_info.version)
-            staged = stage(manifest, self._subscriber.fetch(manifest))
-        except CorruptWeightsError as error:
-            raise RetryableError(f"weight version {update_info.version}: {error}") from error
-        if self._layout is not None:
-            self._match_layout(staged, self._layout, update_info.version)
-        self.received_bytes = manifest.bytes
-        self._staged = staged
+        """Take the version that was prepared, or fetch, verify and stage it. Raises RetryableError; nothing is touched.
+
+        With several ranks, before any of the functions below was called, it leaves the error to ``finish``.
+        """
+        self._staged = self._take(update_info.version)
+        staged = self._staged
+        if not self.ranks.agree(staged is not None, staged.checksum if staged else "0"):
+            self._staged = staged = None  # an exception keeps this frame's variables for as long as it is remembered
+            self._refuse(receiving=True)
 
     def finish_weight_update(self) -> None:
-        """Load what was staged into the model, in place (tensor storages stay, so CUDA graphs stay valid)."""
-        if self._staged is None:
-            raise RuntimeError("finish_weight_update without received weights")
+        """Load what was staged, in place (tensor storages stay, so CUDA graphs stay valid), and verify it."""
         staged, self._staged = self._staged, None
-        self.damaged = True  # until everything below has succeeded
-        expected = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(iter(staged.items()))
-        with _quiet_reload():
-            finalize_layerwise_reload(self.model, self.model_config)
-        if loaded is not None and (missing := sorted(expected - loaded)):
-            raise RuntimeError(f"the version lacks weights that the model has: {', '.join(missing[:8])}")
-        self._repack_tied_heads()
-        self.damaged = False
+        if not self.ranks.agree(staged is not None, staged.checksum if staged else "0") or staged is None:
+            if self.ranks.size == 1 and self.refusal is None:
+                self.refusal = RunError("finish_weight_update without received weights")
+            staged = None  # see receive_weights
+            self._refuse()
+            return
+        self.damage = f"the update to version {staged.version} did not end"
+        self.damage = self._apply(staged)
+        if not self.ranks.agree(not self.damage):
+            self.damage = self.damage or "another rank of this engine could not load the version; its report says why"
+            self.refusal = RunError(self.damage)
+            staged = None
+            self._refuse()
+            return
+        self.version, self.checksum = staged.version, staged.checksum
+        self.refusal = None
 
     def shutdown(self) -> None:
         """Close the relay connection. Idempotent."""
         self._staged = None
-        if self._subscriber is not None:
-            self._subscriber.close()
-            self._subscriber = None
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
 
-    def _match_layout(self, staged: dict[str, torch.Tensor], layout: Layout, version: int) -> None:
-        """Refuse, before anything is written, what vLLM's loader would refuse half-way."""
-        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False) and "lm_head.weight" not in layout:
-            staged.pop("lm_head.weight", None)  # some trainers publish the tied head too; it is the embedding
-        missing = [name for name in layout if name not in staged]
-        unknown = [name for name in staged if name not in layout]
-        reshaped = [
-            f"{name} {tuple(tensor.shape)} (the model has {layout[name]})"
-            for name, tensor in staged.items()
-            if name in layout and tuple(tensor.shape) != layout[name]
-        ]
-        problems = [
-            f"{what}: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
-            for what, names in (("missing", missing), ("unknown", unknown), ("other shape", reshaped))
-            if names
-        ]
-        if problems:
-            raise RetryableError(
-                f"weight version {version} does not fit {self.model_config.model}: {'; '.join(problems)}"
-            )
+    # What the functions of this module ask for.
 
-    def _repack_tied_heads(self) -> None:
-        """Let a tied lm_head pack the new embedding.
+    def attach(self, worker: Any) -> None:
+        """Know the worker: its session is then closed when an update fails, so that the next one can begin."""
+        self._worker = weakref.ref(worker)
+        if self._session_left_open:
+            self._end_session()
 
-        The stock reload processes a shared parameter for one of its owners only (vLLM's reload/layerwise.py, limitation
-        2): on CPU, where lm_head computes with a packed copy, it would go on with the old weights, silently.
-        """
-        owners: dict[int, torch.nn.Module] = {}
-        for module in self.model.modules():
-            weight = getattr(module, "weight", None)
-            if not isinstance(weight, torch.Tensor) or weight.numel() == 0:
-                continue
-            shared = owners.setdefault(id(weight), module) is not module
-            method = getattr(module, "quant_method", None)
-            if shared and isinstance(module, ParallelLMHead) and isinstance(method, QuantizeMethodBase):
-                method.process_weights_after_loading(module)
+    def plan(self) -> Plan:
+        """What this rank needs of a version. Only while the model does not run: it may have to find the mapping."""
+        if self._plan is None or not (self._plan.mapping is None or self._plan.mapping.holds_for(self.model)):
+            self._plan = self._make_plan(self._layout)
+            self._loaded = None
+        return self._plan
+
+    def loaded(self) -> Loaded:
+        """The weights in the model."""
+        if self._loaded is None:
+            mapping = self.plan().mapping
+            if mapping is None:
+                self._loaded = Reloaded(self.model, self.model_config, self.device)
+            else:
+                self._loaded = Mapped(mapping, self.device)
+        return self._loaded
+
+    def prepare(self, version: int) -> None:
+        """Begin to fetch; returns at once. Failures are told by :meth:`prepared`."""
+        self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
+        if self._fetcher is not None:
+            self._fetcher.begin(version, self.plan())
+
+    def prepared(self, version: int) -> dict[str, Any]:
+        """{"state", "error", ...} of what was prepared; "none" when it is another version."""
+        if self._fetcher is None or self._unprepared:
+            return {"state": "failed", "error": self._unprepared or _NOT_CONNECTED, "version": version, "seconds": {}}
+        found = self._fetcher.state()
+        return found if found["version"] == version else {"state": "none", "error": "", "version": -1, "seconds": {}}
+
+    def verify(self) -> list[dict[str, str]]:
+        """Compare the live weights with what was loaded. A difference makes them unusable."""
+        found = self.loaded().mismatches()
+        if found:
+            self.damage = f"rank {self.ranks.number}: {describe(found)}"
+        return found
+
+    # Parts.
+
+    def _take(self, version: int) -> Staged | None:
+        """The staged version, or None with the reason noted."""
+        if self._broken:
+            self.refusal = RunError("an earlier reload failed half-way; restart the engine")
+            return None
+        if self._fetcher is None:
+            self.refusal = RetryableError(_NOT_CONNECTED)
+            return None
+        plan = self.plan()
+        outcome = self._fetcher.take(version, plan)
+        if isinstance(outcome, Refusal):
+            self.refusal = outcome.exception()
+            return None
+        self.refusal = None
+        self.received_bytes = outcome.bytes
+        if plan.layout is None:  # the model is no local folder: this version says what a checkpoint looks like
+            layout = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in outcome.tensors.items()}
+            self._stage_by(self._make_plan(layout), outcome)
+        return outcome
+
+    def _stage_by(self, plan: Plan, staged: Staged) -> None:
+        """Cut whole tensors by a mapping that was found only now, so that this and all later versions go in place."""
+        if plan.mapping is None:
+            return
+        cutter = Cutter(plan.mapping, plan.device)
+        for name, tensor in staged.tensors.items():
+            staged.pieces.extend(cutter.cut(name, tensor))
+        staged.packed = cutter.pack()
+        staged.tensors, staged.plan = {}, plan
+        self._layout, self._plan, self._loaded = plan.layout, plan, None
+
+    def _make_plan(self, layout: Layout | None) -> Plan:
+        mapping = None
+        self.fallback = "the checkpoint's layout is not known before the first update"
+        if layout is not None:
+            try:
+                with set_current_vllm_config(self.vllm_config):
+                    mapping = discover(self.model, layout)
+                self.fallback = ""
+            except NoMappingError as error:
+                self.fallback = str(error)
+                _logger.warning("weight updates go through vLLM's layerwise reload: %s", error)
+        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        return Plan(str(self.model_config.model), self.device, layout, tied, mapping, self.ranks.size == 1)
+
+    def _apply(self, staged: Staged) -> str:
+        """Load; returns what went wrong."""
+        loaded = self.loaded()
+        try:
+            seconds = loaded.load(staged)
+        except Exception as error:  # whatever a copy or vLLM's loader raises, all ranks must hear of it
+            self._broken = isinstance(loaded, Reloaded)
+            _logger.exception("weight version %d could not be loaded", staged.version)
+            return f"rank {self.ranks.number}: weight version {staged.version}: {error or type(error).__name__}"
+        self.seconds = {**staged.seconds, **seconds}
+        return ""
+
+    def _refuse(self, *, receiving: bool = False) -> None:
+        """Raise ``refusal``, where vLLM's executor can bear it. All ranks come here together."""
+        if self.refusal is None:
+            self.refusal = RetryableError("another rank of this engine refused; its report says why")
+        closed = self._end_session()
+        if self.ranks.size > 1 and (not self.ranks.may_raise or (receiving and not closed)):
+            return
+        raise self.refusal
+
+    def _end_session(self) -> bool:
+        """vLLM leaves a session open when ``finish`` raises, and then refuses the next ``start``."""
+        worker = self._worker() if self._worker is not None else None
+        self._session_left_open = worker is None
+        if worker is not None:
+            self.reset_weight_update_target()
+            worker._weight_update_active = False
+        return worker is not None
 
 
-@contextlib.contextmanager
-def _quiet_reload() -> Iterator[None]:
-    """Drop vLLM's "Failed to load weights" for layers that have only buffers (rotary caches) or tied weights.
+def checkpoint_layout(model: str, revision: str | None = None, cache: str | None = None) -> Layout | None:
+    """The tensors of the checkpoint the engine was started from: a folder, or a name in the Hugging Face cache.
 
-    It would come with every update. Nothing is hidden: the caller compares what was loaded with the parameters there are.
+    None when it has no safetensors files. Nothing is downloaded: vLLM has loaded the model before.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from safetensors import safe_open
 
-    def keep(record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in record.getMessage()
-
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
-
-
-def stage(
-    manifest: WeightManifest, tensors: Iterable[tuple[ShardKey, np.ndarray[Any, np.dtype[np.uint8]]]]
-) -> dict[str, torch.Tensor]:
-    """Make whole tensors of all shards of a full version. Raises RetryableError when elements are missing."""
-    if manifest.base_version != -1:
-        raise RetryableError(
-            f"weight version {manifest.version} is a difference to {manifest.base_version}, not a full snapshot"
-        )
-    staged: dict[str, torch.Tensor] = {}
-    covered: dict[str, int] = {}
-    for key, data in tensors:
-        dtype = DTYPES.get(key.dtype)
-        if dtype is None:
-            raise RetryableError(f"{key.tensor}: dtype {key.dtype!r} is not one of {', '.join(DTYPES)}")
-        shape = list(key.global_shape)
-        if key.dim >= 0:
-            shape[key.dim] = key.stop - key.start
-        piece = torch.from_numpy(data).view(dtype).view(shape)
-        if key.dim < 0:
-            staged[key.tensor] = piece
-        else:
-            whole = staged.get(key.tensor)
-            if whole is None:
-                whole = staged[key.tensor] = torch.empty(key.global_shape, dtype=dtype)
-            whole.narrow(key.dim, key.start, key.stop - key.start).copy_(piece)
-        covered[key.tensor] = covered.get(key.tensor, 0) + piece.numel()
-    partial = [name for name, tensor in staged.items() if covered[name] != tensor.numel()]
-    if partial or not staged:
-        raise RetryableError(
-            f"weight version {manifest.version} is incomplete: {', '.join(partial[:8]) or 'no tensors'}"
-        )
-    return staged
-
-
-def checkpoint_layout(model: str) -> Layout | None:
-    """Names and shapes of the checkpoint the engine was started from; None when it is not a local safetensors folder."""
-    files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError):
+            return None
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
-    from safetensors import safe_open
 
     layout: Layout = {}
     for file in files:
         with safe_open(str(file), framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118  (not a dictionary)
-                layout[name] = tuple(checkpoint.get_slice(name).get_shape())
+                part = checkpoint.get_slice(name)
+                # A dtype that torch lacks matters only to loaders that look at it, and those have no mapping.
+                dtype = _SAFETENSORS.get(part.get_dtype(), torch.uint8)
+                layout[name] = TensorSpec(tuple(part.get_shape()), dtype)
     return layout
 
 
-def update_report(worker: Any) -> Mapping[str, Any]:
-    """What the engine process asks each vLLM worker after an update (``collective_rpc`` passes the worker)."""
+def ready(worker: Any) -> dict[str, Any]:
+    """After the engine's start: lets failed updates close vLLM's session. {"rank", "backend": whether it is ours}."""
+    return {"rank": int(worker.rank), "backend": _engine(worker) is not None}
+
+
+def prepare(worker: Any, version: int) -> None:
+    """Begin to fetch and verify ``version`` in a thread of this process; returns at once. Ask :func:`prepared`."""
+    engine = _engine(worker)
+    if engine is not None:
+        engine.prepare(version)
+
+
+def prepared(worker: Any, version: int) -> dict[str, Any]:
+    """{"state": "none" | "fetching" | "ready" | "failed", "error", "version", "seconds"} of the fetch of ``version``."""
+    engine = _engine(worker)
+    if engine is None:
+        return {"state": "failed", "error": _NO_BACKEND, "version": version, "seconds": {}}
+    return engine.prepared(version)
+
+
+def report(worker: Any) -> dict[str, Any]:
+    """What this rank has loaded. Plain data; :func:`vllm_rlplugin.agreement.agree` compares those of all ranks.
+
+    ``state`` is "intact" (the version named by ``version``; -1: what the engine was started with) or "unusable";
+    ``error`` and ``kind`` ("retryable", "fatal") say what went wrong last; ``seconds`` are of the phases of the last
+    update; ``slices`` are {checkpoint tensor: [[offset, size, stride, dtype, digest], ...]} in elements.
+    """
+    engine = _engine(worker)
+    if engine is None:
+        return {"state": "intact", "error": _NO_BACKEND, "kind": "fatal", "damaged": False, "version": -1, "bytes": 0}
+    loaded = engine.loaded()
+    mapping = loaded.mapping if isinstance(loaded, Mapped) else None
+    layout = engine.plan().layout or {}
+    error = engine.damage or str(engine.refusal or "")
+    retryable = not engine.damage and isinstance(engine.refusal, RetryableError)
+    return {
+        "rank": engine.ranks.number,
+        "world_size": engine.ranks.size,
+        "version": engine.version,
+        "checksum": engine.checksum,
+        "bytes": engine.received_bytes,
+        "state": "unusable" if engine.damage else "intact",
+        "damaged": bool(engine.damage),
+        "error": error,
+        "kind": "" if not error else "retryable" if retryable else "fatal",
+        "verified": {
+            "how": loaded.how,
+            "why": engine.fallback,
+            "elements": 0 if mapping is None else mapping.elements,
+            "slices": 0 if mapping is None else len(mapping.slices),
+        },
+        "seconds": dict(engine.seconds),
+        "shapes": {name: list(spec.shape) for name, spec in layout.items()},
+        "slices": loaded.slices(),
+        "unused": [] if mapping is None else list(mapping.unused),
+    }
+
+
+def verify(worker: Any) -> dict[str, Any]:
+    """Recompute the digests of the live weights. {"rank", "state", "error", "mismatches", "slices"}.
+
+    Before the first update there is nothing to compare with: the first look becomes what later ones compare with.
+    """
+    engine = _engine(worker)
+    if engine is None:
+        return {"rank": 0, "state": "intact", "error": _NO_BACKEND, "mismatches": [], "slices": {}}
+    found = engine.verify()
+    return {
+        "rank": engine.ranks.number,
+        "state": "unusable" if engine.damage else "intact",
+        "error": engine.damage,
+        "mismatches": found,
+        "slices": engine.loaded().slices(),
+    }
+
+
+def update_report(worker: Any) -> dict[str, Any]:
+    """Old name of :func:`report`."""
+    return report(worker)
+
+
+_NOT_CONNECTED = "the weight-transfer engine was not initialised with a relay endpoint"
+_NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl_coserve'"
+
+
+def _engine(worker: Any) -> RelayWeightTransferEngine | None:
     engine = worker.weight_transfer_engine
-    return {"bytes": engine.received_bytes, "damaged": engine.damaged}
+    if not isinstance(engine, RelayWeightTransferEngine):
+        return None
+    engine.attach(worker)
+    return engine

@@ -9,7 +9,7 @@ before memory is allocated. An array stays valid for as long as it is referenced
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from orchestrator.api import MetadataStore, Relay, ShardKey, WeightManifest
 from orchestrator.transfer.buffers import BufferPool
@@ -50,14 +50,17 @@ class Subscriber:
             raise RelayError("missing", f"version {version} of job {self._endpoint.job}; epoch {head.epoch} has {kept}")
         return self._read_manifest(found)
 
-    def fetch(self, manifest: WeightManifest) -> Iterator[tuple[ShardKey, Bytes]]:
+    def fetch(self, manifest: WeightManifest, wanted: Container[str] | None = None) -> Iterator[tuple[ShardKey, Bytes]]:
         """Yield every tensor, bucket by bucket, each bucket verified as a whole before its first tensor.
 
+        ``wanted``: tensor names; buckets that hold none of them are left out, other tensors may come with them.
         A later bucket may still fail: use :meth:`fetch_all` where nothing may be applied unless all is right.
         """
         stored = self._stored(manifest)
+        needed = {key.bucket for key in stored.shards if wanted is None or key.tensor in wanted}
         for bucket in range(len(stored.buckets)):
-            yield from self._fetch_bucket(stored, bucket)
+            if bucket in needed or wanted is None:
+                yield from self._fetch_bucket(stored, bucket)
 
     def fetch_all(self, manifest: WeightManifest) -> list[tuple[ShardKey, Bytes]]:
         """Every tensor, or an error and nothing. Holds the whole version in memory."""

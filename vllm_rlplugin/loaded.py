@@ -1,0 +1,199 @@
+"""What is in the live model: puts a staged version there, and knows the digest that every part of it must have.
+
+:class:`Mapped` copies slices in place and compares the digest of every live slice with that of the staged one.
+:class:`Reloaded` goes through vLLM's layerwise reload where no mapping exists (its tensors are verified before loading);
+the digests are then those of the parameters as they came out, good for finding what changes later.
+
+Both: ``load`` raises when the model is not, element by element, what was staged; it is then in no defined state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from vllm_rlplugin.digests import digest_for
+from vllm_rlplugin.mapping import Fill, Mapping, Slice
+from vllm_rlplugin.staging import Staged
+
+IN_PLACE = "in place, digest of every live slice compared"
+RELOAD = "layerwise reload, tensors verified before loading"
+_NAMED = 4  # mismatches spelled out in an error
+
+
+class Mismatch(Exception):
+    """Live weights are not those that were published; names tensor, parameter and both digests."""
+
+
+class Loaded(Protocol):
+    """The weights of one rank."""
+
+    how: str
+
+    def load(self, staged: Staged) -> dict[str, float]:
+        """Put a version into the model; returns seconds of each phase. See the module for what it raises."""
+
+    def mismatches(self) -> list[dict[str, str]]:
+        """Recompute every live digest; what differs from what was loaded. Before any ``load``: from the first look."""
+
+    def slices(self) -> dict[str, list[list[Any]]]:
+        """tensor -> [[offset, size, stride, dtype, digest], ...] of what must be live; {} where it is not known."""
+
+
+class Mapped:
+    """In place, slice by slice."""
+
+    how = IN_PLACE
+
+    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+        self.mapping = mapping
+        self._device = device
+        self._digest = digest_for(device)
+        self._expected: dict[Slice | Fill, int] = {}
+
+    def load(self, staged: Staged) -> dict[str, float]:
+        marks = [time.perf_counter()]
+        with torch.no_grad():
+            for piece in staged.pieces:
+                piece.slice.target.copy_(piece.source, non_blocking=True)
+            for fill in self.mapping.fills:
+                fill.target.fill_(fill.value)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        marks.append(time.perf_counter())
+        self._expected = {piece.slice: piece.digest for piece in staged.pieces}
+        self._expected.update({fill: self._fill_digest(fill) for fill in self.mapping.fills})
+        lost = [item.tensor for item in self.mapping.slices if item not in self._expected]
+        if lost:
+            raise Mismatch(f"nothing was staged for {', '.join(lost[:_NAMED])}")
+        if found := self.mismatches():
+            raise Mismatch(describe(found))
+        marks.append(time.perf_counter())
+        for packed in staged.packed:
+            packed.layer.cpu_linear = packed.linear
+        marks.append(time.perf_counter())
+        return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
+
+    def mismatches(self) -> list[dict[str, str]]:
+        if not self._expected:
+            parts: tuple[Slice | Fill, ...] = (*self.mapping.slices, *self.mapping.fills)
+            self._expected = {item: self._digest(item.target) for item in parts}
+            return []
+        found = []
+        for item, expected in self._expected.items():
+            live = self._digest(item.target)
+            if live != expected:
+                tensor = item.tensor if isinstance(item, Slice) else f"(constant {item.value})"
+                found.append(_mismatch(tensor, item.parameter, live, expected))
+        return found
+
+    def slices(self) -> dict[str, list[list[Any]]]:
+        rows: dict[str, list[list[Any]]] = {}
+        for item, digest in self._expected.items():
+            if isinstance(item, Slice):
+                dtype = str(item.target.dtype).removeprefix("torch.")
+                row = [item.offset, list(item.size), list(item.stride), dtype, f"{digest:016x}"]
+                rows.setdefault(item.tensor, []).append(row)
+        return rows
+
+    def _fill_digest(self, fill: Fill) -> int:
+        return self._digest(torch.full_like(fill.target, fill.value, memory_format=torch.contiguous_format))
+
+
+class Reloaded:
+    """Through vLLM's own reload, which allocates and takes seconds for a large model."""
+
+    how = RELOAD
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._digest = digest_for(device)
+        self._expected: dict[str, int] = {}
+
+    def load(self, staged: Staged) -> dict[str, float]:
+        started = time.perf_counter()
+        expected = {name for name, _ in self._model.named_parameters()}
+        initialize_layerwise_reload(self._model)
+        loaded = self._model.load_weights(iter(staged.tensors.items()))
+        with _quiet_reload():
+            finalize_layerwise_reload(self._model, self._model_config)
+        if loaded is not None and (missing := sorted(expected - loaded)):
+            raise Mismatch(f"the version lacks weights that the model has: {', '.join(missing[:8])}")
+        self._repack_tied_heads()
+        loaded_at = time.perf_counter()
+        self._expected = self._digests()
+        return {"reload": loaded_at - started, "verify": time.perf_counter() - loaded_at}
+
+    def mismatches(self) -> list[dict[str, str]]:
+        live = self._digests()
+        if not self._expected:
+            self._expected = live
+        return [
+            _mismatch("", name, live.get(name, 0), expected)
+            for name, expected in self._expected.items()
+            if live.get(name) != expected
+        ]
+
+    def slices(self) -> dict[str, list[list[Any]]]:
+        return {}
+
+    def _digests(self) -> dict[str, int]:
+        return {name: self._digest(parameter) for name, parameter in self._model.named_parameters()}
+
+    def _repack_tied_heads(self) -> None:
+        """Let a tied lm_head pack the new embedding.
+
+        The stock reload processes a shared parameter for one of its owners only (vLLM's reload/layerwise.py, limitation
+        2): on CPU, where lm_head computes with a packed copy, it would go on with the old weights, silently.
+        """
+        owners: dict[int, torch.nn.Module] = {}
+        for module in self._model.modules():
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, torch.Tensor) or weight.numel() == 0:
+                continue
+            shared = owners.setdefault(id(weight), module) is not module
+            method = getattr(module, "quant_method", None)
+            if shared and isinstance(module, ParallelLMHead) and isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
+
+
+def describe(mismatches: list[dict[str, str]]) -> str:
+    """One line for people."""
+    named = "; ".join(
+        f"{item['tensor'] or 'parameter'} in {item['parameter']} has digest {item['found']}, expected {item['expected']}"
+        for item in mismatches[:_NAMED]
+    )
+    more = f"; and {len(mismatches) - _NAMED} more" if len(mismatches) > _NAMED else ""
+    return f"live weights differ from what was published: {named}{more}"
+
+
+def _mismatch(tensor: str, parameter: str, live: int, expected: int) -> dict[str, str]:
+    return {"tensor": tensor, "parameter": parameter, "found": f"{live:016x}", "expected": f"{expected:016x}"}
+
+
+@contextlib.contextmanager
+def _quiet_reload() -> Iterator[None]:
+    """Drop vLLM's "Failed to load weights" for layers that have only buffers (rotary caches) or tied weights.
+
+    It would come with every update. Nothing is hidden: the caller compares what was loaded with the parameters there are.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

@@ -1,0 +1,381 @@
+"""Fetches a published version while the model runs, and makes ready what the update will copy.
+
+Guarantees:
+
+* One daemon thread per :class:`Fetcher` opens, uses and closes the relay connection; the relay's buffers are born and die
+  in it. What it hands out is memory of its own.
+* A :class:`Staged` is complete and verified (checksums of the relay, names and shapes of the model's checkpoint) and says
+  which published attempt it is: a version that was published again is fetched again. Anything else is a :class:`Refusal`.
+* With a mapping only this rank's slices are kept, cast to the parameter's dtype, each with the digest that the live slice
+  must have after the update. On CPU the packed copies that layers compute with are made here, too: packing takes several
+  times as long as copying.
+* Nothing here touches the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from orchestrator.api import CoserveError, RetryableError, RunError, ShardKey, WeightManifest
+from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, Subscriber
+from vllm_rlplugin.digests import digest_for
+from vllm_rlplugin.mapping import Layout, Mapping, Slice, TensorSpec
+
+# ShardKey.dtype (numpy's and torch's common names) -> torch. What a checkpoint may hold; vLLM casts on load.
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+CLOSE_SECONDS = (
+    10.0  # how long ``close`` waits for a transfer in flight; the thread is a daemon, so nothing hangs on it
+)
+
+_logger = logging.getLogger(__name__)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What this rank wants of a version. No ``mapping``: whole tensors, for vLLM's own loader."""
+
+    model: str  # for messages
+    device: torch.device
+    layout: Layout | None  # None: not known yet; whatever is published is taken
+    tied: bool  # the head is the embedding, so that a published lm_head is ignored unless the checkpoint has one
+    mapping: Mapping | None
+    alone: bool  # the engine has one rank: there is nothing that only others need
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One slice, ready to be copied into its target, and the digest it must have there."""
+
+    slice: Slice
+    source: torch.Tensor  # a part of a twin of the live parameter: same shape, dtype and strides
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """What a CPU layer will compute with."""
+
+    layer: torch.nn.Module
+    linear: Callable[..., torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A verified version: ``pieces`` (and what CPU layers pack of them) with a mapping, ``tensors`` otherwise."""
+
+    version: int
+    checksum: str  # of the manifest: which published attempt
+    bytes: int  # of tensors, as fetched
+    plan: Plan
+    pieces: list[Piece] = field(default_factory=list)
+    packed: list[Packed] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a version could not be staged."""
+
+    error: str
+    retryable: bool
+
+    def exception(self) -> CoserveError:
+        """Made anew in the thread that raises it: no traceback keeps the relay's buffers alive."""
+        return RetryableError(self.error) if self.retryable else RunError(self.error)
+
+
+class Fetcher:
+    """See the module. All methods are for one thread, that of vLLM's worker.
+
+    Making one connects: raises ConfigError or RetryableError.
+    """
+
+    def __init__(self, endpoint: RelayEndpoint) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._subscriber: Subscriber | None = None
+        self._held: Staged | None = None  # written by the thread only
+        self._cancel = threading.Event()
+        self._prepared: Future[Staged | Refusal] | None = None
+        self._version = -1  # of ``_prepared``
+        self._thread = threading.Thread(target=self._work, name="rl-coserve-weights", daemon=True)
+        self._thread.start()
+
+        def connect() -> None:
+            self._subscriber = Subscriber(endpoint)
+
+        try:
+            self._submit(connect).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, version: int, plan: Plan) -> None:
+        """Start fetching; replaces what is being fetched or held for another version. Returns at once."""
+        if self._version != version:
+            self._cancel.set()
+        self._cancel, self._version = threading.Event(), version
+        cancel = self._cancel
+        self._prepared = self._submit(lambda: self._obtain(version, plan, cancel))
+
+    def state(self) -> dict[str, Any]:
+        """{"state": "none" | "fetching" | "ready" | "failed", "version", "error", "seconds"} of the last ``begin``."""
+        outcome = self._prepared.result() if self._prepared is not None and self._prepared.done() else None
+        state = "none" if self._prepared is None else "fetching" if outcome is None else "ready"
+        found: dict[str, Any] = {"state": state, "version": self._version, "error": "", "seconds": {}}
+        if isinstance(outcome, Refusal):
+            found.update(state="failed", error=outcome.error)
+        elif outcome is not None:
+            found["seconds"] = dict(outcome.seconds)
+        return found
+
+    def take(self, version: int, plan: Plan) -> Staged | Refusal:
+        """The version, prepared or fetched now. It is the caller's afterwards."""
+        if self._version != version:
+            self._cancel.set()  # what is being fetched is not wanted
+        cancel = threading.Event()
+        outcome: Staged | Refusal = self._submit(lambda: self._obtain(version, plan, cancel)).result()
+        self.drop()
+        return outcome
+
+    def drop(self) -> None:
+        """Forget what was prepared."""
+        self._cancel.set()
+        self._prepared, self._version = None, -1
+
+        def forget() -> None:
+            self._held = None
+
+        self._submit(forget)
+
+    def close(self) -> None:
+        """Idempotent. A transfer in flight is waited for, for a limited time."""
+        self._cancel.set()
+        self._jobs.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _submit(self, job: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(job())
+            except Exception as error:  # noqa: BLE001  it is raised in the thread that asks for the result
+                future.set_exception(error)
+
+        self._jobs.put(run)
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # not kept while waiting: it may hold a version
+        self._held = None
+        if self._subscriber is not None:
+            self._subscriber.close()
+
+    def _obtain(self, version: int, plan: Plan, cancel: threading.Event) -> Staged | Refusal:
+        """In the thread: what is held if it is the very thing, else a fetch."""
+        subscriber = self._subscriber
+        if subscriber is None:
+            return Refusal("the relay is not connected", True)
+        try:
+            manifest = subscriber.manifest(version)
+            held = self._held
+            if held is not None and (held.version, held.checksum) == (version, manifest.checksum) and held.plan is plan:
+                return held
+            self._held = held = None  # two versions at a time would be too much memory
+            self._held = _fetch(subscriber, manifest, plan, cancel)
+        except CoserveError as error:
+            return _refusal(error, f"weight version {version}")
+        except Exception as error:  # a rank that raises puts vLLM's executor out of step: told, not raised
+            _logger.exception("fetching weight version %d failed in an unforeseen way", version)
+            return Refusal(f"weight version {version}: {error!r}", False)
+        return self._held
+
+
+def _refusal(error: CoserveError, what: str) -> Refusal:
+    text = f"{what}: {error}" if isinstance(error, CorruptWeightsError) else str(error)
+    return Refusal(text, isinstance(error, RetryableError | CorruptWeightsError))
+
+
+def _fetch(subscriber: Subscriber, manifest: WeightManifest, plan: Plan, cancel: threading.Event) -> Staged:
+    started = time.perf_counter()
+    ignored = match_layout(manifest, plan)
+    staged = Staged(manifest.version, manifest.checksum, 0, plan)
+    wanted = None
+    if plan.mapping is not None and not plan.alone:  # what no slice is taken of is some other rank's
+        wanted = frozenset(item.tensor for item in plan.mapping.slices)
+    cutter = None if plan.mapping is None else Cutter(plan.mapping, plan.device)
+    cutting = 0.0
+    with _own_stream(plan.device):
+        for name, tensor in whole_tensors(manifest, subscriber.fetch(manifest, wanted), wanted):
+            if cancel.is_set():
+                raise RetryableError(f"the fetch of weight version {manifest.version} was replaced by another")
+            staged.bytes += tensor.nbytes
+            since = time.perf_counter()
+            if name in ignored:
+                continue
+            if cutter is None:
+                staged.tensors[name] = tensor.clone()
+            else:
+                staged.pieces.extend(cutter.cut(name, tensor))
+            cutting += time.perf_counter() - since
+        fetched = time.perf_counter()
+        if cutter is not None:
+            staged.packed = cutter.pack()
+    packing = time.perf_counter() - fetched
+    staged.seconds = {"fetch": fetched - started - cutting, "cut_and_digest": cutting, "pack": packing}
+    return staged
+
+
+class Cutter:
+    """Makes this rank's slices of one version, in twins of the live parameters (CUDA: pinned), each with its digest."""
+
+    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+        self._mapping = mapping
+        self._device = device
+        self._digest = digest_for(device)
+        self._twins: dict[str, torch.Tensor] = {}
+
+    def cut(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        """The slices of one checkpoint tensor, cast as vLLM's loader casts."""
+        for item in self._mapping.of(name):
+            live = self._mapping.live[item.parameter]
+            offset = item.target.storage_offset() - live.storage_offset()
+            source = self._twin(item.parameter).as_strided(item.target.size(), item.target.stride(), offset)
+            source.copy_(item.cut(tensor))
+            yield Piece(item, source, self._digest(source.to(self._device)))
+
+    def pack(self) -> list[Packed]:
+        """Once all tensors were cut: the packed copies of CPU layers, made by vLLM's own functions on a stand-in."""
+        for fill in self._mapping.fills:
+            offset = fill.target.storage_offset() - self._mapping.live[fill.parameter].storage_offset()
+            self._twin(fill.parameter).as_strided(fill.target.size(), fill.target.stride(), offset).fill_(fill.value)
+        packed = []
+        for layer, parameter in self._mapping.packed:
+            stand_in = torch.nn.Module()
+            stand_in.weight = torch.nn.Parameter(self._twin(parameter), requires_grad=False)
+            layer.quant_method.process_weights_after_loading(stand_in)
+            packed.append(Packed(layer, stand_in.cpu_linear))
+        return packed
+
+    def _twin(self, parameter: str) -> torch.Tensor:
+        twin = self._twins.get(parameter)
+        if twin is None:
+            live = self._mapping.live[parameter]
+            pinned = self._device.type == "cuda"
+            twin = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype, pin_memory=pinned)
+            self._twins[parameter] = twin
+        return twin
+
+
+def match_layout(manifest: WeightManifest, plan: Plan) -> frozenset[str]:
+    """Refuse, before anything is fetched, what vLLM's loader would refuse half-way; returns the names to leave out."""
+    if manifest.base_version != -1:
+        raise RetryableError(
+            f"weight version {manifest.version} is a difference to {manifest.base_version}, not a full snapshot"
+        )
+    published = specs(manifest)
+    layout = plan.layout
+    if layout is None:
+        return frozenset()
+    ignored = frozenset({TIED_HEAD} if plan.tied and TIED_HEAD not in layout else ())
+    reshaped = [
+        f"{name} {spec.shape} (the model has {layout[name].shape})"
+        for name, spec in published.items()
+        if name in layout and spec.shape != layout[name].shape
+    ]
+    problems = [
+        f"{what}: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
+        for what, names in (
+            ("missing", [name for name in layout if name not in published]),
+            ("unknown", [name for name in published if name not in layout and name not in ignored]),
+            ("other shape", reshaped),
+        )
+        if names
+    ]
+    if problems:
+        raise RetryableError(f"weight version {manifest.version} does not fit {plan.model}: {'; '.join(problems)}")
+    return ignored
+
+
+def specs(manifest: WeightManifest) -> Layout:
+    """Names, shapes and dtypes of a version. Raises RetryableError for a dtype that torch does not have."""
+    found: Layout = {}
+    for key in manifest.shards:
+        dtype = DTYPES.get(key.dtype)
+        if dtype is None:
+            raise RetryableError(f"{key.tensor}: dtype {key.dtype!r} is not one of {', '.join(DTYPES)}")
+        found[key.tensor] = TensorSpec(tuple(key.global_shape), dtype)
+    return found
+
+
+def whole_tensors(
+    manifest: WeightManifest, shards: Iterable[tuple[ShardKey, Bytes]], wanted: frozenset[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors as they become whole; those of one shard are views of its data. Raises RetryableError for a gap.
+
+    ``wanted``: the tensors that must come; None: all of the manifest, and at least one.
+    """
+    partial: dict[str, torch.Tensor] = {}
+    covered: dict[str, int] = {}
+    whole: set[str] = set()
+    for key, data in shards:
+        dtype = DTYPES.get(key.dtype)
+        if dtype is None:
+            raise RetryableError(f"{key.tensor}: dtype {key.dtype!r} is not one of {', '.join(DTYPES)}")
+        shape = list(key.global_shape)
+        if key.dim >= 0:
+            shape[key.dim] = key.stop - key.start
+        piece = torch.from_numpy(data).view(dtype).view(shape)
+        if key.dim < 0:
+            whole.add(key.tensor)
+            yield key.tensor, piece
+            continue
+        tensor = partial.get(key.tensor)
+        if tensor is None:
+            tensor = partial[key.tensor] = torch.empty(key.global_shape, dtype=dtype)
+        tensor.narrow(key.dim, key.start, key.stop - key.start).copy_(piece)
+        covered[key.tensor] = covered.get(key.tensor, 0) + piece.numel()
+        if covered[key.tensor] == tensor.numel():
+            whole.add(key.tensor)
+            yield key.tensor, partial.pop(key.tensor)
+    expected = {key.tensor for key in manifest.shards} if wanted is None else wanted
+    missing = sorted((expected | partial.keys()) - whole)
+    if missing or not (whole or wanted is not None):
+        raise RetryableError(
+            f"weight version {manifest.version} is incomplete: {', '.join(missing[:8]) or 'no tensors'}"
+        )
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Uploads for digests must not queue behind the model's kernels."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))
+    return stream
