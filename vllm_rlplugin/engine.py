@@ -318,7 +318,7 @@ class Engine:
             if error is None:
                 if reports[0]["version"] != version or (why := agree(reports)) is not None:
                     raise RuntimeError(why or f"version {reports[0]['version']} is loaded instead")
-                self.advanced = self._scheduler.rl_command("advance_version", {"version": version})
+                self.advanced = self._core.rl_coserve("advance_version", {"version": version})
                 self._llm.set_weight_version(str(version))
         except Exception as failure:
             self.unusable = f"the update to version {version} failed half-way: {failure or type(failure).__name__}"

@@ -29,6 +29,7 @@ _POOL = "vllm.v1.core.block_pool:BlockPool"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
 _TRANSFER = "vllm.distributed.weight_transfer.base"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
 
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -132,6 +133,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": ("args", "kwargs"),
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"),
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
+    f"{_EMBEDDING}:UnquantizedEmbeddingMethod.process_weights_after_loading": ("self", "layer"),
     "vllm.inputs:tokens_input": ("prompt_token_ids",),
 }
 
@@ -149,7 +152,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_ENDPOINTS}:EndpointPlugin": ("name", "required_tasks"),
     f"{_FACTORY}:WeightTransferEngineFactory": ("_registry",),
     _LLM: ("engine_core", "output_processor", "model_config"),
-    f"{_OUTPUT}:OutputProcessor": ("request_states",),
+    f"{_OUTPUT}:OutputProcessor": ("request_states", "parent_requests"),
     _ASYNC: ("engine_core", "output_handler", "errored", "vllm_config"),
     _CORE: ("scheduler", "batch_queue"),
     _SCHEDULER: (
@@ -214,6 +217,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.config:SchedulerConfig": ("async_scheduling", "policy", "max_num_seqs"),
     "vllm.config:ModelConfig": ("model", "dtype", "max_model_len", "logprobs_mode", "get_vocab_size"),
     "vllm.config:ParallelConfig": ("rank", "world_size", "data_parallel_size"),
+    _WORKER: ("_weight_update_active",),
     "vllm.distributed.parallel_state": ("get_tp_group", "get_pp_group", "get_pcp_group"),
     "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
 }

@@ -386,11 +386,6 @@ def verify(worker: Any) -> dict[str, Any]:
     }
 
 
-def update_report(worker: Any) -> dict[str, Any]:
-    """Old name of :func:`report`."""
-    return report(worker)
-
-
 _NOT_CONNECTED = "the weight-transfer engine was not initialised with a relay endpoint"
 _NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl_coserve'"
 

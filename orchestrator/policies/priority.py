@@ -1,0 +1,151 @@
+"""Progressive priority with preemption, and the rule that nothing starves (Heddle 4.2, Algorithm 1).
+
+The lower priority number goes first, ties by arrival: vLLM's convention. Guarantees:
+
+* A waiting request that strictly outranks the lowest-ranked running one takes its slot. For lack of KV blocks it preempts
+  too, but only if preempting requests that it outranks frees enough: nobody is preempted in vain.
+* With equal priorities (and nothing overdue) it never decides anything: the engine's own order stands.
+* Nothing starves. A request that waited ``max_wait`` seconds and was overtaken (somebody who arrived later, waiting or
+  running, has a strictly better priority) is *overdue*: it goes before all that are not, overdue ones by arrival; it also
+  takes the place of a running one that overtook it; and it is not preempted before it has generated ``quantum`` tokens.
+  Then its own priority counts again, and its wait is counted anew. So each ``max_wait`` of waiting buys ``quantum``
+  tokens, whatever keeps arriving, and every request of finite length finishes.
+
+Beyond Heddle: the paper neither looks at KV blocks nor bounds the wait. One object serves the engine and the simulator:
+inputs are plain records, times are arguments, nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Arrival = tuple[float, str]  # time of arrival in any unit, and the request id, which breaks ties
+
+
+class Waiting(NamedTuple):
+    """A request that could start now. ``priority`` is its own, also when it is overdue; ``tokens`` it has to compute."""
+
+    priority: int
+    arrival: Arrival
+    tokens: int = 1
+    overdue: bool = False
+
+
+class Running(NamedTuple):
+    """A running request. ``tokens``: how many it computes this step; ``protected``: overdue and within its quantum."""
+
+    priority: int
+    arrival: Arrival
+    tokens: int = 1
+    protected: bool = False
+
+
+class Waited(NamedTuple):
+    """How many seconds a waiting request has waited since it last got a quantum, and its own priority."""
+
+    seconds: float
+    priority: int
+    arrival: Arrival
+
+
+class Takeover(NamedTuple):
+    """``victims`` (positions in the running sequence) are preempted so that ``waiting`` (a position too) can start."""
+
+    waiting: int
+    victims: tuple[int, ...]
+
+
+def _no_need(waiting: int) -> int:
+    return 0
+
+
+def _no_gain(waiting: int, victim: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressivePriority:
+    """See the module. ``max_wait`` in seconds; ``quantum`` in generated tokens."""
+
+    max_wait: float = 30.0
+    quantum: int = 64
+
+    def may_decide(self, best_waiting: int, running: Iterable[int]) -> bool:
+        """The quick exit, from priorities alone: False when nobody waiting outranks anybody running.
+
+        ``best_waiting``: the best priority of those that wait (overdue ones count as better than any).
+        """
+        return best_waiting < max(running, default=best_waiting)
+
+    def takeovers(
+        self,
+        waiting: Iterable[Waiting],
+        running: Sequence[Running],
+        *,
+        slots: int,
+        tokens: int,
+        blocks: int = 0,
+        need: Callable[[int], int] = _no_need,
+        gain: Callable[[int, int], int] = _no_gain,
+    ) -> list[Takeover]:
+        """Who is preempted for whom in this step.
+
+        ``waiting`` in the order in which the engine starts them, read only as far as needed; ``slots`` and ``blocks``: free
+        ones; ``tokens``: how many the engine can still compute this step, because who could not start anyway preempts
+        nobody. ``need(w)``: KV blocks that a waiting one has to find free. ``gain(w, r)``: blocks that become free for ``w``
+        when ``r`` is preempted after those asked for before (blocks may be shared); asked only when blocks are short.
+        """
+        order: list[int] | None = None  # of the running ones, lowest rank first
+        gone: set[int] = set()
+        found: list[Takeover] = []
+        for index, candidate in enumerate(waiting):
+            wanted = need(index)
+            victims: list[int] = []
+            if slots < 1 or blocks < wanted:
+                if order is None:
+                    order = sorted(range(len(running)), key=lambda i: running[i][:2], reverse=True)
+                for position in order:
+                    if slots >= 1 and blocks >= wanted:
+                        break
+                    if position not in gone and _may_preempt(candidate, running[position]):
+                        victims.append(position)
+                        slots += 1
+                        blocks += gain(index, position) if wanted else 0
+                        tokens += running[position].tokens
+            if slots < 1 or blocks < wanted or tokens < 1:
+                break  # it cannot start in this step whoever goes, and those behind it start after it
+            if victims:
+                gone.update(victims)
+                found.append(Takeover(index, tuple(victims)))
+            slots, blocks, tokens = slots - 1, blocks - wanted, tokens - candidate.tokens
+        return found
+
+    def overdue(self, waiting: Sequence[Waited], running: Iterable[tuple[int, Arrival]]) -> list[int]:
+        """Positions of those that are overdue, in order of arrival. ``running``: (own priority, arrival) of each."""
+        late = [index for index, request in enumerate(waiting) if request.seconds >= self.max_wait]
+        if not late:
+            return []
+        everybody = [(request.arrival, request.priority) for request in waiting]
+        everybody += [(arrival, priority) for priority, arrival in running]
+        if len({priority for _, priority in everybody}) == 1:
+            return []  # nobody can have overtaken anybody
+        best_later: dict[Arrival, int] = {}  # arrival -> best priority of it and those that arrived after it
+        best: int | None = None
+        for arrival, priority in sorted(everybody, reverse=True):
+            best_later[arrival] = best = priority if best is None else min(best, priority)
+        overtaken = [index for index in late if best_later[waiting[index].arrival] < waiting[index].priority]
+        return sorted(overtaken, key=lambda index: waiting[index].arrival)
+
+    def served(self, generated: int) -> bool:
+        """Whether so many tokens since it was started are a quantum: its own rank and a new wait count from then on."""
+        return generated >= self.quantum
+
+
+def _may_preempt(waiting: Waiting, running: Running) -> bool:
+    if running.protected:
+        return False
+    if waiting.priority < running.priority:
+        return True
+    return waiting.overdue and running.priority < waiting.priority and running.arrival > waiting.arrival

@@ -1,0 +1,190 @@
+"""The scheduler of an rl-coserve engine: stock vLLM's, with preemption by priority, weight versions and counters.
+
+:func:`create_scheduler` is what ``--scheduler-cls`` names (vLLM's own hook); it makes a stock ``Scheduler`` or, with async
+scheduling, an ``AsyncScheduler``, each with hooks before and after its methods and no copy of any. Guarantees:
+
+* Order and preemption: see :mod:`vllm_rlplugin.preemption`. With equal priorities each step is exactly stock's.
+* After ``advance_version`` no KV of older weights is ever used again, by whatever route a request comes in.
+* Nothing is computed per step for statistics, and the counters count also when vLLM's own statistics are off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from orchestrator.api import ConfigError
+from orchestrator.hooks import VLLM, check
+from orchestrator.policies.priority import ProgressivePriority
+from vllm_rlplugin.options import PluginOptions
+from vllm_rlplugin.patches import REGISTER
+from vllm_rlplugin.preemption import Preempting
+from vllm_rlplugin.versioning import salted, user_part
+
+
+class Coserving(Preempting):
+    """Mixed in before a stock scheduler."""
+
+    _rl_queue_policies: tuple[str, ...] = ("priority",)
+    kv_cache_manager: Any
+    connector: Any
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        check(VLLM)  # ConfigError on a version that was not tested
+        policy = vllm_config.scheduler_config.policy
+        if policy not in self._rl_queue_policies:
+            raise ConfigError(
+                "scheduling_policy", policy, "rl-coserve orders by priority: --scheduling-policy priority"
+            )
+        options = PluginOptions.of(vllm_config)
+        REGISTER.apply("engine_command")
+        self._rl_start_preempting(ProgressivePriority(options.max_wait, options.quantum), options.preemption)
+        self._rl_flush = options.kv_on_update == "flush"
+        self._rl_version = 0  # 0 until the first advance_version
+        self._rl_salted = False  # whether requests carry the version in their salt
+        self._rl_steps = self._rl_queries = self._rl_hits = self._rl_generated = 0
+        stock: Any = super()
+        stock.__init__(vllm_config, *args, **kwargs)
+
+    def rl_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the front end asks of the scheduler, between two steps. Plain data in and out. Raises ValueError for an
+        unknown command or wrong arguments (nothing changed then), RuntimeError where stock refuses to drop its KV.
+
+        * ``prioritize`` {"priorities": {trajectory id: priority}}: of all their unfinished requests -> {"changed"}
+        * ``advance_version`` {"version"}: the weights are now of this version -> {"preempted", "how", "seconds"}
+        * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
+        """
+        if command == "prioritize":
+            return self._rl_prioritize(**arguments)
+        if command == "advance_version":
+            return self._rl_advance_version(**arguments)
+        if command == "snapshot":
+            return self._rl_snapshot()
+        raise ValueError(f"{command!r} is not a command of the scheduler: prioritize, advance_version, snapshot")
+
+    # ---- hooks into stock methods ----
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)
+        if output.total_num_scheduled_tokens:
+            self._rl_steps += 1
+        return output
+
+    def add_request(self, request: Any) -> None:
+        if self._rl_salted:  # whatever version its front end knew, it must carry the present one
+            self._rl_salt(request)
+        super().add_request(request)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._rl_generated += request.num_output_tokens
+        return super()._free_request(request, *args, **kwargs)
+
+    def _rl_started(self, request_id: str, cached: int) -> None:
+        super()._rl_started(request_id, cached)
+        request = self.requests[request_id]
+        if self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            self._rl_queries += request.num_tokens
+            self._rl_hits += cached
+
+    # ---- commands ----
+
+    def _rl_prioritize(self, priorities: Mapping[str, int]) -> dict[str, Any]:
+        for trajectory, priority in priorities.items():
+            if not isinstance(priority, int) or isinstance(priority, bool) or not -(2**63) <= priority < 2**63:
+                raise ValueError(f"priority of {trajectory!r}: {priority!r} is not a 64-bit integer")
+        wanted = {
+            request: priorities[request.session_id]
+            for request in self.requests.values()
+            if request.session_id in priorities and not request.is_finished()
+        }
+        return {"changed": self._rl_set_priorities(wanted) if wanted else 0}
+
+    def _rl_advance_version(self, version: int) -> dict[str, Any]:
+        if not isinstance(version, int) or isinstance(version, bool) or version < self._rl_version:
+            raise ValueError(
+                f"version {version!r}: the weights are of version {self._rl_version}, which never decreases"
+            )
+        started, running = time.monotonic(), len(self.running)
+        # No salt of its own: version 0, and one that was loaded again (after a rollback it may stand for other weights).
+        flush = self._rl_flush or version in (0, self._rl_version)
+        if flush:
+            if not self.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+                raise RuntimeError("the KV connector did not reset its cache")
+        else:
+            self._rl_salt_all(version)
+        stock: Any = self
+        stock.reset_encoder_cache()  # encoder outputs are kept by their input alone, which no salt covers
+        self._rl_version = version
+        return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
+
+    def _rl_salt_all(self, version: int) -> None:
+        """Old blocks stay cached under their old hashes, which nobody can ask for any more, until they are reused."""
+        stock: Any = self
+        held = [request.request_id for request in self.kv_holding_waiting]
+        if held:  # stock's reset refuses too, after having preempted everything
+            raise RuntimeError(
+                f"{len(held)} waiting requests hold KV blocks (KV transfers or streaming input in progress), first {held[0]}"
+            )
+        if not stock.reset_connector_cache():  # a connector need not know of salts
+            raise RuntimeError("the KV connector did not reset its cache")
+        now = time.monotonic()
+        self._rl_updating = True
+        try:
+            while self.running:  # in reverse, so that stock's queue has them in order again
+                # Output in flight is of the old weights: dropped and sampled anew, as in stock's reset_prefix_cache.
+                stock._preempt_request(self.running.pop(), now, drop_stale_output=True)
+        finally:
+            self._rl_updating = False
+        self.prev_step_scheduled_req_ids.clear()  # they may resume in the next step (see reset_prefix_cache)
+        self._rl_version, self._rl_salted = version, True
+        for request in self.requests.values():
+            self._rl_salt(request)
+        if stock.aux_output_connector is not None:
+            stock.aux_output_connector.reset()
+
+    def _rl_salt(self, request: Any) -> None:
+        salt = salted(user_part(request.cache_salt), self._rl_version)
+        if salt != request.cache_salt:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _rl_snapshot(self) -> dict[str, Any]:
+        stock: Any = self
+        running, waiting = stock.get_request_counts()
+        pool = self.kv_cache_manager.block_pool
+        capacity = pool.num_gpu_blocks - 1  # without vLLM's null block
+        return {
+            "running": running,
+            "waiting": waiting,
+            "kv_used": capacity - pool.get_num_free_blocks(),
+            "kv_capacity": capacity,
+            "preemptions": self._rl_preemptions,
+            "outranked": self._rl_outranked,
+            "prefix_queries": self._rl_queries,
+            "prefix_hits": self._rl_hits,
+            "generated": self._rl_generated
+            + sum(request.num_output_tokens for request in self.requests.values() if not request.is_finished()),
+            "oldest_wait": self._rl_oldest_wait(),
+            "version": self._rl_version,
+            "steps": self._rl_steps,
+        }
+
+
+class RLScheduler(Coserving, Scheduler):  # type: ignore[misc]  # vLLM is untyped here
+    """For synchronous scheduling."""
+
+
+class RLAsyncScheduler(Coserving, AsyncScheduler):  # type: ignore[misc]
+    """For async scheduling."""
+
+
+def create_scheduler(*, vllm_config: Any, **kwargs: Any) -> Any:
+    """vLLM's scheduler hook: called with the keywords of ``Scheduler``. Raises ConfigError for a version that was not
+    tested and for another scheduling policy than ``priority``."""
+    wanted = RLAsyncScheduler if vllm_config.scheduler_config.async_scheduling else RLScheduler
+    return wanted(vllm_config=vllm_config, **kwargs)
