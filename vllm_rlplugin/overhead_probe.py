@@ -8,13 +8,14 @@ parent interleaves several such processes round by round, so that a busy machine
 * ``idle``  : vLLM loaded the plugin, nobody asked for it: entry point and flag must be live, the scheduler stock.
 * ``worker``: :class:`~vllm_rlplugin.worker.EngineWorker`: our scheduler, a random priority for each request.
 
-All kinds run the same model, limits and sampling. Digests are comparable between kinds: each request has its own seed.
+All kinds run the same model, limits and sampling.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -36,6 +37,7 @@ MAX_NUM_SEQS = 128
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 32
 KV_CACHE_MB = 96
+WORST_PRIORITY = 1 << 20
 ADD_AFTER_TURNS = 16  # turns of the event loop before the further requests are added
 
 STOCK_ENVIRONMENT = {
@@ -54,22 +56,26 @@ class Round:
     """What one round generates: ``requests`` at once, ``tokens`` each; contents follow from ``seed``.
 
     ``adds`` (our worker only): so many further requests of worse priority are added while the first ones are generated,
-    each by a call of its own; they are aborted afterwards, and neither counted nor timed.
+    each by a call of its own; they are aborted afterwards. ``to_first_end``: time only until the first request ends, from
+    when on others share the steps. ``seeded``: each request has a
+    sampling seed of its own, so digests are comparable (vLLM's CPU runner cannot do that with chunked prefills).
     """
 
     requests: int
     tokens: int
     seed: int
     adds: int = 0
+    seeded: bool = False
+    to_first_end: bool = False
 
-    def inputs(self) -> list[tuple[str, list[int], int, int]]:
+    def inputs(self) -> list[tuple[str, list[int], int | None, int]]:
         """(name, prompt, sampling seed, priority) of each request."""
         rng = random.Random(self.seed)
         return [
             (
                 f"{self.seed}-{index}",
                 [rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)],
-                rng.randrange(1 << 30),
+                rng.randrange(1 << 30) if self.seeded else None,
                 rng.randrange(1000),
             )
             for index in range(self.requests)
@@ -112,7 +118,9 @@ def run_stock(engine: Any, work: Round, timed: Callable[[], None]) -> dict[str, 
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    for name, prompt, seed, _ in work.inputs():
+    inputs = work.inputs()
+    timed()
+    for name, prompt, seed, _ in inputs:
         params = SamplingParams(
             temperature=1.0,
             max_tokens=work.tokens,
@@ -134,32 +142,37 @@ def run_stock(engine: Any, work: Round, timed: Callable[[], None]) -> dict[str, 
 
 
 async def run_worker(worker: EngineWorker, work: Round, timed: Callable[[], None]) -> dict[str, Answer]:
-    """One round on our worker, ranked by priority. ``timed`` is called when the requests that count are finished."""
-    await worker.add(
-        [
-            GenerationRequest(
-                name, name, 0, tuple(prompt), Sampling(work.tokens, temperature=1.0, seed=seed), "probe", priority
-            )
-            for name, prompt, seed, priority in work.inputs()
-        ]
-    )
-    answers: dict[str, Answer] = {}
-    extra = [
+    """One round on our worker, ranked by priority. ``timed`` is called before the first ADD, and when the requests that
+    count are finished."""
+    requests = [
         GenerationRequest(
-            f"{work.seed}+{index}", f"{work.seed}+{index}", 0, (1,) * PROMPT_TOKENS, Sampling(8), "probe", 9999
+            name, name, 0, tuple(prompt), Sampling(work.tokens, temperature=1.0, seed=seed), "probe", priority
         )
-        for index in range(work.adds)
+        for name, prompt, seed, priority in work.inputs()
     ]
+    extra = {
+        name: GenerationRequest(name, name, 0, (1,) * PROMPT_TOKENS, Sampling(8), "probe", WORST_PRIORITY)
+        for name in (f"{work.seed}+{index}" for index in range(work.adds))
+    }
+    answers: dict[str, Answer] = {}
+    timed()
+    await worker.add(requests)
     if extra:
         for _ in range(ADD_AFTER_TURNS):
             await asyncio.sleep(0)  # the worker runs about one engine step a turn of the event loop
-        await asyncio.gather(*(worker.add([request]) for request in extra))
+        await asyncio.gather(*(worker.add([request]) for request in extra.values()))
     while len(answers) < work.requests:
         for completion in await worker.completions():
-            if not completion.request_id.startswith(f"{work.seed}+"):
+            if completion.request_id not in extra:
                 answers[completion.request_id] = (completion.token_ids, completion.logprobs)
-    timed()
-    await worker.abort([request.request_id for request in extra])
+                if work.to_first_end and len(answers) == 1:
+                    timed()
+    if not work.to_first_end:
+        timed()
+    await worker.abort(list(extra))
+    ended = 0
+    while ended < len(extra):
+        ended += len(await worker.completions())
     return answers
 
 
@@ -208,6 +221,8 @@ def serve(kind: str, model: str) -> None:
         def run(work: Round, timed: Callable[[], None]) -> dict[str, Answer]:
             return run_stock(engine, work, timed)
 
+    gc.collect()
+    gc.freeze()  # as vLLM's own engine process does; else what happened to be imported decides how often it collects
     _say({"ready": True, "pid": os.getpid(), "hooks": assert_kind(kind, scheduler)})
     for line in sys.stdin:
         _say(_timed(run, Round(**json.loads(line))))
@@ -219,7 +234,6 @@ def _timed(run: Callable[[Round, Callable[[], None]], dict[str, Answer]], work: 
     def timed() -> None:
         clocks.append((time.perf_counter(), time.process_time()))
 
-    timed()
     answers = run(work, timed)
     (began, began_processor), (ended, ended_processor) = clocks
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -38,13 +39,17 @@ class Probe:
         """Wait for the engine; what is live in its process."""
         return self._answer()
 
-    def round(self, requests: int, tokens: int, seed: int, adds: int = 0) -> dict[str, Any]:
-        """Generate, and say how long it took. ``adds``: further requests added meanwhile (our worker only)."""
+    def round(self, requests: int, tokens: int, seed: int, *, adds: int = 0, **options: bool) -> dict[str, Any]:
+        """Generate, and say how long it took. Options are those of ``vllm_rlplugin.overhead_probe.Round``."""
         assert self._process.stdin is not None
-        work = {"requests": requests, "tokens": tokens, "seed": seed, "adds": adds}
+        work = {"requests": requests, "tokens": tokens, "seed": seed, "adds": adds, **options}
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         return self._answer()
+
+    def pin(self, core: int) -> None:
+        """Run on this core: those of one machine differ by some percent, and a process tends to stay where it is."""
+        os.sched_setaffinity(self._process.pid, {core})
 
     def kill(self) -> None:
         """Idempotent."""
@@ -76,19 +81,31 @@ def probes(kinds: tuple[str, ...]) -> Iterator[tuple[dict[str, Probe], dict[str,
 
 
 def paired(
-    started: dict[str, Probe], subject: str, reference: str, requests: int, tokens: int, rounds: int, first_seed: int
+    started: dict[str, Probe],
+    subject: str,
+    reference: str,
+    requests: int,
+    tokens: int,
+    rounds: int,
+    first_seed: int,
+    *,
+    seeded: bool = False,
 ) -> dict[str, Any]:
-    """Both kinds in turn, the order swapped every round (A B, B A, ...); one warm-up round each is not counted.
+    """Both kinds in turn on the same core, order and core changing from round to round; a warm-up each is not counted.
 
     ``ratio``: median over rounds of the subject's tokens/s over the reference's; ``processor_ratio`` the same per second of
-    processor time, which other programs on the machine disturb less. ``identical``: all digests agreed.
+    processor time, which other programs on the machine disturb less. ``identical``: all digests agreed (if ``seeded``).
     """
     for kind in (subject, reference):
-        started[kind].round(requests, tokens, first_seed)
+        started[kind].round(requests, tokens, first_seed, seeded=seeded)
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    cores = sorted(os.sched_getaffinity(0))
     for index in range(rounds):
+        for kind in (subject, reference):
+            started[kind].pin(cores[index // 2 % len(cores)])
         order = (subject, reference) if index % 2 else (reference, subject)
-        answers = {kind: started[kind].round(requests, tokens, first_seed + 1 + index) for kind in order}
+        seed = first_seed + 1 + index
+        answers = {kind: started[kind].round(requests, tokens, seed, seeded=seeded) for kind in order}
         rows.append((answers[subject], answers[reference]))
 
     def ratio(clock: str) -> list[float]:
@@ -100,22 +117,28 @@ def paired(
         "tokens_each": tokens,
         "rounds": rounds,
         "ratio": statistics.median(wall),
+        "ratios": wall,
         "quartiles": [wall[len(wall) // 4], wall[-1 - len(wall) // 4]],
         "processor_ratio": statistics.median(processor),
         "tokens_per_s": statistics.median(mine["tokens"] / mine["wall"] for mine, _ in rows),
         "reference_tokens_per_s": statistics.median(other["tokens"] / other["wall"] for _, other in rows),
-        "identical": all(mine["digest"] == other["digest"] for mine, other in rows),
+        "identical": seeded and all(mine["digest"] == other["digest"] for mine, other in rows),
     }
 
 
 def with_adds(probe: Probe, requests: int, tokens: int, adds: int, rounds: int, first_seed: int) -> dict[str, Any]:
-    """What ``adds`` concurrent ADDs during decode take from the running requests: tokens/s with them over without."""
-    probe.round(requests, tokens, first_seed, adds)
+    """What ``adds`` concurrent ADDs during decode take from the running requests: tokens/s with them over without,
+    until the first of the running ones ends."""
+    probe.round(requests, tokens, first_seed, adds=adds, to_first_end=True)
     rows = []
+    cores = sorted(os.sched_getaffinity(0))
     for index in range(rounds):
+        probe.pin(cores[index // 2 % len(cores)])
         order = (adds, 0) if index % 2 else (0, adds)
         seed = first_seed + 1 + 2 * index
-        answers = {count: probe.round(requests, tokens, seed + (count > 0), count) for count in order}
+        answers = {
+            count: probe.round(requests, tokens, seed + (count > 0), adds=count, to_first_end=True) for count in order
+        }
         rows.append((answers[adds], answers[0]))
     ratios = {clock: [other[clock] / mine[clock] for mine, other in rows] for clock in ("wall", "processor")}
     return {
