@@ -14,6 +14,7 @@ from orchestrator.api import ConfigError
 _MODULES = {
     "recompute-exact": "orchestrator.bench.recompute_exact",
     "update-pause": "orchestrator.bench.update_pause",
+    "preemption": "orchestrator.bench.preemption",
     "idle-overhead": "orchestrator.bench.idle_overhead",
     "active-overhead": "orchestrator.bench.active_overhead",
     "ledger-faults": "orchestrator.bench.ledger_faults",

@@ -10,20 +10,16 @@ fail: how many tokens the update changed, and how many differ when old KV is kep
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
-from orchestrator.api import RunError
+from orchestrator.bench.probe import run_probe
 from orchestrator.runfolder import describe_machine
 
 NAME = "recompute-exact"
 _QUICK_TOKENS = 1_000
 _FULL_TOKENS = 10_000
 _FULL_SEEDS = (0, 1, 2)
-_LIMIT = 600.0  # seconds a probe may take on a machine that does other things
 _SUMS = (
     "tokens",
     "differing",
@@ -48,7 +44,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     tokens, seeds = (_QUICK_TOKENS, (0,)) if quick else (_FULL_TOKENS // len(_FULL_SEEDS) + 1, _FULL_SEEDS)
-    probes = [_probe(tokens, seed) for seed in seeds]
+    probes = [run_probe("recompute", ["--tokens", str(tokens), "--seed", str(seed)]) for seed in seeds]
     sums = {name: sum(int(probe[name]) for probe in probes) for name in _SUMS}
     enough = sums["tokens"] >= (_QUICK_TOKENS if quick else _FULL_TOKENS)
     wrong = sums["differing"] + sums["repeated_differing"]
@@ -82,18 +78,3 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "nonce": nonce,
         },
     }
-
-
-def _probe(tokens: int, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "vllm_rlplugin.recompute_probe", "--tokens", str(tokens), "--seed", str(seed)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT)
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"the recompute probe took longer than {_LIMIT:.0f} s") from error
-    if done.returncode != 0:
-        raise RunError(f"the recompute probe ended with exit code {done.returncode}: {done.stderr[-800:]}")
-    lines = done.stdout.strip().splitlines()
-    if not lines:
-        raise RunError("the recompute probe printed nothing")
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result

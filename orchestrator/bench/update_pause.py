@@ -9,31 +9,20 @@ relay whose reader sleeps as long as the bytes would take.
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
-from orchestrator.api import RunError
+from orchestrator.bench.probe import run_probe
 from orchestrator.runfolder import describe_machine
 
 NAME = "update-pause"
 _BAR = 0.1
-_LIMIT = 900.0  # seconds
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
-    command = [sys.executable, "-m", "vllm_rlplugin.update_probe", "--rounds", "1" if quick else "15"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT)
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"the update probe took longer than {_LIMIT:.0f} s") from error
-    if done.returncode != 0:
-        raise RunError(f"the update probe ended with exit code {done.returncode}: {done.stderr[-800:]}")
-    probe: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    probe = run_probe("update", ["--rounds", "1" if quick else "15"])
     ways = probe["ways"]
     ratio = ways["overlapped"]["pause_ms"] / ways["blocking"]["pause_ms"]
     lost = ways["overlapped"]["tokens_lost"] + ways["blocking"]["tokens_lost"]
