@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -306,8 +307,13 @@ def test_an_unknown_id_is_a_404_and_a_repeated_abort_is_not() -> None:
 def test_a_generated_token_lies_in_a_file_that_only_its_owner_reads(
     tmp_path: Any, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"):
-        token = auth.find_token(FrontendOptions(), {})
+    logger = logging.getLogger("vllm.rl_coserve")  # vLLM, once imported, keeps its loggers from the root's handlers
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level("INFO", logger=logger.name):
+            token = auth.find_token(FrontendOptions(), {})
+    finally:
+        logger.removeHandler(caplog.handler)
     path = next(word for word in caplog.text.split() if word.endswith("/token"))
 
     assert Path(path).read_text().strip() == token
