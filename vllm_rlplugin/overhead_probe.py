@@ -205,6 +205,7 @@ def serve(kind: str, model: str) -> None:
             kv_cache_mb=KV_CACHE_MB,
         )
         scheduler = worker._engine._scheduler
+        steps: StepClock | None = StepClock(worker._engine)
 
         def run(work: Round, timed: Callable[[], None]) -> dict[str, Answer]:
             return loop.run_until_complete(run_worker(worker, work, timed))
@@ -216,6 +217,7 @@ def serve(kind: str, model: str) -> None:
         else:
             os.environ.pop("VLLM_PLUGINS", None)
         engine = stock_engine(model)
+        steps = None
         scheduler = engine.engine_core.engine_core.scheduler
 
         def run(work: Round, timed: Callable[[], None]) -> dict[str, Answer]:
@@ -225,20 +227,39 @@ def serve(kind: str, model: str) -> None:
     gc.freeze()  # as vLLM's own engine process does; else what happened to be imported decides how often it collects
     _say({"ready": True, "pid": os.getpid(), "hooks": assert_kind(kind, scheduler)})
     for line in sys.stdin:
-        _say(_timed(run, Round(**json.loads(line))))
+        _say(_timed(run, Round(**json.loads(line)), steps))
 
 
-def _timed(run: Callable[[Round, Callable[[], None]], dict[str, Answer]], work: Round) -> dict[str, Any]:
-    clocks: list[tuple[float, float]] = []
+class StepClock:
+    """Adds up the processor time that a worker's engine spends inside its steps."""
+
+    def __init__(self, engine: Any) -> None:
+        self.seconds = 0.0
+        self._stock = engine.step
+        engine.step = self._step
+
+    def _step(self, now: float) -> Any:
+        began = time.process_time()
+        try:
+            return self._stock(now)
+        finally:
+            self.seconds += time.process_time() - began
+
+
+def _timed(
+    run: Callable[[Round, Callable[[], None]], dict[str, Answer]], work: Round, steps: StepClock | None
+) -> dict[str, Any]:
+    clocks: list[tuple[float, float, float]] = []
 
     def timed() -> None:
-        clocks.append((time.perf_counter(), time.process_time()))
+        clocks.append((time.perf_counter(), time.process_time(), steps.seconds if steps is not None else 0.0))
 
     answers = run(work, timed)
-    (began, began_processor), (ended, ended_processor) = clocks
+    (began, began_processor, began_steps), (ended, ended_processor, ended_steps) = clocks
     return {
         "wall": ended - began,
         "processor": ended_processor - began_processor,
+        "in_steps": ended_steps - began_steps,
         "tokens": sum(len(token_ids) for token_ids, _ in answers.values()),
         "digest": digest(answers),
     }

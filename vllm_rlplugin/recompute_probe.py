@@ -142,7 +142,7 @@ class Found:
 
 async def serve_repeated(worker: EngineWorker, seed: int, label: str) -> tuple[list[Spanning], int]:
     """The prompts that follow from ``seed``, under the present weights; and tokens of theirs found in the prefix cache."""
-    rng = random.Random(seed)
+    rng = random.Random(f"repeated {seed}")  # not the numbers that in-flight prompts are made of: those may share KV
     requests = [
         greedy(
             f"{label}-{index}", [rng.randrange(VOCABULARY) for _ in range(REPEATED_PROMPT_TOKENS)], REPEATED_NEW_TOKENS

@@ -128,7 +128,12 @@ def paired(
 
 def with_adds(probe: Probe, requests: int, tokens: int, adds: int, rounds: int, first_seed: int) -> dict[str, Any]:
     """What ``adds`` concurrent ADDs during decode take from the running requests: tokens/s with them over without,
-    until the first of the running ones ends."""
+    until the first of the running ones ends.
+
+    ``cost`` is the processor time that they add outside of the engine's steps (taking, holding and feeding them), over that
+    of the whole decode: exact, where the ratio of whole rounds is as noisy as the machine. ``step_ratio`` is the median
+    time of the steps with them waiting over without.
+    """
     probe.round(requests, tokens, first_seed, adds=adds, to_first_end=True)
     rows = []
     cores = sorted(os.sched_getaffinity(0))
@@ -140,12 +145,19 @@ def with_adds(probe: Probe, requests: int, tokens: int, adds: int, rounds: int, 
             count: probe.round(requests, tokens, seed + (count > 0), adds=count, to_first_end=True) for count in order
         }
         rows.append((answers[adds], answers[0]))
+    outside = [(mine["processor"] - mine["in_steps"], other["processor"] - other["in_steps"]) for mine, other in rows]
     ratios = {clock: [other[clock] / mine[clock] for mine, other in rows] for clock in ("wall", "processor")}
     return {
         "adds": adds,
         "requests": requests,
         "tokens_each": tokens,
         "rounds": rounds,
+        "cost": statistics.median(
+            (added - alone) / other["processor"] for (added, alone), (_, other) in zip(outside, rows, strict=True)
+        ),
+        "seconds_outside_steps": [statistics.median(column) for column in zip(*outside, strict=True)],
+        "step_ratio": statistics.median(mine["in_steps"] / other["in_steps"] for mine, other in rows),
         "ratio": statistics.median(ratios["wall"]),
+        "ratios": sorted(ratios["wall"]),
         "processor_ratio": statistics.median(ratios["processor"]),
     }
