@@ -250,14 +250,12 @@ class Engine:
 
     def room(self, best_held: int) -> tuple[int, int]:
         """(how many requests wait inside and rank at least as one of priority ``best_held``, how many more could run)."""
-        running = self._scheduler.running
-        ahead = len(self._active) - len(running)
-        if ahead:
-            inside = {id(core) for core in running}
-            ahead = sum(
-                active.core.priority <= best_held and id(active.core) not in inside for active in self._active.values()
-            )
-        return ahead, max(0, self._scheduler.max_num_active_reqs - len(running))
+        scheduler = self._scheduler
+        # Asked before every step: its queues hold a few tens, while hundreds may run.
+        ahead = sum(
+            core.priority <= best_held for queue in (scheduler.waiting, scheduler.kv_holding_waiting) for core in queue
+        )
+        return ahead, max(0, scheduler.max_num_active_reqs - len(scheduler.running))
 
     def step(self, now: float) -> list[Completion]:
         """One engine step; the requests that it finished, in order. ``now`` is when the step starts."""
