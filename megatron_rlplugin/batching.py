@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlplugin.model import device
 from megatron_rlplugin.objective import Tokens, group_advantages
+from megatron_rlplugin.parallel import device
 from orchestrator.api import RunError, TrainSample, VersionSpans
 
 SKIP_CAUSES = ("reward_not_finite", "logprob_not_finite", "no_policy_token")

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megatron_rlplugin import bridge
 from megatron_rlplugin.batching import MicroBatch
-from megatron_rlplugin.model import DTYPES, build_model, causal_mask, initialize_parallel, read_shape
+from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
 from megatron_rlplugin.objective import logprobs_and_entropy
+from megatron_rlplugin.parallel import initialize_parallel
 from megatron_rlplugin.settings import TrainerSettings
 
 # A loss: logits of the policy's tokens -> (SUM, what is reported of it). Its divisor is the micro-batch's denominator.
@@ -52,7 +53,7 @@ class Learner:
         self.folder = folder
         self.shape = read_shape(folder)
         initialize_parallel()
-        module = build_model(self.shape, dtype)
+        (module,) = build_model(self.shape, dtype)
         bridge.load_hf(module, folder)
         module.train()
         self.config = module.config

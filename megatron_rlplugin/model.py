@@ -8,15 +8,13 @@ names the key. The weights are uninitialised until ``bridge.load_hf`` filled the
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_rlplugin import cpu
+from megatron_rlplugin.parallel import Layout, device
 from orchestrator.api import ConfigError
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -86,57 +84,7 @@ def read_shape(folder: str | Path) -> Qwen3Shape:
     return Qwen3Shape(**values)
 
 
-def device() -> torch.device:
-    """Where the model lives in this process."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def initialize_parallel(tensor_parallel: int = 1, rank: int = 0, world_size: int = 1, init_method: str = "") -> None:
-    """Join torch.distributed and make Megatron's groups. Once a process; the same sizes again change nothing.
-
-    A single rank rendezvouses with itself in memory, so it needs no port. More need ``init_method`` (``tcp://``).
-    """
-    cpu.activate()
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        have = parallel_state.get_tensor_model_parallel_world_size(), dist.get_world_size()
-        if have != (tensor_parallel, world_size):
-            fix = f"this process runs with (tensor parallel, world) = {have}; start another process"
-            raise ConfigError("tensor_parallel", (tensor_parallel, world_size), fix)
-        return
-    if not dist.is_initialized():
-        backend = "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(rank % torch.cuda.device_count())
-            backend = "nccl"
-        if world_size == 1:
-            # gloo binds an interface even to talk to itself: not one that a container may lack, or others can reach.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False
-    )
-    if torch.cuda.is_available():
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(0)  # names the generators; without dropout nothing is drawn from them
-
-
-def shutdown_parallel() -> None:
-    """Leave the groups and put back what the CPU shims replaced. Models made before are not usable afterwards."""
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    cpu.deactivate()
-
-
-def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, tensor_parallel: int = 1) -> Any:
+def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, layout: Layout) -> Any:
     """Megatron's config of this shape. Losses are sums: the divisor arrives with the finalizer (per-token loss)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -157,7 +105,7 @@ def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, tensor_parallel: i
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=tensor_parallel,
+        tensor_model_parallel_size=layout.tensor,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,
@@ -174,18 +122,20 @@ def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, tensor_parallel: i
     )
 
 
-def build_model(shape: Qwen3Shape, dtype: str, tensor_parallel: int = 1) -> Any:
-    """The stock ``GPTModel``, or (bfloat16) it in Megatron's ``Float16Module``. Needs :func:`initialize_parallel`."""
+def build_model(shape: Qwen3Shape, dtype: str, layout: Layout | None = None) -> list[Any]:
+    """This rank's model chunks (one, or ``layout.virtual``): the stock ``GPTModel``, or (bfloat16) it in Megatron's
+    ``Float16Module``. Needs :func:`initialize_parallel` with the same layout."""
+    layout = layout or Layout()
     if dtype not in DTYPES:
         raise ConfigError("model.dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     for name in ("vocab_size", "num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        if getattr(shape, name) % tensor_parallel:
-            raise ConfigError(f"model.{name}", getattr(shape, name), f"must be a multiple of TP = {tensor_parallel}")
+        if getattr(shape, name) % layout.tensor:
+            raise ConfigError(f"model.{name}", getattr(shape, name), f"must be a multiple of TP = {layout.tensor}")
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
 
-    config = transformer_config(shape, DTYPES[dtype], tensor_parallel)
+    config = transformer_config(shape, DTYPES[dtype], layout)
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
@@ -197,7 +147,7 @@ def build_model(shape: Qwen3Shape, dtype: str, tensor_parallel: int = 1) -> Any:
         rotary_base=shape.rope_theta,
     )
     model.to(device())
-    return Float16Module(config, model) if config.bf16 else model
+    return [Float16Module(config, model) if config.bf16 else model]
 
 
 def unwrap(model: Any) -> Any:

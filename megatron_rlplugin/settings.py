@@ -13,6 +13,15 @@ from typing import Any
 from orchestrator.api import ConfigError
 
 LOSSES = ("token-mean", "sequence-mean")
+# Objective -> its published clip range below and above 1 (DAPO 3.1; GSPO 5.1; the others PPO's).
+CLIPS = {
+    "grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "ppo": (0.2, 0.2),
+    "reinforce++": (0.2, 0.2),
+    "rloo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +35,46 @@ class TrainerSettings:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     clip_grad: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    objective: str = "grpo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    kl_in_reward: bool = False
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    value_learning_rate: float | None = None
+    value_clip: float = 0.2
+    max_token_lag: int | None = None
     tis_cap: float = 2.0
     entropy_coefficient: float = 0.0
     normalize_advantage: bool = True
     loss: str = "token-mean"
     minibatches: int = 1
     micro_batch_size: int = 64
+    micro_batch_order: str = "length"
+    pack_tokens: int | None = None
+    stream: bool = False
+    grad_offload: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    data_parallel: int = 1
+    distributed_optimizer: bool = False
     threads: int = 1
     logprob_gap_samples: int = 32
     logprob_gap_alarm: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "tis_cap", "clip_high"):
+        self._require("objective", self.objective in CLIPS, f"must be one of {', '.join(CLIPS)}")
+        for name in ("learning_rate", "tis_cap"):
             self._require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("minibatches", "micro_batch_size", "threads"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("weight_decay", "clip_grad", "entropy_coefficient", "lr_warmup_steps", "logprob_gap_samples"):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
-        self._require("clip_low", 0 < self.clip_low < 1, "must lie between 0 and 1")
+        self._require("clip_low", self.clip_low is None or 0 < self.clip_low < 1, "must lie between 0 and 1")
+        self._require("clip_high", self.clip_high is None or self.clip_high > 0, "must be above 0")
         self._require("loss", self.loss in LOSSES, f"must be one of {', '.join(LOSSES)}")
         final = self.final_learning_rate
         self._require(
@@ -53,6 +82,12 @@ class TrainerSettings:
             final is None or 0 < final <= self.learning_rate,
             f"must lie between 0 and trainer.learning_rate = {self.learning_rate!r}",
         )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(below, above) 1: as set, else the objective's own."""
+        low, high = CLIPS[self.objective]
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
     def _require(self, name: str, holds: bool, fix: str) -> None:
         if not holds:

@@ -40,8 +40,8 @@ from megatron_rlplugin.batching import (
 )
 from megatron_rlplugin.hookpoints import engine_status, require_megatron
 from megatron_rlplugin.learner import Learner, Update
-from megatron_rlplugin.model import device
 from megatron_rlplugin.objective import Coefficients, Totals, cross_entropy, policy_loss
+from megatron_rlplugin.parallel import device
 from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.api import ConfigError, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
 from orchestrator.transfer import Publisher, RelayEndpoint
@@ -74,8 +74,7 @@ class MegatronTrainer:
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
         self._learner = Learner(model, self._settings, total_steps, dtype)
         self._coefficients = Coefficients(
-            self._settings.clip_low,
-            self._settings.clip_high,
+            *self._settings.clip_range,
             self._settings.tis_cap,
             self._settings.entropy_coefficient,
         )

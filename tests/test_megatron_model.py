@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from megatron_rlplugin import bridge, model, tiny  # noqa: E402
+from megatron_rlplugin import bridge, model, parallel, tiny  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
@@ -38,10 +38,10 @@ LOGITS_TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parallel() -> Iterator[None]:
-    model.initialize_parallel()
+def process_groups() -> Iterator[None]:
+    parallel.initialize_parallel()
     yield
-    model.shutdown_parallel()
+    parallel.shutdown_parallel()
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, dtype: str = "float32") -> Any:
-    built = model.build_model(model.read_shape(folder), dtype)
+    (built,) = model.build_model(model.read_shape(folder), dtype)
     bridge.load_hf(built, folder)
     return built.eval()
 
@@ -197,11 +197,11 @@ def test_the_tiny_tokenizer_maps_words_to_their_indices(folder: Path) -> None:
 
 TWO_RANKS = """
 import sys, torch
-from megatron_rlplugin import bridge, model
+from megatron_rlplugin import bridge, model, parallel
 rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
-model.initialize_parallel(2, rank, 2, f"file://{port}")
-built = model.build_model(model.read_shape(folder), "float32", 2)
+parallel.initialize_parallel(parallel.Layout(tensor=2), rank, 2, f"file://{port}")
+(built,) = model.build_model(model.read_shape(folder), "float32", parallel.Layout(tensor=2))
 bridge.load_hf(built, folder)
 tokens = torch.arange(24).view(2, 12)
 with torch.no_grad():
@@ -231,4 +231,4 @@ def test_two_tensor_parallel_ranks_hold_the_same_model(tmp_path: Path) -> None:
 
 def test_a_vocabulary_that_tensor_parallelism_cannot_split_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model.vocab_size = 61: must be a multiple of TP = 2"):
-        model.build_model(model.read_shape(folder), "float32", 2)
+        model.build_model(model.read_shape(folder), "float32", parallel.Layout(tensor=2))

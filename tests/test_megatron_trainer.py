@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron_rlplugin import bridge, model, tiny  # noqa: E402
+from megatron_rlplugin import bridge, model, parallel, tiny  # noqa: E402
 from megatron_rlplugin.trainer import MegatronTrainer  # noqa: E402
 from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, TrainMetrics, TrainSample  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
@@ -31,10 +31,10 @@ NAN = math.nan
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parallel() -> Iterator[None]:
-    model.initialize_parallel()
+def process_groups() -> Iterator[None]:
+    parallel.initialize_parallel()
     yield
-    model.shutdown_parallel()
+    parallel.shutdown_parallel()
 
 
 def make_folder(path: Path, **changes: Any) -> str:

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
-from megatron_rlplugin import bridge, model, tiny  # noqa: E402
+from megatron_rlplugin import bridge, model, parallel, tiny  # noqa: E402
 from megatron_rlplugin.objective import logprobs_and_entropy  # noqa: E402
 from orchestrator.hooks import VLLM, find  # noqa: E402
 
@@ -56,10 +56,10 @@ print("ANSWER " + json.dumps(answers))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parallel() -> Iterator[None]:
-    model.initialize_parallel()
+def process_groups() -> Iterator[None]:
+    parallel.initialize_parallel()
     yield
-    model.shutdown_parallel()
+    parallel.shutdown_parallel()
 
 
 def ask_vllm(folder: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def test_transformers_megatron_and_vllm_give_the_same_log_probs(tmp_path: Path) 
     answers = ask_vllm(folder, prompts)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ours = model.build_model(model.read_shape(folder), "float32").eval()
+    ours = model.build_model(model.read_shape(folder), "float32")[0].eval()
     bridge.load_hf(ours, folder)
     worst: dict[str, float] = {}
     for prompt, answer in zip(prompts, answers, strict=True):

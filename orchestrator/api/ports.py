@@ -18,6 +18,7 @@ from orchestrator.api.types import (
     StepResult,
     TrainBatch,
     TrainMetrics,
+    TrainSample,
     Trajectory,
     UpdateResult,
     WorkerStats,
@@ -90,6 +91,11 @@ class Trainer(Protocol):
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """Train on complete groups; the weights are then those of ``metrics.version`` but not yet published."""
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """Complete groups that the next ``train_step`` at ``version`` will contain, as soon as they are known: their gradient
+        may be computed at once (RollPacker 4.4). Never changes what ``train_step`` does, only when: a batch that lacks
+        something that was fed, or is for another version, is trained from the start."""
 
     async def publish(self) -> PublishResult:
         """Put the present weights on the relay under the present version, then move the version pointer."""
