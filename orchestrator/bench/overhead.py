@@ -1,4 +1,4 @@
-"""What idle-overhead and active-overhead share: engines in processes of their own, measured round by round in turn."""
+"""What idle-overhead and active-overhead share: engines in processes of their own, measured side by side."""
 
 from __future__ import annotations
 
@@ -37,15 +37,19 @@ class Probe:
 
     def ready(self) -> dict[str, Any]:
         """Wait for the engine; what is live in its process."""
-        return self._answer()
+        return self.answer()
 
     def round(self, requests: int, tokens: int, seed: int, *, adds: int = 0, **options: bool) -> dict[str, Any]:
         """Generate, and say how long it took. Options are those of ``vllm_rlplugin.overhead_probe.Round``."""
+        self.begin(requests, tokens, seed, adds=adds, **options)
+        return self.answer()
+
+    def begin(self, requests: int, tokens: int, seed: int, *, adds: int = 0, **options: bool) -> None:
+        """The same without waiting; :meth:`answer` waits."""
         assert self._process.stdin is not None
         work = {"requests": requests, "tokens": tokens, "seed": seed, "adds": adds, **options}
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
-        return self._answer()
 
     def pin(self, core: int) -> None:
         """Run on this core: those of one machine differ by some percent, and a process tends to stay where it is."""
@@ -56,7 +60,8 @@ class Probe:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """What it says next. Raises RunError when it ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):  # an engine may print other lines
@@ -91,37 +96,33 @@ def paired(
     *,
     seeded: bool = False,
 ) -> dict[str, Any]:
-    """Both kinds in turn on the same core, order and core changing from round to round; a warm-up each is not counted.
+    """Both kinds at once on one core, the core changing from round to round; a warm-up each is not counted.
 
-    ``ratio``: median over rounds of the subject's tokens/s over the reference's; ``processor_ratio`` the same per second of
-    processor time, which other programs on the machine disturb less. ``identical``: all digests agreed (if ``seeded``).
+    Engine and loop are one thread that never waits, so tokens per second of processor time are tokens/s on a core of its
+    own. Sharing the core, both meet the same cache, clock and neighbours at the same moment: measured one after the other,
+    equal processes differ by ten percent on a machine that others use too, this way by one or two.
+    ``ratio``: median over rounds of the subject's tokens per processor second over the reference's; ``identical``: all
+    digests agreed (if ``seeded``).
     """
-    for kind in (subject, reference):
-        started[kind].round(requests, tokens, first_seed, seeded=seeded)
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
     cores = sorted(os.sched_getaffinity(0))
-    for index in range(rounds):
-        for kind in (subject, reference):
-            started[kind].pin(cores[index // 2 % len(cores)])
+    for index in range(rounds + 1):
         order = (subject, reference) if index % 2 else (reference, subject)
-        seed = first_seed + 1 + index
-        answers = {kind: started[kind].round(requests, tokens, seed, seeded=seeded) for kind in order}
-        rows.append((answers[subject], answers[reference]))
-
-    def ratio(clock: str) -> list[float]:
-        return sorted(mine["tokens"] / mine[clock] / (other["tokens"] / other[clock]) for mine, other in rows)
-
-    wall, processor = ratio("wall"), ratio("processor")
+        for kind in order:
+            started[kind].pin(cores[index % len(cores)])
+            started[kind].begin(requests, tokens, first_seed + index, seeded=seeded)
+        answers = {kind: started[kind].answer() for kind in order}
+        if index:
+            rows.append((answers[subject], answers[reference]))
+    ratios = sorted(mine["tokens"] / mine["processor"] / (other["tokens"] / other["processor"]) for mine, other in rows)
     return {
         "requests": requests,
         "tokens_each": tokens,
         "rounds": rounds,
-        "ratio": statistics.median(wall),
-        "ratios": wall,
-        "quartiles": [wall[len(wall) // 4], wall[-1 - len(wall) // 4]],
-        "processor_ratio": statistics.median(processor),
-        "tokens_per_s": statistics.median(mine["tokens"] / mine["wall"] for mine, _ in rows),
-        "reference_tokens_per_s": statistics.median(other["tokens"] / other["wall"] for _, other in rows),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "tokens_per_s": statistics.median(mine["tokens"] / mine["processor"] for mine, _ in rows),
+        "reference_tokens_per_s": statistics.median(other["tokens"] / other["processor"] for _, other in rows),
         "identical": seeded and all(mine["digest"] == other["digest"] for mine, other in rows),
     }
 
