@@ -1,18 +1,17 @@
-"""Weights between a Hugging Face Qwen3 folder and a Megatron ``GPTModel``, both ways, bit for bit.
+"""Weights between a Hugging Face folder and the Megatron model chunks of a layout, both ways, bit for bit.
 
-Guarantees: every Hugging Face tensor has exactly one place in the model and is checked by name and shape before anything
-is written; a missing, extra or misshapen tensor is a ConfigError that names it, and leaves the model untouched. Loading
-casts to the model's dtype (exact when they agree); exporting casts nothing. With tensor parallelism each rank loads its
-shard, and export gathers over the tensor-parallel group (every rank must call it).
+Guarantees: every Hugging Face tensor is checked by name and shape before anything is written; a missing, extra or
+misshapen tensor is a ConfigError that names it, the same on every rank, and leaves the model untouched. Each rank reads
+its part of the files and no more. Loading casts to the model's dtype (exact when they agree); exporting casts nothing.
+Export gathers one tensor at a time over the ranks that hold one model; all of them must call it, all get everything.
 
-Megatron keeps q, k and v of one query group side by side, ``[group][q.. k v][head_dim]``, and gate above up.
+``places`` says which part of which tensor a rank holds.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,143 +19,72 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlplugin.model import unwrap
+from megatron_rlplugin.places import Piece, chunks_of, model_group, pieces, tensors
 from orchestrator.api import ConfigError
-
-WHOLE, QKV, GATE_UP = "whole", "qkv", "gate_up"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One Megatron parameter: the Hugging Face tensors that it is made of, and how."""
-
-    kind: str
-    sources: tuple[str, ...]  # templates; {i} is the layer
-    dim: int | None  # that tensor parallelism splits; None: replicated
-
-
-_LAYER = "model.layers.{i}."
-_ATTENTION = _LAYER + "self_attn."
-PLACES = {
-    "embedding.word_embeddings.weight": Place(WHOLE, ("model.embed_tokens.weight",), 0),
-    "decoder.final_layernorm.weight": Place(WHOLE, ("model.norm.weight",), None),
-    "output_layer.weight": Place(WHOLE, ("lm_head.weight",), 0),
-}
-LAYER_PLACES = {
-    "input_layernorm.weight": Place(WHOLE, (_LAYER + "input_layernorm.weight",), None),
-    "self_attention.linear_qkv.weight": Place(QKV, tuple(f"{_ATTENTION}{c}_proj.weight" for c in "qkv"), 0),
-    "self_attention.q_layernorm.weight": Place(WHOLE, (_ATTENTION + "q_norm.weight",), None),
-    "self_attention.k_layernorm.weight": Place(WHOLE, (_ATTENTION + "k_norm.weight",), None),
-    "self_attention.linear_proj.weight": Place(WHOLE, (_ATTENTION + "o_proj.weight",), 1),
-    "pre_mlp_layernorm.weight": Place(WHOLE, (_LAYER + "post_attention_layernorm.weight",), None),
-    "mlp.linear_fc1.weight": Place(GATE_UP, tuple(f"{_LAYER}mlp.{c}_proj.weight" for c in ("gate", "up")), 0),
-    "mlp.linear_fc2.weight": Place(WHOLE, (_LAYER + "mlp.down_proj.weight",), 1),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """One parameter with its Hugging Face names and full shapes."""
-
-    kind: str
-    parameter: Tensor
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dim: int | None
 
 
 def load_hf(model: Any, folder: str | Path) -> None:
-    """Fill ``model`` from the safetensors of ``folder``. Raises ConfigError before any weight was changed."""
+    """Fill ``model`` (a chunk, or this rank's chunks) from the safetensors of ``folder``.
+
+    Raises ConfigError before any weight was changed.
+    """
     path = Path(folder)
-    core = unwrap(model)
-    parts = list(_parameters(core))
-    wanted = {name: shape for part in parts for name, shape in zip(part.names, part.shapes, strict=True)}
+    tied = chunks_of(model)[0].share_embeddings_and_output_weights
+    mine = list(pieces(model))
     with _Folder(path) as files:
-        _check(files, wanted, path, tied=core.share_embeddings_and_output_weights)
-        rank, size = _tensor_parallel(core)
+        _check(files, tensors(model), path, tied=tied)
         with torch.no_grad():
-            for part in parts:
-                shards = [
-                    value if part.dim is None else value.chunk(size, part.dim)[rank]
-                    for value in (files.get(name) for name in part.names)
-                ]
-                part.parameter.copy_(_join(part.kind, shards, core.config))
+            for piece in mine:
+                piece.write(files.get(piece.name, piece.dim, piece.start, piece.stop))
 
 
 def export_hf(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor, (name, contiguous tensor on the model's device), in the model's order."""
-    core = unwrap(model)
-    group = core.pg_collection.tp
+    """Every Hugging Face tensor, (name, contiguous tensor on the model's device), in the model's order.
+
+    Collective over the ranks of one replica: all must call it and take all tensors.
+    """
+    group = model_group(model)
+    held = {(piece.name, piece.start): piece for piece in pieces(model)}
+    if group.size() == 1:
+        sources = {name: [(0, 0, -1, shape)] for name, shape in tensors(model).items()}
+    else:
+        sources = _sources(list(held.values()), group)
     with torch.no_grad():
-        for part in _parameters(core):
-            shards = _split(part.kind, part.parameter.detach(), core.config)
-            for name, shape, shard in zip(part.names, part.shapes, shards, strict=True):
-                full = _gather(shard, part.dim, group)
-                assert tuple(full.shape) == shape, (name, full.shape, shape)
-                yield name, full
+        for name, shape in tensors(model).items():
+            parts = [_from(held.get((name, start)), rank, part, model, group) for start, rank, _, part in sources[name]]
+            dim = sources[name][0][2]
+            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            assert tuple(full.shape) == shape, (name, full.shape, shape)
+            yield name, full
 
 
-def expected_tensors(model: Any) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> full shape, of all tensors that the model is made of."""
-    parts = _parameters(unwrap(model))
-    return {name: shape for part in parts for name, shape in zip(part.names, part.shapes, strict=True)}
+Source = tuple[int, int, int, tuple[int, ...]]  # start, rank in the group, dim, shape of the part
 
 
-def _parameters(core: Any) -> Iterator[_Parts]:
-    _, size = _tensor_parallel(core)
-    for name, parameter in core.named_parameters():
-        place = PLACES.get(name)
-        names: tuple[str, ...]
-        if place is None and name.startswith("decoder.layers."):
-            layer, _, rest = name.removeprefix("decoder.layers.").partition(".")
-            place = LAYER_PLACES.get(rest)
-            names = tuple(source.format(i=layer) for source in place.sources) if place else ()
-        else:
-            names = place.sources if place else ()
-        if place is None:
-            raise ConfigError("model", name, "the bridge knows no Hugging Face place for this Megatron parameter")
-        shapes = [list(part.shape) for part in _split(place.kind, parameter.detach(), core.config)]
-        for shape in shapes:
-            if place.dim is not None:
-                shape[place.dim] *= size
-        yield _Parts(place.kind, parameter, names, tuple(tuple(shape) for shape in shapes), place.dim)
+def _sources(mine: list[Piece], group: Any) -> dict[str, list[Source]]:
+    """For each tensor, its parts in order and for each the first rank of the group that holds it."""
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, [(piece.name, piece.start, piece.dim, piece.held) for piece in mine], group=group)
+    parts: dict[str, dict[int, Source]] = {}
+    for rank, theirs in enumerate(told):
+        for name, start, dim, held in theirs:
+            parts.setdefault(name, {}).setdefault(start, (start, rank, dim, held))
+    return {name: [by_start[start] for start in sorted(by_start)] for name, by_start in parts.items()}
 
 
-def _tensor_parallel(core: Any) -> tuple[int, int]:
-    group = core.pg_collection.tp
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _split(kind: str, value: Tensor, config: Any) -> tuple[Tensor, ...]:
-    """One rank's parameter -> its shard of each Hugging Face tensor."""
-    if kind == QKV:
-        per_group = config.num_attention_heads // config.num_query_groups
-        grouped = value.view(-1, per_group + 2, config.kv_channels, value.shape[-1])
-        parts = grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]
-        return tuple(part.reshape(-1, value.shape[-1]) for part in parts)
-    if kind == GATE_UP:
-        return tuple(part.contiguous() for part in value.chunk(2))
-    return (value.contiguous(),)
-
-
-def _join(kind: str, parts: list[Tensor], config: Any) -> Tensor:
-    """The inverse of :func:`_split`."""
-    if kind == QKV:
-        width = parts[0].shape[-1]
-        per_group = config.num_attention_heads // config.num_query_groups
-        heads = (per_group, 1, 1)
-        views = [part.reshape(-1, count, config.kv_channels, width) for part, count in zip(parts, heads, strict=True)]
-        return torch.cat(views, dim=1).reshape(-1, width)
-    return torch.cat(parts) if kind == GATE_UP else parts[0]
-
-
-def _gather(shard: Tensor, dim: int | None, group: Any) -> Tensor:
-    size = dist.get_world_size(group)
-    if size == 1 or dim is None:
-        return shard
-    pieces = [torch.empty_like(shard) for _ in range(size)]
-    dist.all_gather(pieces, shard, group=group)
-    return torch.cat(pieces, dim)
+def _from(piece: Piece | None, rank: int, shape: tuple[int, ...], model: Any, group: Any) -> Tensor:
+    """The part that ``rank`` of the group holds, on every rank of it."""
+    if group.size() == 1:
+        assert piece is not None
+        return piece.read()
+    if group.rank() == rank:
+        assert piece is not None
+        part = piece.read()
+    else:
+        like = next(chunks_of(model)[0].parameters())
+        part = torch.empty(shape, dtype=like.dtype, device=like.device)
+    dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    return part
 
 
 class _Folder:
@@ -198,9 +126,14 @@ class _Folder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._where[name].get_slice(name).get_shape())
 
-    def get(self, name: str) -> Tensor:
-        tensor: Tensor = self._where[name].get_tensor(name)
-        return tensor
+    def get(self, name: str, dim: int = -1, start: int = 0, stop: int = 0) -> Tensor:
+        """The tensor, or ``start:stop`` of it along ``dim``; only that part is read."""
+        file = self._where[name]
+        if dim < 0:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+        part: Tensor = file.get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
+        return part
 
 
 def _check(files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool) -> None:

@@ -1,22 +1,32 @@
-"""What lets stock Megatron-Core run on a machine without CUDA (gloo, one or two ranks, a dense model).
+"""What lets stock Megatron-Core (0.16.1 and 0.19.2) run on a machine without CUDA, over gloo: data, tensor, sequence,
+pipeline (virtual too) and expert parallelism, the distributed optimizer, bfloat16 and clipping.
 
-Guarantees: :func:`activate` does nothing where there is CUDA, nothing twice, and edits no file. Each shim cures one named
-assumption of Megatron-Core and touches only the modules that make it; no torch function outside them gets slower (a
-process-wide TorchFunctionMode, the obvious cure, would tax every operation).
+Guarantees: :func:`activate` does nothing where there is CUDA, nothing twice, and edits no file. Each shim cures one
+named assumption of Megatron-Core and touches only the modules that make it; no torch function outside them gets slower
+(a process-wide TorchFunctionMode, the obvious cure, would tax every operation). :func:`deactivate` puts all back.
 
-| assumption in Megatron-Core 0.16.1                         | cure                                                    |
+| assumption in Megatron-Core                                | cure                                                    |
 | ---------------------------------------------------------- | ------------------------------------------------------- |
-| ``torch.cuda.current_device()`` is a device (buffers, RoPE) | answers the CPU                                         |
-| ``torch.zeros(..., device="cuda")``, the same for ``tensor`` | in the modules that do it, the name ``torch`` is a proxy |
-| ``p.type() == "torch.cuda.FloatTensor"`` (clip, bf16 Adam)  | CPU type names also compare equal to their CUDA spelling |
-| a CUDA RNG tracker around dropout                           | a tracker whose ``fork`` leaves the generator alone      |
+| ``torch.cuda.current_device()`` is a device (buffers, RoPE) | answers the CPU                                        |
+| ``torch.zeros(..., device="cuda")``, also ``tensor``       | where it is done, the module's ``torch`` is a proxy     |
+| ``torch.cuda.synchronize()``, streams, events (pipeline    | the same proxy: on a CPU, work is done when the call    |
+| sends, 0.19.2's gradient sync, the experts' all-to-all)    | returns, so there is nothing to wait for                |
+| ``p.type() == "torch.cuda.FloatTensor"`` (clip, bf16 Adam) | CPU type names also equal their CUDA spelling           |
+| a CUDA RNG tracker around dropout                          | a tracker whose ``fork`` leaves the generator alone     |
+| ``weight.cuda()`` of embeddings tied over pipeline stages  | answers the weight, during that method only             |
+| split sizes of the experts' all-to-all come from a GPU     | they become numpy, as they do on their way from a GPU   |
+| ``all_gather``, ``reduce_scatter`` of parts of other sizes  | gloo has neither: broadcasts, and a sum of everything   |
+| (experts that are split over tensor-parallel ranks)        |                                                         |
+| 0.16.1: ``te_general_gemm`` is defined (router's product)  | it is None, which that code takes for "not installed"   |
 
-The last one is right only without dropout: ``megatron_rlplugin.model`` builds models without.
+The tracker is right only without dropout: ``megatron_rlplugin.model`` builds models without. What cannot be cured here
+is avoided by the configuration made there (fused kernels, torch's norm under sequence parallelism).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import types
 from collections.abc import Callable, Iterator
@@ -26,12 +36,82 @@ import torch
 
 _PROXIED_MODULES = (
     "megatron.core.pipeline_parallel.schedules",  # the token counter of a schedule
+    "megatron.core.pipeline_parallel.p2p_communication",  # synchronises after a batch of sends
+    "megatron.core.distributed.param_and_grad_buffer",  # 0.19.2: asks for the stream that wrote the gradients
+    "megatron.core.transformer.moe.token_dispatcher",  # a stream of its own for split sizes
+    "megatron.core.transformer.moe.moe_utils",  # the tracker of auxiliary losses
     "megatron.core.optimizer.optimizer",  # loss scale, overflow buffer
     "megatron.core.optimizer.clip_grads",  # overflow buffer, total norm
     "megatron.core.utils",  # the gradient norm without Apex
 )
 _FACTORIES = ("zeros", "tensor")
+_ABSENT = object()
 _undo: list[tuple[Any, str, Any]] = []  # what to put back, last first; not empty: the shims are live
+
+
+class _Stream:
+    """A CUDA stream or event where work is done when the call returns: there is nothing to record or wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _CpuCuda(types.ModuleType):
+    """Stands for ``torch.cuda`` inside one module: the same, but without anything to synchronise."""
+
+    Stream = Event = _Stream
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self._only = _Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self._only
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+
+class _UnevenDistributed(types.ModuleType):
+    """Stands for ``torch.distributed`` inside one module: its collectives over lists take parts of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.distributed")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    def all_gather(self, parts: list[Any], mine: Any, group: Any) -> None:
+        for rank, part in enumerate(parts):
+            if part.numel():
+                if rank == group.rank():
+                    part.copy_(mine)
+                torch.distributed.broadcast(part, torch.distributed.get_global_rank(group, rank), group=group)
+
+    def reduce_scatter(self, output: Any, parts: list[Any], group: Any) -> None:
+        whole = torch.cat(parts)
+        torch.distributed.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(part) for part in parts])[group.rank()])
 
 
 class _CpuTorch(types.ModuleType):
@@ -39,6 +119,8 @@ class _CpuTorch(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch")
+        self.cuda = _CpuCuda()
+        self.distributed = torch.distributed
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
 
@@ -83,6 +165,26 @@ class NoForkTracker:
         yield
 
 
+def _splits_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In place of ``maybe_move_tensor_to_cpu``, which leaves a CPU tensor a tensor; gloo wants numbers."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _without_move(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, during which ``Tensor.cuda()`` answers the tensor itself."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        original = torch.Tensor.cuda
+        torch.Tensor.cuda = lambda self, *a, **k: self
+        try:
+            return method(*args, **kwargs)
+        finally:
+            torch.Tensor.cuda = original
+
+    return call
+
+
 def needed() -> bool:
     """Whether this process has no CUDA."""
     return not torch.cuda.is_available()
@@ -108,9 +210,21 @@ def activate() -> bool:
     proxy = _CpuTorch()
     for name in _PROXIED_MODULES:
         _replace(importlib.import_module(name), "torch", proxy)
+    uneven = _CpuTorch()
+    uneven.distributed = _UnevenDistributed()
+    _replace(importlib.import_module("megatron.core.tensor_parallel.mappings"), "torch", uneven)
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     _replace(rng, "_CUDA_RNG_STATE_TRACKER", NoForkTracker())
     _replace(rng, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
+    language = importlib.import_module("megatron.core.models.common.language_module.language_module").LanguageModule
+    tie = "setup_embeddings_and_output_layer"
+    _replace(language, tie, _without_move(getattr(language, tie)))
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    _replace(dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host)
+    _replace(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)  # so that no stand-in outlives the shims
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe, "te_general_gemm"):
+        _replace(moe, "te_general_gemm", None)
     return True
 
 
@@ -118,9 +232,12 @@ def deactivate() -> None:
     """Put back what :func:`activate` replaced; for processes that go on to do other things (tests)."""
     while _undo:
         target, name, original = _undo.pop()
-        setattr(target, name, original)
+        if original is _ABSENT:
+            delattr(target, name)
+        else:
+            setattr(target, name, original)
 
 
 def _replace(target: Any, name: str, value: Any) -> None:
-    _undo.append((target, name, getattr(target, name)))
+    _undo.append((target, name, getattr(target, name, _ABSENT)))
     setattr(target, name, value)

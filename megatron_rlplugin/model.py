@@ -1,93 +1,59 @@
-"""A stock Megatron-Core ``GPTModel`` of the shape of a Hugging Face Qwen3 (dense) folder, and the process groups it needs.
+"""A stock Megatron-Core ``GPTModel`` of the shape of a Hugging Face folder, cut to this rank's part of a layout.
 
-Guarantees: the model's arithmetic is that of the folder's config (local layer spec, q/k RMSNorm, SwiGLU, grouped queries,
-RoPE), without dropout and without fused kernels; a config that this cannot express is refused with a ConfigError that
-names the key. The weights are uninitialised until ``bridge.load_hf`` filled them.
+Guarantees: the model's arithmetic is that of the folder's config (``families`` says which), without dropout and without
+auxiliary losses; a layout that cannot express it is refused with a ConfigError that names the field. The weights are
+uninitialised until ``bridge.load_hf`` filled them.
+
+Layers are Transformer Engine's where it is installed and there is CUDA, else Megatron's own ("local") ones with the
+:class:`RMSNorm` below. The grouped kernels of Transformer Engine and context parallelism need a GPU; they were not run.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_rlplugin.families import ModelShape, read_config, read_shape
 from megatron_rlplugin.parallel import Layout, device
 from orchestrator.api import ConfigError
 
-ARCHITECTURE = "Qwen3ForCausalLM"
+__all__ = ["DTYPES", "ModelShape", "RMSNorm", "build_model", "causal_mask", "read_config", "read_shape", "unwrap"]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class Qwen3Shape:
-    """What of a Qwen3 ``config.json`` decides the arithmetic; the names are the file's keys."""
+class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
+    """torch's RMSNorm with the constructor that Megatron calls.
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    tie_word_embeddings: bool
+    Megatron's own wrapper refuses sequence parallelism, under which a norm sees only this rank's part of a sequence: its
+    weight is marked, so that ``finalize_model_grads`` sums its gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a model folder."""
-    file = Path(folder) / "config.json"
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError("model.path", str(folder), "is not a model folder: it has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError("model.path", str(folder), f"its config.json cannot be read ({error})") from error
-    if not isinstance(data, dict):
-        raise ConfigError("model.path", str(folder), "its config.json is not an object")
-    return data
-
-
-def read_shape(folder: str | Path) -> Qwen3Shape:
-    """The shape of a Qwen3 dense folder. Raises ConfigError for another architecture or an option we do not compute."""
-    data = read_config(folder)
-    found = data.get("architectures") or ["none"]
-    if found[0] != ARCHITECTURE:
-        fix = f"is the architecture of {folder}, which the trainer cannot build; give a folder of a {ARCHITECTURE}"
-        raise ConfigError("model.architectures", found[0], fix)
-    # transformers 5 writes rope_parameters; before, rope_theta and rope_scaling were keys of their own.
-    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    refused = {
-        "rope_type": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "attention_bias": bool(data.get("attention_bias", False)),
-        "hidden_act": data.get("hidden_act", "silu") != "silu",
-        "use_sliding_window": bool(data.get("use_sliding_window", False)),
-        "quantization_config": data.get("quantization_config") is not None,
-    }
-    for name, wrong in refused.items():
-        if wrong:
-            raise ConfigError(f"model.{name}", rope if name == "rope_type" else data[name], "is not supported")
-    values: dict[str, Any] = {
-        "rope_theta": rope.get("rope_theta", data.get("rope_theta", 1e6)),
-        "rms_norm_eps": data.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": data.get("tie_word_embeddings", False),
-    }
-    for name in Qwen3Shape.__slots__:
-        if name not in values:
-            if not isinstance(data.get(name), int):
-                raise ConfigError(f"model.{name}", data.get(name), f"must be an integer in config.json of {folder}")
-            values[name] = data[name]
-    return Qwen3Shape(**values)
-
-
-def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, layout: Layout) -> Any:
+def transformer_config(shape: ModelShape, dtype: torch.dtype, layout: Layout) -> Any:
     """Megatron's config of this shape. Losses are sums: the divisor arrives with the finalizer (per-token loss)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    mixture: dict[str, Any] = {}
+    if shape.num_experts:
+        mixture = {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": shape.num_experts_per_tok,
+            "moe_ffn_hidden_size": shape.moe_intermediate_size,
+            "moe_router_score_function": "softmax",
+            # Softmax over the chosen logits is softmax over all, scaled to a sum of one.
+            "moe_router_pre_softmax": not shape.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": uses_transformer_engine(),
+        }
+    if layout.virtual is not None:  # without overlap the interleaved schedule needs another order of sends
+        mixture |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return TransformerConfig(
         num_layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
@@ -97,15 +63,24 @@ def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, layout: Layout) ->
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=False,
+        add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
+        expert_model_parallel_size=layout.expert,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence,
+        pipeline_dtype=dtype,
+        # Micro-batches of a pipeline may differ in length; that needs the all-to-all dispatcher, in a dense model too.
+        variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,
@@ -118,36 +93,126 @@ def transformer_config(shape: Qwen3Shape, dtype: torch.dtype, layout: Layout) ->
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        cuda_graph_scope=[],  # the default is a spelling that Megatron warns about
+        **{_graph_field(): []},  # the default is a spelling that Megatron warns about
+        **mixture,
     )
 
 
-def build_model(shape: Qwen3Shape, dtype: str, layout: Layout | None = None) -> list[Any]:
+def _graph_field() -> str:
+    """0.16.1 calls it cuda_graph_scope, 0.19.2 cuda_graph_modules."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fields = TransformerConfig.__dataclass_fields__
+    return "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers are made of Transformer Engine's modules: it is installed, and there is CUDA."""
+    if not torch.cuda.is_available():
+        return False
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+def build_model(
+    shape: ModelShape, dtype: str, layout: Layout | None = None, *, parallel_output: bool = True
+) -> list[Any]:
     """This rank's model chunks (one, or ``layout.virtual``): the stock ``GPTModel``, or (bfloat16) it in Megatron's
-    ``Float16Module``. Needs :func:`initialize_parallel` with the same layout."""
+    ``Float16Module``. Needs :func:`initialize_parallel` with the same layout.
+
+    The last stage's logits are ``[batch, length, vocabulary / TP]``, this rank's part, for the vocabulary-parallel
+    objective; without ``parallel_output`` every tensor-parallel rank gives all of them. (``unwrap(chunk).parallel_output``
+    says which.) With sequence parallelism ``length`` must be a multiple of TP.
+    """
     layout = layout or Layout()
     if dtype not in DTYPES:
         raise ConfigError("model.dtype", dtype, f"must be one of {', '.join(DTYPES)}")
-    for name in ("vocab_size", "num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        if getattr(shape, name) % layout.tensor:
-            raise ConfigError(f"model.{name}", getattr(shape, name), f"must be a multiple of TP = {layout.tensor}")
+    check_layout(shape, layout)
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
 
     config = transformer_config(shape, DTYPES[dtype], layout)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_position_embeddings,
-        parallel_output=False,  # every tensor-parallel rank sees all logits: the objective is the same on each
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+    chunks = []
+    for stage in range(layout.virtual) if layout.virtual else [None]:
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=_layers(shape, config, stage),
+            vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            vp_stage=stage,
+        )
+        _mark_shards(model)
+        model.to(device())
+        chunks.append(Float16Module(config, model) if config.bf16 else model)
+    return chunks
+
+
+def check_layout(shape: ModelShape, layout: Layout) -> None:
+    """Raises ConfigError when this model cannot be cut so."""
+    sizes = {"vocab_size": layout.tensor, "num_key_value_heads": layout.tensor, "num_attention_heads": layout.tensor}
+    sizes["moe_intermediate_size" if shape.num_experts else "intermediate_size"] = layout.tensor
+    for name, size in sizes.items():  # fewer key-value heads than TP ranks: Megatron would cut inside a head
+        if getattr(shape, name) % size:
+            raise ConfigError(f"model.{name}", getattr(shape, name), f"must be a multiple of TP = {size}")
+    stages = layout.pipeline * (layout.virtual or 1)
+    if shape.num_hidden_layers % stages:
+        fix = f"must be a multiple of the {stages} pipeline stages (pipeline * virtual)"
+        raise ConfigError("model.num_hidden_layers", shape.num_hidden_layers, fix)
+    if layout.expert > 1 and not shape.num_experts:
+        raise ConfigError("layout.expert", layout.expert, f"{shape.architecture} has no experts to split; must be 1")
+    if shape.num_experts % layout.expert:
+        raise ConfigError("model.num_experts", shape.num_experts, f"must be a multiple of EP = {layout.expert}")
+    if shape.num_experts and layout.tensor > 1 and not layout.sequence:
+        fix = "a mixture of experts with tensor parallelism trains only with sequence parallelism; set it"
+        raise ConfigError("layout.sequence", layout.sequence, fix)
+    if layout.context > 1 and not uses_transformer_engine():
+        fix = "context parallelism needs CUDA and Transformer Engine; must be 1 here"
+        raise ConfigError("layout.context", layout.context, fix)
+
+
+def _layers(shape: ModelShape, config: Any, stage: int | None) -> Any:
+    """Megatron's specification of this chunk's layers."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    experts = shape.num_experts or None
+    if uses_transformer_engine():
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=shape.qk_norm
+        )
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
-    model.to(device())
-    return [Float16Module(config, model) if config.bf16 else model]
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if shape.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=stage), RMSNorm)
+
+
+def _mark_shards(model: Any) -> None:
+    """Tell Megatron which weights tensor parallelism cuts; 0.16.1 does so only where it initialises them.
+
+    A weight without the mark counts as a copy: the gradient norm, and so clipping, would see rank 0's part only.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    for module in model.modules():
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            continue
+        weight = module.weight  # None: an output layer that uses the embedding's
+        if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, int(isinstance(module, RowParallelLinear)), 1)
 
 
 def unwrap(model: Any) -> Any:

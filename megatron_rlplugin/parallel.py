@@ -40,6 +40,8 @@ class Layout:
                 raise ConfigError(f"layout.{field}", getattr(self, field), "must be at least 1")
         if self.virtual is not None and self.pipeline < 2:
             raise ConfigError("layout.virtual", self.virtual, "needs pipeline parallelism (layout.pipeline >= 2)")
+        if self.virtual is not None and self.virtual < 2:
+            raise ConfigError("layout.virtual", self.virtual, "must be at least 2 chunks a stage; leave it out for one")
         if self.sequence and self.tensor < 2:
             raise ConfigError("layout.sequence", self.sequence, "needs tensor parallelism (layout.tensor >= 2)")
 

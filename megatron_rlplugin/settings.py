@@ -1,7 +1,8 @@
 """The trainer's settings as the plugin reads them: a closed, checked record made from a plain dictionary.
 
 The orchestrator's ``TrainerSection`` has the same fields and defaults (a test compares them); this twin exists because
-the plugin imports no configuration library and runs in a process of its own.
+the plugin imports no configuration library and runs in a process of its own. Which settings contradict each other is
+decided for both in ``orchestrator.policies.objectives``.
 """
 
 from __future__ import annotations
@@ -11,17 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.policies.objectives import KL_ESTIMATORS, LOSSES, OBJECTIVES, conflicts
 
-LOSSES = ("token-mean", "sequence-mean")
-# Objective -> its published clip range below and above 1 (DAPO 3.1; GSPO 5.1; the others PPO's).
-CLIPS = {
-    "grpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "ppo": (0.2, 0.2),
-    "reinforce++": (0.2, 0.2),
-    "rloo": (0.2, 0.2),
-    "gspo": (3e-4, 4e-4),
-}
+ORDERS = ("length", "arrival")
+PARALLEL = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "data_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +43,7 @@ class TrainerSettings:
     tis_cap: float = 2.0
     entropy_coefficient: float = 0.0
     normalize_advantage: bool = True
-    loss: str = "token-mean"
+    loss: str | None = None
     minibatches: int = 1
     micro_batch_size: int = 64
     micro_batch_order: str = "length"
@@ -66,28 +60,68 @@ class TrainerSettings:
     logprob_gap_alarm: float = 0.02
 
     def __post_init__(self) -> None:
-        self._require("objective", self.objective in CLIPS, f"must be one of {', '.join(CLIPS)}")
-        for name in ("learning_rate", "tis_cap"):
+        self._require("objective", self.objective in OBJECTIVES, f"must be one of {', '.join(OBJECTIVES)}")
+        for name in ("learning_rate", "tis_cap", "value_clip"):
             self._require(name, getattr(self, name) > 0, "must be above 0")
-        for name in ("minibatches", "micro_batch_size", "threads"):
-            self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("weight_decay", "clip_grad", "entropy_coefficient", "lr_warmup_steps", "logprob_gap_samples"):
-            self._require(name, getattr(self, name) >= 0, "must be at least 0")
+        for name in ("minibatches", "micro_batch_size", "threads", "pack_tokens", *PARALLEL):
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "must be at least 1")
+        for name in (
+            "weight_decay",
+            "clip_grad",
+            "entropy_coefficient",
+            "kl_coefficient",
+            "lr_warmup_steps",
+            "logprob_gap_samples",
+            "max_token_lag",
+        ):
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "must be at least 0")
         self._require("clip_low", self.clip_low is None or 0 < self.clip_low < 1, "must lie between 0 and 1")
         self._require("clip_high", self.clip_high is None or self.clip_high > 0, "must be above 0")
-        self._require("loss", self.loss in LOSSES, f"must be one of {', '.join(LOSSES)}")
+        self._require("gamma", 0 < self.gamma <= 1, "must lie between 0 and 1")
+        self._require("gae_lambda", 0 <= self.gae_lambda <= 1, "must lie between 0 and 1")
+        self._require("value_learning_rate", self.value_rate > 0, "must be above 0")
+        self._require("loss", self.loss is None or self.loss in LOSSES, f"must be one of {', '.join(LOSSES)}")
+        self._require("kl_estimator", self.kl_estimator in KL_ESTIMATORS, f"must be one of {', '.join(KL_ESTIMATORS)}")
+        self._require("micro_batch_order", self.micro_batch_order in ORDERS, f"must be one of {', '.join(ORDERS)}")
         final = self.final_learning_rate
         self._require(
             "final_learning_rate",
             final is None or 0 < final <= self.learning_rate,
             f"must lie between 0 and trainer.learning_rate = {self.learning_rate!r}",
         )
+        for name, fix in conflicts(self):
+            self._require(name, False, fix)
 
     @property
     def clip_range(self) -> tuple[float, float]:
         """(below, above) 1: as set, else the objective's own."""
-        low, high = CLIPS[self.objective]
+        low, high = OBJECTIVES[self.objective].clip
         return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    @property
+    def loss_mean(self) -> str:
+        """One of ``LOSSES``: as set, else the objective's own."""
+        return OBJECTIVES[self.objective].loss if self.loss is None else self.loss
+
+    @property
+    def order(self) -> str:
+        """What goes into one micro-batch: "length" or "arrival", which a stream implies."""
+        return "arrival" if self.stream else self.micro_batch_order
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs under the reference weights are needed."""
+        return self.kl_coefficient > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return OBJECTIVES[self.objective].advantage == "gae"
+
+    @property
+    def value_rate(self) -> float:
+        """The critic's learning rate."""
+        return self.learning_rate if self.value_learning_rate is None else self.value_learning_rate
 
     def _require(self, name: str, holds: bool, fix: str) -> None:
         if not holds:

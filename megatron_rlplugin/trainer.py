@@ -1,54 +1,89 @@
-"""``MegatronTrainer``: the ``Trainer`` port on stock Megatron-Core, one rank, in a process of its own.
+"""``MegatronTrainer``: the ``Trainer`` port on stock Megatron-Core, one rank of it, in a process of its own.
 
 Guarantees
 * ``version`` grows by one with every ``train_step``, whatever was skipped in it; ``publish`` sends the present weights
   under the present version. A batch for another version is refused.
 * A trajectory with a reward or rollout log-prob that is not finite is left out and counted; an update whose gradient
-  norm is not finite is not taken and counted. Reported values are always finite: one that is not is left out.
+  is not finite is not taken, counted, and the trajectories at fault are named in ``status``. Reported values are always
+  finite: one that is not is left out.
+* With ``stream``, ``feed`` takes gradients at once, and ``train_step`` ends with the same bits as without (module
+  :mod:`megatron_rlplugin.feeder`); a batch that does not begin with what was fed is trained from its start, counted.
 * pi_old is recomputed with the weights that the step begins with. With one mini-batch it is the current policy itself,
   so the ratio is exactly 1 and no second forward pass is made.
 * The log-prob gap compares trainer and rollout on tokens that the SAME version made: all those of the present version,
   and, since an asynchronous batch has few of them, those of the previous one in ``logprob_gap_samples`` trajectories
   (which costs a copy of the weights; 0 switches it off).
-* ``load`` after ``save`` continues bit-identically. RL begins with fresh optimizer state and schedule after a warm-up.
+* ``load`` after ``save`` continues bit-identically. RL begins with fresh optimizer state and schedule after a warm-up; the
+  weights it begins with are the reference of the KL, and stay so over checkpoints.
+
+Several ranks (tensor * pipeline * data parallel) are one trainer: every rank gets the same calls with the same arguments,
+computes its share, and answers with the same metrics. Rank 0 publishes, and writes the weights of a checkpoint, after
+gathering them; the others' results of ``publish`` are empty. (Publishing each rank's own shards is not done here.)
 
 Methods are coroutines because the port's are (the trainer lives in a Ray actor); they compute without yielding.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rlplugin import bridge, checkpoint, cpu
+from megatron_rlplugin.advantages import group_counts
 from megatron_rlplugin.batching import (
     SKIP_CAUSES,
+    Limits,
     MicroBatch,
     Row,
     check_tokens,
-    micro_batches,
-    rows_of,
+    micro_batch,
+    plan,
+    row_of,
     split_rows,
     supervised_row,
     usable,
-    with_old,
 )
+from megatron_rlplugin.critic import install_value_head
+from megatron_rlplugin.experience import Experience
+from megatron_rlplugin.feeder import Feeder
 from megatron_rlplugin.hookpoints import engine_status, require_megatron
-from megatron_rlplugin.learner import Learner, Update
-from megatron_rlplugin.objective import Coefficients, Totals, cross_entropy, policy_loss
+from megatron_rlplugin.learner import Learner, Ranks
+from megatron_rlplugin.objective import Totals
 from megatron_rlplugin.parallel import device
+from megatron_rlplugin.replicas import Replicas
 from megatron_rlplugin.settings import TrainerSettings
+from megatron_rlplugin.step import Stepper, StepReport
+from megatron_rlplugin.vocab import logprobs
 from orchestrator.api import ConfigError, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
 from orchestrator.transfer import Publisher, RelayEndpoint
 
+_log = logging.getLogger(__name__)
+_NAMED = 8  # trajectories at fault that are named; a whole batch may be
+
+
+@dataclass(slots=True)
+class _Trained:
+    """What the optimizer steps of one training step were given and did."""
+
+    samples: list[TrainSample]
+    rows: list[Row]
+    skipped: Mapping[str, int]
+    reports: list[StepReport] = field(default_factory=list)
+
 
 class MegatronTrainer:
-    """See the module. ``temperature`` is the rollout's: log-probs are those of the sampling distribution."""
+    """See the module. ``temperature`` is the rollout's: log-probs are those of the sampling distribution.
+
+    ``init_method`` (``tcp://host:port``) is where the ranks meet; a single rank needs none.
+    """
 
     def __init__(
         self,
@@ -61,28 +96,46 @@ class MegatronTrainer:
         relay: Mapping[str, Any] | None = None,
         weight_version: int = 0,
         temperature: float = 1.0,
+        rank: int = 0,
+        world_size: int = 1,
+        init_method: str = "",
     ) -> None:
         require_megatron()
-        self._settings = TrainerSettings.from_dict(settings or {})
+        self._settings = settings_ = TrainerSettings.from_dict(settings or {})
         if not temperature > 0:
             raise ConfigError("rollout.temperature", temperature, "must be above 0")
         self._temperature = temperature
         self._endpoint = RelayEndpoint.from_dict(relay) if relay is not None else None
         self._publisher: Publisher | None = None
-        torch.set_num_threads(self._settings.threads)
+        torch.set_num_threads(settings_.threads)
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
-        self._learner = Learner(model, self._settings, total_steps, dtype)
-        self._coefficients = Coefficients(
-            *self._settings.clip_range,
-            self._settings.tis_cap,
-            self._settings.entropy_coefficient,
-        )
-        self._sequence_mean = self._settings.loss == "sequence-mean"
+        ranks = Ranks(rank, world_size, init_method)
+        self._learner = Learner(model, settings_, total_steps, dtype, ranks)
+        self._critic: Learner | None = None
+        if settings_.needs_critic:
+            self._critic = Learner(
+                model,
+                settings_,
+                total_steps,
+                dtype,
+                ranks,
+                prepare=install_value_head,
+                learning_rate=settings_.value_rate,
+            )
+        self._replicas = Replicas()
+        multiple = self._learner.layout.tensor if self._learner.layout.sequence else 1
+        self._limits = limits = Limits(settings_.micro_batch_size, settings_.order, settings_.pack_tokens, multiple)
+        parts = self._learner, self._critic, self._replicas
+        self._experience = Experience(settings_, limits, *parts, temperature)
+        self._experience.keep_reference()
+        self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature)
+        self._feeder = Feeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
         self._version = weight_version
         self._step = 0
         self._warming_up = False
         self._previous: tuple[int, list[Tensor]] | None = None  # the version before this one, and its weights
+        self._faulty: tuple[str, ...] = ()  # trajectories that kept the last skipped update from being taken
 
     # -- the port ----------------------------------------------------------------------------------------------------
 
@@ -92,56 +145,67 @@ class MegatronTrainer:
         self._require_rl("train_step")
         if batch.version != self._version:
             raise RunError(f"a batch for version {batch.version}, but the trainer is at version {self._version}")
-        shape = self._learner.shape
-        samples, skipped = usable(batch.samples, shape.vocab_size, shape.max_position_embeddings)
-        rows = rows_of(samples, batch.version, normalize=self._settings.normalize_advantage)
-        values: dict[str, float] = {"learning_rate": self._learner.advance_schedule()}
-        previous_gap = self._previous_gap(samples)
+        usable_samples = self._usable(batch.samples)  # malformed ones stop the run before anything changed
+        fed, rest = self._fed_before(batch)
+        rate = self._learner.advance_schedule()
+        if self._critic is not None:
+            self._critic.advance_schedule()
+        previous_gap = self._previous_gap(usable_samples)
         if self._settings.logprob_gap_samples:
             self._previous = self._version, self._learner.snapshot()
-        totals, updates = self._optimize(rows) if rows else (Totals(), [])
-        totals.add(previous_gap)
+        trained = self._streamed(rest) if self._settings.stream else self._monolithic(batch.samples)
         self._step += 1
         self._version += 1
-        taken = [update for update in updates if update.taken]
-        values |= totals.metrics()
-        values |= {
-            "reward_mean": math.fsum(s.reward for s in samples) / len(samples) if samples else math.nan,
-            "grad_norm": math.fsum(u.grad_norm for u in taken) / len(taken) if taken else math.nan,
-            "trajectories": float(len(samples)),
-            "advantage_nonzero": sum(row.advantage != 0 for row in rows) / max(len(rows), 1),
-            "skipped": float(sum(skipped.values())),
-            "updates": float(len(taken)),
-            "skipped_updates": float(len(updates) - len(taken)),
-            "seconds": time.perf_counter() - started,
-        }
-        values |= {f"skipped_{cause}": float(skipped[cause]) for cause in SKIP_CAUSES}
+        values = {"learning_rate": rate, **self._metrics(trained, previous_gap)}
+        if self._settings.stream:
+            values["stream_fed"] = fed / max(len(trained.rows), 1)
+            values["stream_restarts"] = float(self._feeder.restarts)
+            values["stream_seconds"] = self._feeder.seconds
+            self._feeder.restarts, self._feeder.seconds = 0, 0.0
+        values["seconds"] = time.perf_counter() - started
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         return TrainMetrics(step=batch.step, version=self._version, values=finite)
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol. Without ``stream``, and for a version that is not the present one, it is ignored."""
+        self._require_rl("feed")
+        if self._settings.stream and version == self._version and samples:
+            self._feeder.feed(samples, version)
 
     async def publish(self) -> PublishResult:
         """See the protocol. The first publication of this process opens a new epoch at the present version."""
         self._require_rl("publish")
         if self._endpoint is None:
             raise ConfigError("relay", None, "this trainer has no relay to publish to; give it an endpoint")
-        if self._publisher is None:
-            publisher = Publisher(self._endpoint)
-            publisher.rollback(self._version)
-            self._publisher = publisher
-        tensors = ((name, *_as_bytes(tensor)) for name, tensor in bridge.export_hf(self._learner.model))
-        return self._publisher.publish(self._version, tensors)
+        tensors = bridge.export_hf(self._learner.chunks)
+        if self._replicas.rank:
+            for _ in tensors:  # its part of the gathering
+                pass
+            return PublishResult(self._version, 0, 0, 0.0)
+        try:
+            if self._publisher is None:
+                publisher = Publisher(self._endpoint)
+                publisher.rollback(self._version)
+                self._publisher = publisher
+            return self._publisher.publish(self._version, ((name, *_as_bytes(tensor)) for name, tensor in tensors))
+        finally:
+            for _ in tensors if self._replicas.world > 1 else ():  # a failure here must not leave the others waiting
+                pass
 
     async def save(self, folder: str) -> None:
-        """See the protocol."""
+        """See the protocol. Every rank writes its optimizer's part, rank 0 the weights; all see the same folder."""
         self._require_rl("save")
-        position = checkpoint.Position(step=self._step, version=self._version)
-        checkpoint.save(self._learner, position, self._generator, folder)
+        checkpoint.save(self._parts(), checkpoint.Position(step=self._step, version=self._version), folder)
 
     async def load(self, folder: str) -> int:
         """See the protocol. What this process published before belongs to the abandoned history."""
-        position = checkpoint.load(self._learner, self._generator, folder)
+        self._feeder.drop()
+        parts = self._parts()
+        position = checkpoint.load(parts, folder)
+        self._experience.reference = parts.reference
         self._step, self._version, self._warming_up = position.step, position.version, False
-        self._previous = None
+        self._previous, self._faulty = None, ()
+        self._feeder.restarts = 0
         await self.close()
         return self._version
 
@@ -167,13 +231,14 @@ class MegatronTrainer:
         rows = [supervised_row(token_ids, loss_mask) for token_ids, loss_mask in samples if any(loss_mask)]
         if not rows:
             raise RunError("supervised_step: no sample has a token to learn")
-        batches = list(micro_batches(rows, range(len(rows)), self._settings.micro_batch_size, sequence_mean=False))
-        update = self._learner.supervised_update(batches, _supervised_loss, learning_rate)
-        tokens = sum(batch.tokens.denominator for batch in batches)
+        _, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
+        batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
+        update = self._learner.supervised_update(batches, self._supervised_loss, learning_rate)
+        loss = self._replicas.total(Totals(loss=math.fsum(update.reports))).loss
         return {
-            "loss": math.fsum(update.reports) / tokens,
+            "loss": loss / update.denominator,
             "grad_norm": update.grad_norm,
-            "tokens": float(tokens),
+            "tokens": update.denominator,
             "taken": float(update.taken),
             "seconds": time.perf_counter() - started,
         }
@@ -181,6 +246,7 @@ class MegatronTrainer:
     async def finish_warmup(self) -> None:
         """RL starts from the warmed-up weights with fresh optimizer state and schedule."""
         self._learner.reset_optimizer()
+        self._experience.keep_reference()
         self._warming_up = False
 
     async def logprob_gap(self, samples: Sequence[TrainSample]) -> dict[str, float]:
@@ -189,15 +255,13 @@ class MegatronTrainer:
         The one check that engine and trainer compute the same policy. In an asynchronous run a batch holds few or no
         such tokens by the time it is trained on, so this can be asked as soon as a trajectory is finished.
         """
-        shape = self._learner.shape
-        kept, _ = usable(samples, shape.vocab_size, shape.max_position_embeddings)
-        metrics = self._gap(kept, self._version).metrics()
+        metrics = self._gap(self._usable(samples), self._version).metrics()
         names = {"mean": "logprob_gap_mean", "max": "logprob_gap_max", "tokens": "logprob_gap_tokens"}
         return {name: metrics[key] for name, key in names.items()}
 
     async def export(self, folder: str) -> None:
         """Write a Hugging Face folder with the present weights."""
-        checkpoint.export(self._learner, folder)
+        checkpoint.export(self._learner, self._replicas, folder)
 
     async def status(self) -> dict[str, Any]:
         """For ``rl-coserve doctor``: what is installed, which shims and hooks are live, where the trainer is."""
@@ -207,36 +271,102 @@ class MegatronTrainer:
             "dtype": self._learner.dtype,
             "threads": torch.get_num_threads(),
             "cpu_shims_active": cpu.is_active(),
-            "parameters": sum(parameter.numel() for parameter in self._learner.model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in self._learner.parameters()),
+            "rank": self._replicas.rank,
+            "world_size": self._replicas.world,
+            "fed": self._feeder.fed,
+            "faulty": list(self._faulty[:_NAMED]),
             "step": self._step,
             "version": self._version,
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _optimize(self, rows: list[Row]) -> tuple[Totals, list[Update]]:
-        """The optimizer steps of one training step."""
-        if self._settings.minibatches > 1:
-            batches = self._micro_batches(rows, range(len(rows)))
-            rows = with_old(rows, list(zip(batches, self._learner.logprobs(batches, self._temperature), strict=True)))
-        totals, updates = Totals(), []
-        for part in split_rows(len(rows), self._settings.minibatches, self._generator):
-            update = self._learner.update(self._micro_batches(rows, part), self._policy_loss)
-            updates.append(update)
-            for report in update.reports:
-                totals.add(report)
-        return totals, updates
+    def _fed_before(self, batch: TrainBatch) -> tuple[int, Sequence[TrainSample]]:
+        """(trajectories whose gradient is taken, what of the batch is not fed yet). The same on every rank."""
+        rest = self._feeder.rest_of(batch)  # decided on equal arguments, but a rank may have lost its stream
+        if rest is None or not self._replicas.same(len(rest)):
+            self._feeder.drop()
+            return 0, batch.samples
+        return self._feeder.fed, rest
+
+    def _streamed(self, rest: Sequence[TrainSample]) -> _Trained:
+        """The optimizer step over what was fed and the rest."""
+        fed = self._feeder.feed(rest, self._version, last=True)
+        report = self._feeder.finish(fed)
+        return _Trained(fed.kept, fed.rows, fed.skipped, [] if report is None else [report])
+
+    def _monolithic(self, samples: Sequence[TrainSample]) -> _Trained:
+        """The optimizer steps over a whole batch."""
+        rows, kept, skipped = self._experience.rows(samples, self._version)
+        trained = _Trained(kept, rows, skipped)
+        if not rows:
+            return trained
+        several = self._settings.minibatches > 1
+        try:
+            if several:
+                plans, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
+                self._experience.complete(rows, plans, own)
+            for part in split_rows(len(rows), self._settings.minibatches, self._generator):
+                self._stepper.begin()
+                self._stepper.feed(rows, plan(rows, part, self._limits), last=True, complete=not several)
+                trained.reports.append(self._stepper.finish(rows))
+        except BaseException:
+            self._stepper.abandon()
+            raise
+        return trained
+
+    def _metrics(self, trained: _Trained, previous_gap: Totals) -> dict[str, float]:
+        totals, faults = Totals(), Counter[str]()
+        reports, samples, rows = trained.reports, trained.samples, trained.rows
+        for report in reports:
+            totals.add(report.totals)
+            faults.update(report.faulty)
+        totals.add(previous_gap)
+        taken = [report.update for report in reports if report.update.taken]
+        groups = group_counts([sample.reward for sample in samples], [sample.group_id for sample in samples])
+        skipped = {cause: trained.skipped[cause] for cause in SKIP_CAUSES}
+        values = totals.metrics() | {
+            "reward_mean": math.fsum(s.reward for s in samples) / len(samples) if samples else math.nan,
+            "grad_norm": math.fsum(update.grad_norm for update in taken) / len(taken) if taken else math.nan,
+            "trajectories": float(len(rows)),
+            "advantage_nonzero": sum(bool(row.advantages.any()) for row in rows) / max(len(rows), 1),
+            "groups": float(groups.groups),
+            "groups_of_one": float(groups.lone),
+            "groups_silent": float(groups.silent),
+            "skipped": float(sum(skipped.values())),
+            "updates": float(len(taken)),
+            "skipped_updates": float(len(reports) - len(taken)),
+            "gradient_not_finite": float(len(faults)),
+        }
+        values |= {f"skipped_{cause}": float(count) for cause, count in skipped.items()}
+        if self._critic is not None:
+            values |= _critic_metrics(reports)
+        if len(taken) < len(reports) or faults:
+            self._faulty = tuple(faults)
+            reasons = "; ".join(report.update.reason for report in reports if report.update.reason)
+            named = ", ".join(self._faulty[:_NAMED]) or "none whose own gradient is not finite"
+            _log.warning("step %d: an update was not taken (%s); trajectories at fault: %s", self._step, reasons, named)
+        return values
+
+    def _usable(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        shape = self._learner.shape
+        kept, _ = usable(samples, shape.vocab_size, shape.max_position_embeddings, self._limits.pack_tokens)
+        return kept
 
     def _gap(self, samples: Sequence[TrainSample], version: int) -> Totals:
         """|log pi_trainer - log pi_rollout| of the tokens that ``version`` made; the model holds its weights."""
-        rows = rows_of(samples, version, normalize=False)
-        batches = self._micro_batches(rows, range(len(rows)))
+        rows = [row_of(sample, version) for sample in samples]
+        _, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
+        batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
+        outputs = self._learner.logprobs(batches, self._temperature)
         totals = Totals()
-        for batch, logp_T in zip(batches, self._learner.logprobs(batches, self._temperature), strict=True):
-            gap_T = ((logp_T - batch.tokens.rollout_T) * batch.tokens.fresh_T).abs()
-            fresh = float(batch.tokens.fresh_T.sum())
-            totals.add(Totals(gap=float(gap_T.sum()), gap_max=float(gap_T.max()), fresh_tokens=fresh))
-        return totals
+        for share, batch, logp_T in zip(own, batches, outputs, strict=True) if outputs else ():
+            if not share.idle:
+                gap_T = ((logp_T - batch.tokens.rollout_T) * batch.tokens.fresh_T).abs()
+                fresh = float(batch.tokens.fresh_T.sum())
+                totals.add(Totals(gap=float(gap_T.sum()), gap_max=float(gap_T.max()), fresh_tokens=fresh))
+        return self._replicas.total(totals)
 
     def _previous_gap(self, samples: Sequence[TrainSample]) -> Totals:
         """The gap of some tokens that the previous version made, measured with its weights."""
@@ -247,21 +377,33 @@ class MegatronTrainer:
         with self._learner.holding(weights):
             return self._gap(made[: self._settings.logprob_gap_samples], version)
 
-    def _micro_batches(self, rows: Sequence[Row], indices: Sequence[int]) -> list[MicroBatch]:
-        size = self._settings.micro_batch_size
-        return list(micro_batches(rows, indices, size, sequence_mean=self._sequence_mean))
+    def _supervised_loss(self, logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, float]:
+        group = self._learner.tensor_group
+        logp_T = logprobs(logits_TV, batch.tokens.targets_T, group=group)
+        loss = -(logp_T * batch.tokens.weights_T).sum()
+        return loss, float(loss.detach())
 
-    def _policy_loss(self, logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, Totals]:
-        return policy_loss(logits_TV, batch.tokens, self._coefficients, self._temperature)
+    def _parts(self) -> checkpoint.Parts:
+        return checkpoint.Parts(
+            self._learner, self._critic, self._experience.reference, self._generator, self._replicas
+        )
 
     def _require_rl(self, what: str) -> None:
         if self._warming_up:
             raise RunError(f"{what}: the warm-up was not finished (call finish_warmup)")
 
 
-def _supervised_loss(logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, float]:
-    loss = cross_entropy(logits_TV, batch.tokens.targets_T)
-    return loss, float(loss.detach())
+def _critic_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
+    """The critic's scalars, over the mini-batches of the step."""
+    steps = [report for report in reports if report.value_update is not None]
+    if not steps:
+        return {}
+    totals = steps[0].values
+    for report in steps[1:]:
+        totals.add(report.values)
+    taken = [report.value_update for report in steps if report.value_update is not None and report.value_update.taken]
+    norm = math.fsum(update.grad_norm for update in taken) / len(taken) if taken else math.nan
+    return totals.metrics() | {"value_grad_norm": norm, "value_skipped_updates": float(len(steps) - len(taken))}
 
 
 def _as_bytes(tensor: Tensor) -> tuple[tuple[int, ...], str, Any]:

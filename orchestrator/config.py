@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from orchestrator.api import ConfigError
+from orchestrator.policies.objectives import OBJECTIVES, conflicts
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
@@ -86,6 +88,8 @@ class RolloutSection(Section):
     groups_per_step: Positive = 32
     redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # launched over needed
     member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, a group
+    dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal by other groups (DAPO)
+    max_filtered_groups: Positive = 64  # so replaced, a step; those beyond are trained as they are
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     environment_step_timeout: PositiveSeconds = 10.0
     trajectory_timeout: PositiveSeconds = 120.0
@@ -107,28 +111,22 @@ class TrainerSection(Section):
     objective: Literal["grpo", "dapo", "ppo", "reinforce++", "rloo", "gspo"] = "grpo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None  # None: the objective's own, see docs/megatron.md
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    kl_coefficient: Annotated[float, Field(ge=0)] = (
-        0.0  # of the KL to the reference, the weights RL began with; 0: none
-    )
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL to the reference, the weights RL began with
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False  # subtract the KL from each token's reward instead of adding it to the loss (k1)
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of a token (ppo, reinforce++)
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # ppo
     value_learning_rate: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the critic; None: learning_rate
     value_clip: Annotated[float, Field(gt=0)] = 0.2  # ppo
-    max_token_lag: Annotated[int, Field(ge=0)] | None = (
-        None  # mask tokens of weights older by more versions; None: keep all
-    )
+    max_token_lag: Annotated[int, Field(ge=0)] | None = None  # mask tokens of weights older by more versions
     tis_cap: Annotated[float, Field(gt=0)] = 2.0  # cap of pi_old / pi_rollout
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    normalize_advantage: bool = True  # divide by the group's standard deviation
-    loss: Literal["token-mean", "sequence-mean"] = "token-mean"
+    normalize_advantage: bool = True  # divide by the group's standard deviation; ppo: whiten over the batch
+    loss: Literal["token-mean", "sequence-mean", "sequence-sum"] | None = None  # None: the objective's own
     minibatches: Positive = 1  # optimizer steps a batch
     micro_batch_size: Positive = 64  # trajectories a forward and backward
     micro_batch_order: Literal["length", "arrival"] = "length"  # what goes into one micro-batch; `stream` means arrival
-    pack_tokens: Positive | None = (
-        None  # several trajectories in one row of at most this many tokens; None: padded rows
-    )
+    pack_tokens: Positive | None = None  # several trajectories in one row of at most so many tokens; None: padded rows
     stream: bool = False  # compute gradients of finished groups while the rollout still runs (RollPacker 4.4)
     grad_offload: bool = False  # keep gradients in host memory between the parts of a stream
     tensor_parallel: Positive = 1
@@ -139,6 +137,18 @@ class TrainerSection(Section):
     threads: Positive = 1
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainerSection:
+        found = [
+            InitErrorDetails(
+                type=PydanticCustomError("conflict", "{fix}", {"fix": fix}), loc=(name,), input=getattr(self, name)
+            )
+            for name, fix in conflicts(self)
+        ]
+        if found:
+            raise ValidationError.from_exception_data("trainer", found)
+        return self
 
 
 class WarmupSection(Section):
@@ -244,6 +254,12 @@ class Config(Section):
             raise ValueError("rollout.alpha = 0 is synchronous: set run.mode='sync', or rollout.alpha >= 1")
         if self.rollout.environments < self.rollout.group_size:
             raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
+        compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
+        if self.rollout.dynamic_sampling and not compared:
+            raise ValueError(
+                f"rollout.dynamic_sampling drops what trainer.objective = {self.trainer.objective!r} learns from: it does "
+                "not compare the members of a group (set it to false, or use grpo, dapo, rloo or gspo)"
+            )
         return self
 
     @property

@@ -194,6 +194,18 @@ def _tested(component: Component) -> Finding:
     return Finding("ok", f"{installed.version} ({installed.distribution}; tested: {component.tested}, {component.how})")
 
 
+def _megatron_core() -> Finding:
+    """Also those that were unpacked beside the environment, to test with."""
+    finding = _tested(MEGATRON_CORE)
+    beside = sorted(folder.name.rsplit("-", 1)[-1] for folder in Path(sys.prefix).glob("alternates/megatron-core-*"))
+    if finding.status != "ok" or not beside:
+        return finding
+    untested = [version for version in beside if version not in MEGATRON_CORE.tested]
+    if untested:
+        return Finding("warn", f"{finding.detail}; beside it {', '.join(untested)}, not tested", "`make venv`")
+    return Finding("ok", f"{finding.detail}; beside it {', '.join(beside)}")
+
+
 def _python() -> Finding:
     return Finding("ok", f"{check(PYTHON).version} at {sys.executable} (tested: {PYTHON.tested}, {PYTHON.how})")
 
@@ -455,7 +467,7 @@ CHECKS: tuple[Check, ...] = (
     Check("python", _python),
     Check("packages", _requirements),
     Check("vllm", _vllm),
-    Check("megatron-core", lambda: _tested(MEGATRON_CORE)),
+    Check("megatron-core", _megatron_core),
     Check("mooncake", lambda: _tested(MOONCAKE)),
     Check("ray", lambda: _tested(RAY)),
     Check("torch", _torch, limit=120, isolated=True),

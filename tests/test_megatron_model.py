@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from megatron_rlplugin import bridge, model, parallel, tiny  # noqa: E402
+from megatron_rlplugin import bridge, model, parallel, places, tiny  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
@@ -49,6 +49,21 @@ def folder(tmp_path: Path) -> Path:
     return Path(tiny.create_qwen3(str(tmp_path / "model"), **SHAPE))
 
 
+def make_family(path: Path, family: str, **changes: Any) -> Path:
+    shape = SHAPE | changes
+    if family == "qwen2":
+        del shape["head_dim"]
+        return Path(tiny.create_qwen2(str(path), **shape))
+    if family == "qwen3":
+        return Path(tiny.create_qwen3(str(path), **shape))
+    del shape["intermediate_size"]
+    experts = {"expert_intermediate_size": 24, "experts": 5, "experts_per_token": 2}
+    return Path(tiny.create_qwen3_moe(str(path), **shape, **experts, normalize=family == "moe"))
+
+
+FAMILIES = ("qwen2", "qwen3", "moe", "moe-unscaled")
+
+
 def make(folder: Path, dtype: str = "float32") -> Any:
     (built,) = model.build_model(model.read_shape(folder), dtype)
     bridge.load_hf(built, folder)
@@ -66,10 +81,11 @@ def logits_of(built: Any, tokens_BS: Any) -> Any:
         return built(tokens_BS, positions, model.causal_mask(tokens_BS.shape[1]))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_agree_with_transformers_in_fp32(tmp_path: Path, tied: bool) -> None:
+def test_logits_agree_with_transformers_in_fp32(tmp_path: Path, tied: bool, family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    folder = Path(tiny.create_qwen3(str(tmp_path / "model"), **SHAPE, tied=tied))
+    folder = make_family(tmp_path / "model", family, tied=tied)
     # Values a fresh model does not have: norms other than one, a base other than the usual.
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
@@ -87,10 +103,21 @@ def test_logits_agree_with_transformers_in_fp32(tmp_path: Path, tied: bool) -> N
     assert (got - expected).abs().max() <= LOGITS_TOLERANCE
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_that_transformers_wrote_is_the_same_model(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = make_family(tmp_path / "model", family)
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path / "saved")
+    assert model.read_shape(tmp_path / "saved") == model.read_shape(folder)
+    expected = dict(bridge.export_hf(make(folder)))
+    assert all(torch.equal(value, expected[name]) for name, value in bridge.export_hf(make(tmp_path / "saved")))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_come_back_bit_for_bit(tmp_path: Path, dtype: str, tied: bool) -> None:
-    folder = Path(tiny.create_qwen3(str(tmp_path / "model"), **SHAPE | {"dtype": dtype}, tied=tied))
+@pytest.mark.parametrize("family", FAMILIES[:3])
+def test_weights_come_back_bit_for_bit(tmp_path: Path, dtype: str, tied: bool, family: str) -> None:
+    folder = make_family(tmp_path / "model", family, dtype=dtype, tied=tied)
     before = load_file(folder / "model.safetensors")
     exported = list(bridge.export_hf(make(folder, dtype)))
     after = dict(exported)
@@ -148,9 +175,30 @@ def test_files_that_do_not_fit_are_refused_before_a_weight_changes(folder: Path,
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "model.rope_type"),
         ({"quantization_config": {"quant_method": "fp8"}}, "model.quantization_config"),
         ({"head_dim": None}, "model.head_dim"),
+        ({"vocab_size": 0}, "model.vocab_size"),
+        ({"num_key_value_heads": 4}, "model.num_key_value_heads"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "model.layer_types"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(folder: Path, changes: dict[str, Any], field: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError, match=f"^{field} = "):
+        model.read_shape(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"decoder_sparse_step": 2}, "model.decoder_sparse_step"),
+        ({"mlp_only_layers": [1]}, "model.mlp_only_layers"),
+        ({"num_experts": None}, "model.num_experts"),
+        ({"num_experts_per_tok": 6}, "model.num_experts_per_tok"),
+    ],
+)
+def test_a_mixture_that_cannot_be_computed_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], field: str
+) -> None:
+    folder = make_family(tmp_path / "model", "moe")
     edit_config(folder, **changes)
     with pytest.raises(ConfigError, match=f"^{field} = "):
         model.read_shape(folder)
@@ -201,7 +249,7 @@ from megatron_rlplugin import bridge, model, parallel
 rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
 parallel.initialize_parallel(parallel.Layout(tensor=2), rank, 2, f"file://{port}")
-(built,) = model.build_model(model.read_shape(folder), "float32", parallel.Layout(tensor=2))
+(built,) = model.build_model(model.read_shape(folder), "float32", parallel.Layout(tensor=2), parallel_output=False)
 bridge.load_hf(built, folder)
 tokens = torch.arange(24).view(2, 12)
 with torch.no_grad():
@@ -229,6 +277,65 @@ def test_two_tensor_parallel_ranks_hold_the_same_model(tmp_path: Path) -> None:
         assert all(torch.equal(found["weights"][name], value) for name, value in weights.items())
 
 
-def test_a_vocabulary_that_tensor_parallelism_cannot_split_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model.vocab_size = 61: must be a multiple of TP = 2"):
-        model.build_model(model.read_shape(folder), "float32", parallel.Layout(tensor=2))
+@pytest.mark.parametrize(
+    ("family", "layout", "message"),
+    [
+        ("qwen3", {"tensor": 2}, r"^model.vocab_size = 61: must be a multiple of TP = 2"),
+        ("qwen3", {"tensor": 3}, r"^model.vocab_size = 61: must be a multiple of TP = 3"),
+        ("qwen3", {"pipeline": 2}, r"^model.num_hidden_layers = 3: must be a multiple of the 2 pipeline stages"),
+        ("qwen3", {"expert": 2}, r"^layout.expert = 2: Qwen3ForCausalLM has no experts"),
+        ("qwen3", {"context": 2}, r"^layout.context = 2: context parallelism needs CUDA"),
+        ("moe", {"expert": 2}, r"^model.num_experts = 5: must be a multiple of EP = 2"),
+        ("moe-60", {"tensor": 2}, r"^layout.sequence = False: a mixture of experts with tensor parallelism"),
+        ("qwen3-60", {"tensor": 4}, r"^model.num_key_value_heads = 2: must be a multiple of TP = 4"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    tmp_path: Path, family: str, layout: dict[str, int], message: str
+) -> None:
+    family, _, words = family.partition("-")
+    folder = make_family(tmp_path / "model", family, vocabulary=WORDS[: int(words or 61)])
+    with pytest.raises(ConfigError, match=message):
+        model.build_model(model.read_shape(folder), "float32", parallel.Layout(**layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        ({"tensor": 0}, "layout.tensor"),
+        ({"virtual": 2}, "layout.virtual"),
+        ({"pipeline": 2, "virtual": 1}, "layout.virtual"),
+        ({"sequence": True}, "layout.sequence"),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(layout: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} = "):
+        parallel.Layout(**layout)
+
+
+def test_a_piece_speaks_of_any_tensor_shaped_as_its_parameter(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "qwen2")
+    built = make(folder)
+    files = load_file(folder / "model.safetensors")
+    held = {piece.name: piece for piece in places.pieces(built)}
+    assert held.keys() == files.keys()
+    for name, piece in held.items():
+        assert (piece.dim, piece.start, piece.stop, piece.replicated, piece.holder) == (
+            -1,
+            0,
+            files[name].shape[0],
+            (),
+            (0, 1),
+        )
+        assert torch.equal(piece.of(-piece.parameter.detach()), -files[name])
+        piece.write(files[name] + 1)
+        assert torch.equal(piece.read(), files[name] + 1)
+        with pytest.raises(ValueError, match=name):
+            piece.write(torch.zeros(3, 3, 3))
+
+
+def test_a_parameter_without_a_place_is_refused_by_name(folder: Path) -> None:
+    built = make(folder)
+    built.decoder.layers[1].mlp.register_parameter("extra", torch.nn.Parameter(torch.zeros(2)))
+    with pytest.raises(ConfigError, match=r"^model = .*decoder.layers.1.mlp.extra.*no Hugging Face place"):
+        list(places.pieces(built))

@@ -14,7 +14,7 @@ from megatron_rlplugin import cpu, hookpoints  # noqa: E402
 from megatron_rlplugin.patches import REGISTER  # noqa: E402
 from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
-from orchestrator.config import TrainerSection  # noqa: E402
+from orchestrator.config import TrainerSection, parse_config  # noqa: E402
 
 
 def test_the_settings_are_those_of_the_orchestrators_section() -> None:
@@ -31,11 +31,90 @@ def test_the_settings_are_those_of_the_orchestrators_section() -> None:
         ("minibatches", 0),
         ("clip_low", 1.0),
         ("final_learning_rate", 0.1),
+        ("objective", "trpo"),
+        ("kl_estimator", "k4"),
+        ("kl_coefficient", -0.1),
+        ("gamma", 0.0),
+        ("gae_lambda", 1.5),
+        ("value_clip", 0.0),
+        ("value_learning_rate", 0.0),
+        ("max_token_lag", -1),
+        ("micro_batch_order", "random"),
+        ("pack_tokens", 0),
+        ("tensor_parallel", 0),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^trainer.{field} = "):
         TrainerSettings.from_dict({field: value})
+
+
+KL = {"kl_coefficient": 0.1}
+IN_REWARD = {**KL, "kl_in_reward": True, "kl_estimator": "k1"}
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "says"),
+    [
+        ("kl_in_reward", IN_REWARD, "rewards per token"),
+        ("kl_in_reward", {"objective": "ppo", "kl_in_reward": True, "kl_estimator": "k1"}, "kl_coefficient above 0"),
+        ("kl_estimator", {**IN_REWARD, "objective": "ppo", "kl_estimator": "k3"}, "must be 'k1'"),
+        ("kl_estimator", {**KL, "kl_estimator": "k1"}, "mean 0"),
+        ("loss", {"objective": "gspo", "loss": "token-mean"}, "whole sequences"),
+        ("gamma", {"gamma": 0.9}, "ppo and reinforce\\+\\+ only"),
+        ("gae_lambda", {"objective": "reinforce++", "gae_lambda": 0.9}, "ppo only"),
+        ("value_clip", {"value_clip": 0.3}, "ppo only"),
+        ("value_learning_rate", {"value_learning_rate": 0.01}, "ppo only"),
+        ("stream", {"objective": "reinforce++", "stream": True}, "whole batch"),
+        ("normalize_advantage", {"objective": "ppo", "stream": True}, "whiten"),
+        ("minibatches", {"stream": True, "minibatches": 2}, "must be 1"),
+        ("grad_offload", {"grad_offload": True}, "set trainer.stream"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_name_in_both_twins(
+    field: str, given: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^trainer.{field} = .*{says}") as ours:
+        TrainerSettings.from_dict(given)
+    with pytest.raises(ConfigError) as theirs:
+        parse_config({"trainer": given})
+    assert (theirs.value.field, str(theirs.value)) == (ours.value.field, str(ours.value))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"objective": "ppo", "stream": True, "normalize_advantage": False, "grad_offload": True, "gamma": 0.9},
+        {"objective": "reinforce++", **IN_REWARD, "gamma": 0.99},
+        {"objective": "gspo", "loss": "sequence-mean", **KL, "kl_estimator": "k2"},
+        {"objective": "dapo", "loss": "sequence-sum", "stream": True},
+        {"objective": "rloo", "max_token_lag": 0, "minibatches": 4},
+    ],
+)
+def test_what_fits_together_is_accepted_by_both_twins(given: dict[str, object]) -> None:
+    TrainerSettings.from_dict(given)
+    parse_config({"trainer": given})
+
+
+def test_what_is_left_out_is_the_objectives_own() -> None:
+    dapo = TrainerSettings(objective="dapo")
+    assert (dapo.clip_range, dapo.loss_mean, dapo.needs_critic, dapo.needs_reference) == (
+        (0.2, 0.28),
+        "token-mean",
+        False,
+        False,
+    )
+    ppo = TrainerSettings(objective="ppo", loss="sequence-mean", clip_high=0.4, kl_coefficient=0.1, learning_rate=0.01)
+    assert (ppo.clip_range, ppo.loss_mean, ppo.needs_critic, ppo.needs_reference) == (
+        (0.2, 0.4),
+        "sequence-mean",
+        True,
+        True,
+    )
+    assert ppo.value_rate == 0.01
+    assert TrainerSettings(objective="ppo", value_learning_rate=0.02).value_rate == 0.02
+    assert TrainerSettings(stream=True).order == "arrival"
+    assert TrainerSettings().order == "length"
 
 
 def test_a_warm_up_of_the_learning_rate_must_fit_into_the_run() -> None:
@@ -62,7 +141,8 @@ def test_the_shims_reach_only_the_modules_that_need_them_and_go_again() -> None:
     assert cpu.activate()  # a second time changes nothing
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     assert schedules.torch.zeros([], device="cuda").device.type == "cpu"
-    assert schedules.torch.cuda is torch.cuda
+    assert schedules.torch.cuda.is_available is torch.cuda.is_available
+    assert schedules.torch.ones is torch.ones
     with pytest.raises(AssertionError, match="CUDA"):
         torch.zeros([], device="cuda")
     name = torch.zeros(1).type()

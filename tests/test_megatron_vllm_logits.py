@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
 from megatron_rlplugin import bridge, model, parallel, tiny  # noqa: E402
-from megatron_rlplugin.objective import logprobs_and_entropy  # noqa: E402
+from megatron_rlplugin.vocab import logprobs_and_entropy  # noqa: E402
 from orchestrator.hooks import VLLM, find  # noqa: E402
 
 pytestmark = [

@@ -19,6 +19,8 @@ _MODULES = {
     "active-overhead": "orchestrator.bench.active_overhead",
     "ledger-faults": "orchestrator.bench.ledger_faults",
     "learns": "orchestrator.bench.learns",
+    "stream-equality": "orchestrator.bench.stream_equality",
+    "merge-control": "orchestrator.bench.merge_control",
 }
 
 

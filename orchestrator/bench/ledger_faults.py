@@ -72,6 +72,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     rng = stream(seed, "shape")
     alpha = rng.choice((0, 1, 1, 2, 3))
     size, groups = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
+    extra = stream(seed, "shape", "streaming")  # its own draws, so that a seed keeps the rest of its shape
     return parse_config(
         {
             "run": {
@@ -89,9 +90,12 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "redundant_groups": rng.choice((1.0, 1.0, 1.5)),
                 "member_refills": rng.choice((0, 2)),
                 "worker_restarts": rng.choice((1, 4)),
+                "dynamic_sampling": extra.choice((False, True)),
+                "max_filtered_groups": extra.choice((1, 8)),
                 "stall_timeout": 30.0,
                 "engine": {"max_num_seqs": rng.choice((2, 64))},
             },
+            "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
             "checkpoint": {"every": rng.choice((1, 1, 2))},
             "sim": {

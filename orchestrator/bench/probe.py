@@ -1,11 +1,13 @@
-"""Runs a probe of the vLLM plugin (``vllm_rlplugin.NAME_probe``) in a process of its own."""
+"""Runs a probe of a plugin (``vllm_rlplugin.NAME_probe``, ``megatron_rlplugin.NAME_probe``) in a process of its own."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from orchestrator.api import RunError
@@ -13,13 +15,26 @@ from orchestrator.api import RunError
 LIMIT = 900.0  # seconds a probe may take on a machine that does other things
 
 
-def run_probe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """The JSON object on the probe's last line. Raises RunError when it fails or takes longer than :data:`LIMIT`."""
-    command = [sys.executable, "-m", f"vllm_rlplugin.{name}_probe", *arguments]
+def run_probe(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    package: str = "vllm_rlplugin",
+    path: Path | None = None,
+    limit: float = LIMIT,
+) -> dict[str, Any]:
+    """The JSON object on the probe's last line. Raises RunError when it fails or takes longer than ``limit`` seconds.
+
+    ``path``: a folder whose packages come before the installed ones.
+    """
+    command = [sys.executable, "-m", f"{package}.{name}_probe", *arguments]
+    before = [str(path)] if path else []
+    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*before, *given])} if before else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"the {name} probe took longer than {LIMIT:.0f} s") from error
+        raise RunError(f"the {name} probe took longer than {limit:.0f} s") from error
     if done.returncode != 0:
         raise RunError(f"the {name} probe ended with exit code {done.returncode}: {done.stderr[-800:]}")
     lines = done.stdout.strip().splitlines()

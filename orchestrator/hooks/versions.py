@@ -37,23 +37,25 @@ def parse_release(version: str) -> tuple[tuple[int, ...], bool]:
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """A half-open range of releases, ``>=low,<below``."""
+    """Half-open spans of releases, ``>=low,<below``; more than one where releases between them were not tested."""
 
-    low: tuple[int, ...]
-    below: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # (low, below)
 
     @classmethod
     def parse(cls, text: str) -> VersionRange:
-        """Read ``">=0.32,<0.34"``."""
-        bounds: dict[str, tuple[int, ...]] = {}
-        for clause in text.split(","):
-            match = _CLAUSE.fullmatch(clause.strip())
-            if match is None:
-                raise ValueError(f"{text!r}: write a version range as '>=A,<B'")
-            bounds[match["operator"]] = tuple(int(part) for part in match["release"].split("."))
-        if bounds.keys() != {">=", "<"}:
-            raise ValueError(f"{text!r}: write a version range as '>=A,<B'")
-        return cls(bounds[">="], bounds["<"])
+        """Read ``">=0.32,<0.34"`` or ``">=0.16.1,<0.17 or >=0.19.2,<0.20"``."""
+        spans = []
+        for span in text.split(" or "):
+            bounds: dict[str, tuple[int, ...]] = {}
+            for clause in span.split(","):
+                match = _CLAUSE.fullmatch(clause.strip())
+                if match is None:
+                    raise ValueError(f"{text!r}: write a version range as '>=A,<B' or '>=A,<B or >=C,<D'")
+                bounds[match["operator"]] = tuple(int(part) for part in match["release"].split("."))
+            if bounds.keys() != {">=", "<"}:
+                raise ValueError(f"{text!r}: write a version range as '>=A,<B' or '>=A,<B or >=C,<D'")
+            spans.append((bounds[">="], bounds["<"]))
+        return cls(tuple(spans))
 
     def __contains__(self, version: str) -> bool:
         try:
@@ -61,12 +63,17 @@ class VersionRange:
         except ValueError:
             return False
         padded = _padded(release)
-        if not final and padded <= _padded(self.low):  # 0.32.0rc1 comes before 0.32
-            return False
-        return _padded(self.low) <= padded < _padded(self.below)
+        # 0.32.0rc1 comes before 0.32.
+        return any(
+            _padded(low) <= padded < _padded(below) and (final or padded > _padded(low)) for low, below in self.spans
+        )
 
     def __str__(self) -> str:
-        return f">={'.'.join(map(str, self.low))},<{'.'.join(map(str, self.below))}"
+        return " or ".join(f">={_dotted(low)},<{_dotted(below)}" for low, below in self.spans)
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,10 @@ VLLM = Component(
     "0.32.0 run on CPU, signatures compared with 0.33.0",
 )
 MEGATRON_CORE = Component(
-    "Megatron-Core", ("megatron-core",), VersionRange.parse(">=0.16.1,<0.17"), "0.16.1 run on gloo"
+    "Megatron-Core",
+    ("megatron-core",),
+    VersionRange.parse(">=0.16.1,<0.17 or >=0.19.2,<0.20"),
+    "0.16.1 and 0.19.2 run on gloo",
 )
 PYTHON = Component("Python", (), VersionRange.parse(">=3.11,<3.13"), "3.11 run")
 MOONCAKE = Component(

@@ -1,0 +1,152 @@
+"""The Hugging Face model families that the trainer computes: what of a ``config.json`` decides the arithmetic.
+
+Guarantees: :func:`read_shape` either returns a shape that ``model.build_model`` computes exactly as transformers does, or
+raises a ConfigError that names the key; no key that changes the arithmetic is passed over in silence. No torch, no
+Megatron.
+
+| architecture         | attention                      | feed forward                                                  |
+| -------------------- | ------------------------------ | ------------------------------------------------------------- |
+| Qwen2ForCausalLM     | bias on q, k, v (Qwen2.5 also) | SwiGLU                                                        |
+| Qwen3ForCausalLM     | RMSNorm of q and k             | SwiGLU                                                        |
+| Qwen3MoeForCausalLM  | RMSNorm of q and k             | top-k of softmax over experts, each a SwiGLU, in every layer  |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the architecture itself says, whatever the config."""
+
+    qkv_bias: bool
+    qk_norm: bool
+    mixture: bool = False
+    head_dim_required: bool = False  # else hidden_size / num_attention_heads where the config has none
+
+
+FAMILIES: Mapping[str, Family] = {
+    "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False),
+    "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True, head_dim_required=True),
+    "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, mixture=True),
+}
+ARCHITECTURES = tuple(FAMILIES)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a ``config.json`` decides the arithmetic; the names are the file's keys where it has one."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of a dense feed forward; not used by a mixture
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    num_experts: int = 0  # 0: dense
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of one expert
+    norm_topk_prob: bool = False  # the chosen experts' probabilities are scaled to a sum of one
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The parsed ``config.json`` of a model folder."""
+    file = Path(folder) / "config.json"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("model.path", str(folder), "is not a model folder: it has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", str(folder), f"its config.json cannot be read ({error})") from error
+    if not isinstance(data, dict):
+        raise ConfigError("model.path", str(folder), "its config.json is not an object")
+    return data
+
+
+def read_shape(folder: str | Path) -> ModelShape:
+    """The shape of a model folder. Raises ConfigError for another architecture or an option we do not compute."""
+    data = read_config(folder)
+    architecture = (data.get("architectures") or ["none"])[0]
+    family = FAMILIES.get(architecture)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        fix = f"is the architecture of {folder}, which the trainer cannot build; it builds {known}"
+        raise ConfigError("model.architectures", architecture, fix)
+    # transformers 5 writes rope_parameters; before, rope_theta and rope_scaling were keys of their own.
+    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    _refuse(data, rope)
+
+    def integer(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if data.get(name) is not None:
+                if not isinstance(data[name], int) or data[name] < 1:
+                    raise ConfigError(
+                        f"model.{name}", data[name], f"must be a positive integer in {folder}/config.json"
+                    )
+                return int(data[name])
+        if default is None:
+            raise ConfigError(f"model.{names[0]}", None, f"must be an integer in config.json of {folder}")
+        return default
+
+    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
+    shape = ModelShape(
+        architecture=architecture,
+        vocab_size=integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=integer("intermediate_size"),
+        num_hidden_layers=integer("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=integer("num_key_value_heads"),
+        head_dim=integer("head_dim", default=None if family.head_dim_required else hidden // heads),
+        max_position_embeddings=integer("max_position_embeddings"),
+        rms_norm_eps=data.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", data.get("rope_theta", 1e6)),
+        tie_word_embeddings=data.get("tie_word_embeddings", False),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        # transformers 5 writes num_local_experts, before it was num_experts.
+        num_experts=integer("num_experts", "num_local_experts") if family.mixture else 0,
+        num_experts_per_tok=integer("num_experts_per_tok") if family.mixture else 0,
+        moe_intermediate_size=integer("moe_intermediate_size") if family.mixture else 0,
+        norm_topk_prob=bool(data.get("norm_topk_prob", False)) if family.mixture else False,
+    )
+    if heads % shape.num_key_value_heads:
+        fix = f"must divide num_attention_heads ({heads})"
+        raise ConfigError("model.num_key_value_heads", shape.num_key_value_heads, fix)
+    if shape.num_experts_per_tok > shape.num_experts:
+        fix = f"must be at most num_experts ({shape.num_experts})"
+        raise ConfigError("model.num_experts_per_tok", shape.num_experts_per_tok, fix)
+    return shape
+
+
+def _refuse(data: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """Options that change the arithmetic and are not computed. Raises ConfigError."""
+    refused = {
+        "rope_type": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "attention_bias": bool(data.get("attention_bias", False)),
+        "hidden_act": data.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": bool(data.get("use_sliding_window", False)),
+        "layer_types": set(data.get("layer_types") or ()) - {"full_attention"},
+        "quantization_config": data.get("quantization_config") is not None,
+        # Mixtures in which some layers are dense.
+        "decoder_sparse_step": data.get("decoder_sparse_step", 1) != 1,
+        "mlp_only_layers": bool(data.get("mlp_only_layers")),
+    }
+    for name, wrong in refused.items():
+        if wrong:
+            raise ConfigError(f"model.{name}", rope if name == "rope_type" else data[name], "is not supported")

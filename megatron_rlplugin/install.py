@@ -1,0 +1,224 @@
+"""The plugin in a training script of your own: :func:`wrap` beside a loop, :func:`install` before a stock ``pretrain()``.
+
+Guarantees: model and optimizer stay the objects that they are, nothing is replaced in them. Without
+``--rl-stream-training`` a step is Megatron's own (one call of its schedule, which synchronises, then the optimizer); with
+it, the same step is taken by a :class:`~megatron_rlplugin.stream.GradientStream`. :func:`install` changes nothing without
+the flag, and is refused where the flag would be ignored, be wrong, or was never tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rlplugin import bridge
+from megatron_rlplugin.agreement import agree
+from megatron_rlplugin.export import as_bytes
+from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from
+from megatron_rlplugin.stream import GradientStream, StepResult
+from orchestrator.api import ConfigError, PublishResult
+from orchestrator.transfer import Publisher
+
+ForwardStep = Callable[..., Any]  # Megatron's: (data iterator, model chunk) -> (output, loss function)
+
+
+class RLTraining:
+    """What :func:`wrap` gives: ``model``, ``optimizer`` and ``settings`` as they are, the ``stream``, :meth:`publish`."""
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, args: argparse.Namespace) -> None:
+        self.model = list(model)
+        self.optimizer = optimizer
+        self.settings = settings_from(args)
+        self.stream: GradientStream | None = None  # None without --rl-stream-training
+        if self.settings.stream:
+            self.stream = GradientStream(self.model, optimizer)
+        elif any(chunk.config.finalize_model_grads_func is None for chunk in self.model):
+            fix = "must be set (megatron.core.distributed.finalize_model_grads), or gradients are never synchronised"
+            raise ConfigError("model.finalize_model_grads_func", None, fix)
+        self._relay = relay_from(args)
+        self._publisher: Publisher | None = None
+
+    def step(
+        self, forward_step_func: ForwardStep, micro_batches: Iterable[Any], *, seq_length: int, micro_batch_size: int
+    ) -> tuple[StepResult, list[Any]]:
+        """One optimizer step on these micro-batches, streamed or in one call, and the loss functions' reports.
+
+        ``forward_step_func`` returns losses as (SUM, denominator, report). A step whose gradient norm is not finite is
+        not taken. Every rank calls it; a replica may have fewer micro-batches than another with streaming only.
+        """
+        sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+        if self.stream is None:
+            return self._stock_step(forward_step_func, list(micro_batches), sizes)
+        reports: list[Any] = []
+        self.stream.begin()
+        source = iter(micro_batches)  # may block: gradients of what has arrived are taken meanwhile
+        while part := list(islice(source, _part_size(self.model))):
+            if self.stream.state == "offloaded":
+                self.stream.reload()
+            reports += self.stream.feed(forward_step_func, iter(part), num_microbatches=len(part), **sizes)
+            if self.settings.grad_offload:
+                self.stream.offload()
+        if self.stream.state == "offloaded":
+            self.stream.reload()
+        return self.stream.finish(), reports
+
+    def publish(self, version: int) -> PublishResult | None:
+        """Put the present weights on the relay of ``--rl-weight-relay`` as this version. Every rank calls it (weights
+        are gathered tensor by tensor), the first one publishes and gets the result. The first call opens a new epoch.
+
+        Raises ConfigError without a relay; whatever the relay raises means that nothing was published.
+        """
+        if self._relay is None:
+            raise ConfigError("--rl-weight-relay", None, "is needed to publish weights")
+        tensors = ((name, *as_bytes(tensor)) for name, tensor in bridge.export_hf(self.model))
+        if dist.get_rank() != 0:
+            for _ in tensors:
+                pass
+            return None
+        if self._publisher is None:
+            publisher = Publisher(self._relay)
+            publisher.rollback(version)
+            self._publisher = publisher
+        return self._publisher.publish(version, tensors)
+
+    def close(self) -> None:
+        """Let go of the relay. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _stock_step(
+        self, forward_step_func: ForwardStep, micro_batches: list[Any], sizes: dict[str, int]
+    ) -> tuple[StepResult, list[Any]]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not micro_batches:
+            fix = f"give every replica at least one, or use {STREAM}: then a replica may have none"
+            raise ConfigError("micro_batches", 0, fix)
+        counted: list[float] = []
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=_counting(forward_step_func, counted),
+            data_iterator=iter(micro_batches),
+            model=self.model if len(self.model) > 1 else self.model[0],
+            num_microbatches=len(micro_batches),
+            forward_only=False,
+            **sizes,
+        )
+        total = agree(math.fsum(counted), None, interrupted=False, finite=True).denominator
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            reason = f"the norm of the gradients is not finite ({norm})"
+            return StepResult(False, norm, total, reason), list(reports)
+        taken, _, _ = self.optimizer.step()
+        return StepResult(bool(taken), norm, total, "" if taken else "the optimizer refused it"), list(reports)
+
+
+def wrap(model: Sequence[Any], optimizer: Any, args: argparse.Namespace) -> RLTraining:
+    """The one call that a training loop of your own needs, after Megatron built model and optimizer.
+
+    ``model``: this rank's DDP chunks, as a list. ``args``: of a parser that went through ``add_rl_args``. All ranks call
+    it. Raises ConfigError for wrong flags, and for a model or optimizer that cannot be streamed.
+    """
+    return RLTraining(model, optimizer, args)
+
+
+def install(args: argparse.Namespace) -> bool:
+    """For a script that calls ``megatron.training.pretrain()``: call it between parsing and ``pretrain``.
+
+    Returns whether steps are streamed: only with ``--rl-stream-training``. The loss stays that of your forward step,
+    which must return (SUM, tokens, report) as Megatron's own does. Raises ConfigError for a combination that cannot be
+    streamed, a Megatron that was not tested, and one without ``megatron.training``.
+    """
+    if not settings_from(args).stream:
+        return False
+    for name in STREAM_NEEDS:
+        if not getattr(args, name, False):
+            raise ConfigError(_flag(name), False, f"is needed with {STREAM}, which sets it on the command line")
+    for name, why in {
+        "rl_grad_offload": "is for pauses between the parts of a step, and a step of pretrain() has none; leave it out",
+        "overlap_param_gather": "must be off: pretrain() gathers weights in the forward pass of its next step",
+        "use_megatron_fsdp": "must be off: FSDP reduces gradients in every backward pass",
+        "use_torch_fsdp2": "must be off: FSDP reduces gradients in every backward pass",
+    }.items():
+        if getattr(args, name, False):
+            raise ConfigError(_flag(name), True, f"{why} (with {STREAM})")
+    if str(getattr(args, "cuda_graph_impl", "none")) == "full_iteration":
+        raise ConfigError("--cuda-graph-impl", args.cuda_graph_impl, f"must be another one with {STREAM}")
+    try:
+        import megatron.training.training  # noqa: F401
+    except ImportError as error:
+        fix = f"is not in this Megatron-Core; use wrap() in a loop of your own, or a wheel that has it ({error})"
+        raise ConfigError("megatron.training", "not installed", fix) from error
+    from megatron_rlplugin.patches import REGISTER
+
+    REGISTER.apply("stream_training")
+    return True
+
+
+def streaming(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's forward-backward function, with training steps fed part by part and merged once; evaluation is stock's.
+
+    The optimizer stays the caller's, so gradients end up where and as the stock function leaves them.
+    """
+    streams: dict[int, GradientStream] = {}
+
+    def forward_backward(
+        *, model: Any, num_microbatches: int, forward_only: bool = False, **schedule: Any
+    ) -> list[Any]:
+        if forward_only:
+            answer: list[Any] = stock(model=model, num_microbatches=num_microbatches, forward_only=True, **schedule)
+            return answer
+        if schedule.pop("force_all_reduce", None):
+            raise ConfigError("force_all_reduce", True, f"cannot be combined with {STREAM}")
+        chunks = model if isinstance(model, list) else [model]
+        stream = streams.get(id(chunks[0]))
+        if stream is None:
+            stream = streams[id(chunks[0])] = GradientStream(chunks, None)
+        reports: list[Any] = []
+        stream.begin()
+        for size in _parts(num_microbatches, _part_size(chunks)):
+            reports += stream.feed(num_microbatches=size, **schedule)
+        stream.merge()
+        return reports
+
+    return forward_backward
+
+
+def _part_size(chunks: Sequence[Any]) -> int:
+    """Micro-batches of one feed: what fills the pipeline once."""
+    return int(chunks[0].config.pipeline_model_parallel_size)
+
+
+def _parts(total: int, size: int) -> list[int]:
+    """``total`` as parts of ``size``; what is left over goes with the last one, which the pipeline could not hold alone."""
+    whole, rest = divmod(total, size)
+    return [size] * (whole - 1) + [size + rest] if whole else [total]
+
+
+def _counting(forward_step_func: ForwardStep, counted: list[float]) -> ForwardStep:
+    """The same forward step; denominators are noted on their way to Megatron."""
+
+    def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        output, loss_function = forward_step_func(*args, **kwargs)
+
+        def noting(*loss_args: Any, **loss_kwargs: Any) -> Any:
+            total, denominator, report = loss_function(*loss_args, **loss_kwargs)
+            counted.append(float(denominator))
+            return total, denominator, report
+
+        return output, noting
+
+    return forward_step
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

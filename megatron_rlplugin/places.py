@@ -1,0 +1,253 @@
+"""Where each Hugging Face tensor lives in the Megatron model chunks of this rank, in Hugging Face coordinates.
+
+Guarantees: :func:`pieces` yields every parameter of the chunks exactly once, cut into the Hugging Face tensors that it is
+made of; reading and writing move bits and cast only when the dtypes differ; a parameter without a place is a ConfigError
+that names it. Nothing is gathered: a rank speaks of what it holds. :func:`tensors` lists the whole model, so the pieces of
+the ranks of one replica cover each tensor of it exactly once per holder.
+
+Tensor parallelism cuts rows (dim 0) or, behind a reduction, columns (dim 1); pipeline stages hold layers; expert
+parallelism holds whole experts. Megatron keeps q, k and v of one query group side by side,
+``[group][q.. k v][head_dim]``, and gate above up.
+
+Names of Megatron's own layers and of Transformer Engine's (norms fused into the linear behind them, experts as
+``weight0, weight1, ...``) are known; the latter could not be run without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rlplugin.model import unwrap
+from orchestrator.api import ConfigError
+
+Window = Callable[
+    [Tensor], Tensor
+]  # a tensor shaped as the parameter -> the view of it that is one Hugging Face tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What this rank holds of one Hugging Face tensor.
+
+    ``replicated`` names the groups over which other ranks hold the very same piece: "tp" (tensor), "pp" (an embedding tied
+    over pipeline stages), "dp" (the ranks over which the gradient of this weight is reduced: data and context parallel
+    ones; of an expert's weight the expert-data-parallel ones). A group of one rank is not named. ``holder`` numbers this
+    rank among all that hold it, (index, count): exporting a piece only where ``index == 0``, or spreading pieces over
+    indices, makes the exports of all ranks mutually exclusive.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # of the whole Hugging Face tensor
+    dim: int  # along which ``start:stop`` is held; -1: all of it (then 0 and shape[0])
+    start: int
+    stop: int
+    replicated: tuple[str, ...]
+    holder: tuple[int, int]
+    expert: bool  # a weight of one expert
+    parameter: Tensor
+    window: Window
+
+    def of(self, like: Tensor) -> Tensor:
+        """This piece of any tensor shaped as ``parameter`` (its gradient, its fp32 master), contiguous."""
+        return self.window(like).reshape(self.held).contiguous()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of what this rank holds."""
+        if self.dim < 0:
+            return self.shape
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def read(self) -> Tensor:
+        """A contiguous tensor of shape ``held``; it may share the parameter's memory."""
+        return self.of(self.parameter.detach())
+
+    def write(self, value: Tensor) -> None:
+        """Fill the piece from a tensor of shape ``held``; casts to the parameter's dtype."""
+        if tuple(value.shape) != self.held:
+            raise ValueError(f"{self.name}: a tensor {tuple(value.shape)} does not fit the piece {self.held}")
+        window = self.window(self.parameter.detach())
+        window.copy_(value.reshape(window.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One Megatron parameter: the Hugging Face tensors that it is made of, and how."""
+
+    sources: tuple[str, ...]  # templates: {i} is the layer, {e} the expert
+    dim: int = -1  # that tensor parallelism splits; -1: replicated
+    windows: Callable[[Any], tuple[Window, ...]] = lambda config: (lambda value: value,)
+
+
+def _qkv(config: Any) -> tuple[Window, ...]:
+    per_group = config.num_attention_heads // config.num_query_groups
+
+    def window(first: int, last: int) -> Window:
+        def view(value: Tensor) -> Tensor:
+            return value.view(-1, per_group + 2, config.kv_channels, *value.shape[1:])[:, first:last]
+
+        return view
+
+    return window(0, per_group), window(per_group, per_group + 1), window(per_group + 1, per_group + 2)
+
+
+def _gate_up(config: Any) -> tuple[Window, ...]:
+    return (lambda value: value.chunk(2)[0]), (lambda value: value.chunk(2)[1])
+
+
+_LAYER = "model.layers.{i}."
+_QKV = tuple(f"{_LAYER}self_attn.{c}_proj." for c in "qkv")
+_EXPERT = _LAYER + "mlp.experts.{e}."
+_BEFORE_ATTENTION = Place((_LAYER + "input_layernorm.weight",))
+_BEFORE_MLP = Place((_LAYER + "post_attention_layernorm.weight",))
+PLACES = {
+    "embedding.word_embeddings.weight": Place(("model.embed_tokens.weight",), 0),
+    "decoder.final_layernorm.weight": Place(("model.norm.weight",)),
+    "output_layer.weight": Place(("lm_head.weight",), 0),
+}
+TIED_OUTPUT = PLACES["embedding.word_embeddings.weight"]  # of output_layer.weight, where it is a copy of the embedding
+LAYER_PLACES = {
+    "input_layernorm.weight": _BEFORE_ATTENTION,
+    "self_attention.linear_qkv.layer_norm_weight": _BEFORE_ATTENTION,
+    "self_attention.linear_qkv.weight": Place(tuple(name + "weight" for name in _QKV), 0, _qkv),
+    "self_attention.linear_qkv.bias": Place(tuple(name + "bias" for name in _QKV), 0, _qkv),
+    "self_attention.q_layernorm.weight": Place((_LAYER + "self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Place((_LAYER + "self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Place((_LAYER + "self_attn.o_proj.weight",), 1),
+    "pre_mlp_layernorm.weight": _BEFORE_MLP,
+    "mlp.linear_fc1.layer_norm_weight": _BEFORE_MLP,
+    "mlp.linear_fc1.weight": Place(tuple(f"{_LAYER}mlp.{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
+    "mlp.linear_fc2.weight": Place((_LAYER + "mlp.down_proj.weight",), 1),
+    "mlp.router.weight": Place((_LAYER + "mlp.gate.weight",)),
+}
+EXPERT_PLACES = {
+    "linear_fc1": Place(tuple(f"{_EXPERT}{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
+    "linear_fc2": Place((_EXPERT + "down_proj.weight",), 1),
+}
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """The ``GPTModel`` of each chunk; ``model`` is a chunk or a sequence of them, in wrappers or not."""
+    return [unwrap(chunk) for chunk in (model if isinstance(model, Sequence) else [model])]
+
+
+def pieces(model: Any) -> Iterator[Piece]:
+    """Every piece that this rank holds, in the order of its parameters. ``model``: as for :func:`chunks_of`."""
+    for core in chunks_of(model):
+        whole = tensors(core)
+        for name, parameter in core.named_parameters():
+            place, layer, expert = _find(core, name)
+            windows = place.windows(core.config)
+            for source, window in zip(place.sources, windows, strict=True):
+                yield _piece(core, place, source.format(i=layer, e=expert), whole, parameter, window, expert)
+
+
+def _piece(
+    core: Any,
+    place: Place,
+    name: str,
+    whole: dict[str, tuple[int, ...]],
+    parameter: Tensor,
+    window: Window,
+    expert: int,
+) -> Piece:
+    groups = core.pg_collection
+    is_expert = expert >= 0
+    tensor = groups.expt_tp if is_expert else groups.tp
+    data = groups.expt_dp if is_expert else groups.dp_cp
+    if name not in whole:
+        raise ConfigError("model", name, "is a parameter that the model's own config does not call for")
+    shape, dim, size = whole[name], place.dim, tensor.size()
+    start, stop = 0, shape[0]
+    if size == 1:
+        dim = -1
+    elif dim >= 0:
+        start, stop = (shape[dim] * part // size for part in (tensor.rank(), tensor.rank() + 1))
+    others = {"dp": data} if dim >= 0 or size == 1 else {"dp": data, "tp": tensor}
+    if (
+        place is TIED_OUTPUT
+        and core.config.pipeline_model_parallel_size > 1
+        and core.share_embeddings_and_output_weights
+    ):
+        others["pp"] = groups.embd  # the first and the last stage
+    index, count = 0, 1
+    for group in others.values():
+        index, count = index * group.size() + group.rank(), count * group.size()
+    replicated = tuple(key for key, group in others.items() if group.size() > 1)
+    return Piece(name, shape, dim, start, stop, replicated, (index, count), is_expert, parameter, window)
+
+
+def _find(core: Any, name: str) -> tuple[Place, int, int]:
+    """Place, number of the layer in the whole model (-1: none), number of the expert in it (-1: none)."""
+    if name == "output_layer.weight" and core.share_embeddings_and_output_weights:
+        return TIED_OUTPUT, -1, -1
+    if name in PLACES:
+        return PLACES[name], -1, -1
+    if name.startswith("decoder.layers."):
+        at, _, rest = name.removeprefix("decoder.layers.").partition(".")
+        layer = core.decoder.layers[int(at)].layer_number - 1
+        if rest in LAYER_PLACES:
+            return LAYER_PLACES[rest], layer, -1
+        found = _find_expert(rest.removeprefix("mlp.experts."))
+        if rest.startswith("mlp.experts.") and found is not None:
+            place, local = found
+            each = core.config.num_moe_experts // core.pg_collection.ep.size()
+            return place, layer, core.pg_collection.ep.rank() * each + local
+    raise ConfigError("model", name, "the bridge knows no Hugging Face place for this Megatron parameter")
+
+
+def _find_expert(rest: str) -> tuple[Place, int] | None:
+    """``local_experts.3.linear_fc1.weight``, or Transformer Engine's ``linear_fc1.weight3``."""
+    parts = rest.split(".")
+    if len(parts) == 4 and parts[0] == "local_experts" and parts[3] == "weight" and parts[2] in EXPERT_PLACES:
+        return EXPERT_PLACES[parts[2]], int(parts[1])
+    if len(parts) == 2 and parts[0] in EXPERT_PLACES and parts[1].removeprefix("weight").isdigit():
+        return EXPERT_PLACES[parts[0]], int(parts[1].removeprefix("weight"))
+    return None
+
+
+def tensors(model: Any) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of all tensors of the whole model, wherever they are held, in the model's order."""
+    core = chunks_of(model)[0]
+    config = core.config
+    hidden, head = config.hidden_size, config.kv_channels
+    rows = dict(
+        zip("qkv", (n * head for n in (config.num_attention_heads, *[config.num_query_groups] * 2)), strict=True)
+    )
+    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (core.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        at = f"model.layers.{index}."
+        table[f"{at}input_layernorm.weight"] = (hidden,)
+        for c, size in rows.items():
+            table[f"{at}self_attn.{c}_proj.weight"] = (size, hidden)
+            if config.add_qkv_bias:
+                table[f"{at}self_attn.{c}_proj.bias"] = (size,)
+        if config.qk_layernorm:
+            table |= {f"{at}self_attn.{c}_norm.weight": (head,) for c in "qk"}
+        table[f"{at}self_attn.o_proj.weight"] = (hidden, rows["q"])
+        table[f"{at}post_attention_layernorm.weight"] = (hidden,)
+        if config.num_moe_experts:
+            table[f"{at}mlp.gate.weight"] = (config.num_moe_experts, hidden)
+            for expert in range(config.num_moe_experts):
+                table |= _swiglu(f"{at}mlp.experts.{expert}.", hidden, config.moe_ffn_hidden_size)
+        else:
+            table |= _swiglu(f"{at}mlp.", hidden, config.ffn_hidden_size)
+    table["model.norm.weight"] = (hidden,)
+    if not core.share_embeddings_and_output_weights:
+        table["lm_head.weight"] = (core.vocab_size, hidden)
+    return table
+
+
+def _swiglu(at: str, hidden: int, wide: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
+    return {f"{at}{name}_proj.weight": shape for name, shape in shapes.items()}
+
+
+def model_group(model: Any) -> dist.ProcessGroup:
+    """The ranks that together hold one whole model: tensor, pipeline and expert parallel ones of one replica."""
+    return chunks_of(model)[0].pg_collection.tp_ep_pp
