@@ -4,12 +4,16 @@ Guarantees: ``get_batch`` hands out complete GRPO groups only, in order of compl
 staleness bound at the moment it is taken; stale ones are evicted eagerly when the trainer's version moves; a group that
 lost members is trained smaller (two at least) or dropped, never silently; ``get_batch`` can always say what it waits for.
 It decides nothing about starting trajectories: the pipeline does, told by the callbacks' return values.
+
+Dynamic sampling (DAPO, section 3.2): a complete group whose rewards are all equal has no advantage to learn from. With
+``max_filtered`` it ends as filtered, up to so many groups a batch; those beyond are trained as they are and counted, so
+that a task on which the policy always fails, or never does, cannot hold a batch up for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import Prompt, Trajectory
@@ -41,11 +45,16 @@ class Taken:
 
 
 class SampleBuffer:
-    """``on_evict(trajectory, state, cause)`` is called for each scored trajectory that leaves without being trained."""
+    """``on_evict(trajectory, state, cause)`` is called for each scored trajectory that leaves without being trained.
+    ``max_filtered``: groups of equal rewards that are filtered, a batch; 0: no dynamic sampling."""
 
-    def __init__(self, bound: StalenessBound, on_evict: Callable[[Trajectory, str, str], None]) -> None:
+    def __init__(
+        self, bound: StalenessBound, on_evict: Callable[[Trajectory, str, str], None], max_filtered: int = 0
+    ) -> None:
         self._bound = bound
         self._on_evict = on_evict
+        self._max_filtered = max_filtered
+        self._filtered = 0  # groups, for the batch that is being collected
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, Group] = {}  # complete groups in order of completion
         self._taken: dict[str, list[Taken]] = {}  # groups in a batch that is not trained yet
@@ -94,17 +103,16 @@ class SampleBuffer:
 
     # -- get_batch ---------------------------------------------------------------------------------------------------
 
-    async def get_batch(self, groups: int, on_take: Callable[[Trajectory], None]) -> list[Taken]:
-        """Wait for ``groups`` complete groups (RollArt 6.2, step 1), taking each as soon as it is complete. Cancelled, it
-        keeps what it took: the next call goes on from there."""
+    async def get_batch(self, groups: int, on_take: Callable[[list[Trajectory]], None]) -> list[Taken]:
+        """Wait for ``groups`` complete groups (RollArt 6.2, step 1), taking each as soon as it is complete: ``on_take`` is
+        told of each group then, in the order of the batch. Cancelled, it keeps what it took: the next call goes on."""
         while True:
             while self._ready and len(self._taken) < groups:
                 group_id, group = next(iter(self._ready.items()))
                 del self._ready[group_id]
                 del self._groups[group_id]
                 self._taken[group_id] = [Taken(t, self._bound.lag(self.version, t.first_version)) for t in group.scored]
-                for trajectory in group.scored:
-                    on_take(trajectory)
+                on_take(group.scored)
             if len(self._taken) >= groups:
                 return [taken for members in self._taken.values() for taken in members]
             self._changed.clear()
@@ -114,6 +122,7 @@ class SampleBuffer:
         """The batch goes into training; ``get_batch`` may collect the next one. The caller keeps it until trained."""
         batch = [taken for members in self._taken.values() for taken in members]
         self._taken.clear()
+        self._filtered = 0
         return batch
 
     def drain(self, state: str, cause: str) -> None:
@@ -141,6 +150,16 @@ class SampleBuffer:
         """Complete groups, taken ones included."""
         return len(self._ready) + len(self._taken)
 
+    @property
+    def filtered_groups(self) -> int:
+        """Groups of equal rewards filtered for the batch that is being collected."""
+        return self._filtered
+
+    @property
+    def uniform_taken(self) -> int:
+        """Groups of equal rewards among those taken."""
+        return sum(_uniform([taken.trajectory for taken in members]) for members in self._taken.values())
+
     def stored(self) -> list[Trajectory]:
         """Everything scored, for a checkpoint."""
         held = [taken.trajectory for members in self._taken.values() for taken in members]
@@ -159,10 +178,21 @@ class SampleBuffer:
     def _settle(self, group: Group) -> None:
         if not group.complete or group.id not in self._groups:
             return
-        if len(group.scored) >= 2:
-            self._ready[group.id] = group
+        if len(group.scored) < 2:  # alone, it has nothing to be compared with
+            self._filter(group, "group_too_small")
+        elif self._filtered < self._max_filtered and _uniform(group.scored):
+            self._filtered += 1
+            self._filter(group, "zero_variance")
         else:
-            del self._groups[group.id]
-            for trajectory in group.scored:  # alone, it has nothing to be compared with
-                self._on_evict(trajectory, "filtered", "group_too_small")
+            self._ready[group.id] = group
         self._changed.set()
+
+    def _filter(self, group: Group, cause: str) -> None:
+        del self._groups[group.id]
+        for trajectory in group.scored:
+            self._on_evict(trajectory, "filtered", cause)
+
+
+def _uniform(group: Sequence[Trajectory]) -> bool:
+    """Whether all members have the same reward: then every advantage of the group is zero."""
+    return len({trajectory.reward for trajectory in group}) == 1

@@ -59,7 +59,15 @@ class EventLog:
         try:
             yield note
         finally:
-            self.emit("stage", stage=name, step=step, start=start, end=self.time(), waiting_for=note.waiting_for)
+            self.emit(
+                "stage",
+                stage=name,
+                step=step,
+                start=start,
+                end=self.time(),
+                waiting_for=note.waiting_for,
+                **note.counts,
+            )
 
 
 class StageNote:
@@ -67,6 +75,7 @@ class StageNote:
 
     def __init__(self) -> None:
         self.waiting_for = ""
+        self.counts: dict[str, int] = {}  # of what it worked on, beside its times
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 Each iteration: (1) ``get_batch`` collects complete groups while the previous batch still trains; then, once that is
 trained and published, and the rollout workers have fetched it while they generate, (2) suspend, (3) update, (4) resume
 them; they (5) recompute the KV of what is in flight and go on, while (6) ``train_step`` runs on the batch. ``sync`` mode
-trains before it resumes and starts nothing meanwhile: the same code with alpha = 0.
+trains before it resumes and starts nothing meanwhile: the same code with alpha = 0. With ``trainer.stream`` the groups of
+(1) also go to the trainer as they are taken, whenever it is not training: :mod:`orchestrator.feeding`.
 
 Guarantees: every trajectory that starts is in the ledger and ends there; the ledger is checked at every step's end; a
 checkpoint holds everything a resume needs; what waits, waits with a named reason.
@@ -12,7 +13,7 @@ checkpoint holds everything a resume needs; what waits, waits with a named reaso
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +34,7 @@ from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import Config
 from orchestrator.evaluation import evaluate
 from orchestrator.events import EventLog
+from orchestrator.feeding import Feeder
 from orchestrator.ledger import Ledger
 from orchestrator.rollout import Rollout
 
@@ -43,7 +45,7 @@ _PUBLISH_PAUSES = (1.0, 2.0, 4.0)  # seconds between tries; leases of Mooncake e
 class Store(Protocol):
     """Where trajectories are kept (:mod:`orchestrator.store`)."""
 
-    def append(self, trajectory: Trajectory, step: int, outcome: str) -> None: ...
+    def append(self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -106,6 +108,7 @@ class Pipeline:
             groups=self.position.groups,
             trajectories=self.position.trajectories,
         )
+        self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
         self._training: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
         self._stop = ""
@@ -119,6 +122,7 @@ class Pipeline:
         self.rollout.proxy.start()
         helpers = [
             asyncio.create_task(self.rollout.start_groups(), name="start groups"),
+            asyncio.create_task(self.feeder.run(), name="feed"),
             asyncio.create_task(self._report_waiting(), name="report waiting"),
         ]
         for helper in helpers:
@@ -146,22 +150,25 @@ class Pipeline:
             self.rollout.close_starts()
             await self.rollout.end_members("aborted_redundant", "")
         batch = TrainBatch(step, self.position.version, tuple(_sample(item.trajectory) for item in taken))
+        self._note_uniform(step)
         self.rollout.buffer.hand_over()
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
         if sync:
+            self.feeder.close()
             await self._train(step, taken, batch)
             await self._sync_weights(step)
             await self._evaluate_if_due(step + 1)
         else:
             await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
+            self.feeder.close()  # before anything of the next batch is taken
             self._training = asyncio.create_task(self._train(step, taken, batch), name=f"train step {step}")  # (6)
             await self._evaluate_if_due(step)
 
     async def _get_batch(self) -> list[Taken]:
         """Step 1, interrupted when the training step that runs beside it fails."""
         wanted = self.config.rollout.groups_per_step
-        batch = asyncio.ensure_future(self.rollout.buffer.get_batch(wanted, self.rollout.on_take))
+        batch = asyncio.ensure_future(self.rollout.buffer.get_batch(wanted, self._on_take))
         try:
             while not batch.done():
                 training = self._training
@@ -173,6 +180,14 @@ class Pipeline:
             return batch.result()
         finally:
             batch.cancel()
+
+    def _on_take(self, group: list[Trajectory]) -> None:
+        self.rollout.on_take(group)
+        if self.config.trainer.stream:
+            self.feeder.take([_sample(trajectory) for trajectory in group])
+
+    async def _feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        await self._ask("feed", self.parts.trainer.feed(samples, version))
 
     async def _sync_weights(self, step: int) -> None:
         """Steps 2 to 4: bring the rollout workers to the trainer's version. They stand still only while they load it."""
@@ -212,14 +227,15 @@ class Pipeline:
             )
 
     async def _train(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
-        """Step 6: train, publish, account, checkpoint."""
+        """Step 6: train, publish, account, checkpoint. Afterwards the trainer may be fed the next batch."""
         events, parts, position = self.parts.events, self.parts, self.position
+        await self.feeder.idle()
         begun = events.time()
         with events.stage("train_step", step):
             metrics = await self._ask("train_step", parts.trainer.train_step(batch))
-        for item in taken:
+        for place, item in enumerate(taken):
             parts.ledger.end(item.trajectory.id, "trained", step=step)
-            parts.store.append(item.trajectory, step, "trained")
+            parts.store.append(item.trajectory, step, "trained", position=place)
         await self._publish(step)
         position.step, position.version = step + 1, metrics.version
         self.rollout.buffer.set_version(metrics.version)
@@ -228,6 +244,7 @@ class Pipeline:
         parts.ledger.check()
         if (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.run.steps:
             await self._checkpoint()
+        self.feeder.open(position.step, position.version)
 
     async def _call(self, what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
         """A call of the trainer, under its time limit; while it runs, it is what the run waits for."""
@@ -290,11 +307,14 @@ class Pipeline:
         if self.position.step == 0:
             await self._evaluate("start")
             await self._checkpoint()
+        self.feeder.open(self.position.step, self.position.version)
 
     async def _conclude(self) -> None:
         """The last step is trained; what is still under way is not needed any more."""
         self.rollout.close_starts()
         await self._finish_training()
+        self.feeder.close()
+        await self.feeder.idle()
         await self.rollout.end_members("aborted_redundant", "")
         self.rollout.buffer.drain("aborted_redundant", "")
         await self._sync_weights(self.position.step)
@@ -409,6 +429,18 @@ class Pipeline:
                 ledger=self.parts.ledger.counts.as_dict(),
             )
 
+    def _note_uniform(self, step: int) -> None:
+        """What dynamic sampling did for this batch, and an alarm when its limit let groups of equal rewards through."""
+        settings, events = self.config.rollout, self.parts.events
+        if not settings.dynamic_sampling:
+            return
+        buffer, groups = self.rollout.buffer, settings.groups_per_step
+        events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
+        if buffer.uniform_taken:
+            limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
+            detail = f"{buffer.uniform_taken} of {groups} groups of step {step + 1} have equal rewards: {limit}"
+            events.emit("alarm", what="dynamic_sampling", detail=detail)
+
     def _report_step(
         self, step: int, taken: list[Taken], batch: TrainBatch, metrics: TrainMetrics, begun: float
     ) -> None:
@@ -429,6 +461,8 @@ class Pipeline:
             lag_trained=_histogram([batch.version - item.trajectory.first_version for item in taken]),
             versions_mixed=sum(len(item.trajectory.versions) > 1 for item in taken),
             seconds=round(self.parts.events.time() - begun, 6),
+            fed=self.feeder.fed.samples,
+            fed_seconds=self.feeder.fed.seconds,
             metrics=values,
             ledger=ledger,
         )

@@ -5,56 +5,33 @@ died or stalled is sent again elsewhere, or to the same worker once it is back; 
 suspended no request reaches a worker, and none is refused; a worker that comes back gets the current weights before its
 first request. All commands of one tick of the event loop to one worker travel in one call. A worker that refuses a command
 (its weights are unusable, or it is not in the state that it should be in) is brought up anew like one that died.
+
+A worker can be lent to a trainer on the same device (RollPacker 4.4): its requests go on elsewhere with the tokens that they
+have, or, when no worker stays, wait in it. One that dies meanwhile is restarted when the device is taken back, not before.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 
 from orchestrator.api import (
     CommandError,
     Completion,
     GenerationRequest,
     ManagedWorker,
+    ReleasingWorker,
     RetryableError,
     RunError,
     UpdateResult,
     WorkerStats,
 )
+from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
+from orchestrator.lanes import Lane, Loan, Pending
 from orchestrator.policies.routing import CacheAffineRouting, WorkerLoad
 
 _LOST = (RetryableError, CommandError)  # what a worker raises that has to be brought up anew
-
-
-@dataclass(slots=True)
-class Pending:
-    """A request that has no completion yet. ``worker`` is None while it waits for one."""
-
-    request: GenerationRequest
-    answer: asyncio.Future[Completion]
-    worker: _Lane | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Lane:
-    """One worker and what was sent to it."""
-
-    worker: ManagedWorker
-    index: int
-    alive: bool = True
-    removed: bool = False
-    restarts: int = 0
-    outbox: list[GenerationRequest] = field(default_factory=list)
-    aborts: list[str] = field(default_factory=list)
-    sent: dict[str, Pending] = field(default_factory=dict)
-    last_progress: float = 0.0
-    pump: asyncio.Task[None] | None = None
-    sender: asyncio.Task[None] | None = None
-    reviver: asyncio.Task[None] | None = None
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LLMProxy:
@@ -70,7 +47,7 @@ class LLMProxy:
         routing: CacheAffineRouting | None = None,
         on_fatal: Callable[[RunError], None],
     ) -> None:
-        self._lanes = [_Lane(worker, index) for index, worker in enumerate(workers)]
+        self._lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
         self._events = events
         self._stall_timeout = stall_timeout
         self._restarts = restarts
@@ -114,8 +91,8 @@ class LLMProxy:
         finally:
             del self._pending[request.request_id]
             lane = pending.worker
-            if lane is not None and lane.sent.pop(request.request_id, None) is not None and answer.cancelled():
-                lane.aborts.append(request.request_id)
+            if lane is not None and lane.sent.pop(pending.sent_as, None) is not None and answer.cancelled():
+                lane.aborts.append(pending.sent_as)
                 lane.wake.set()
 
     def forget(self, trajectory_id: str) -> None:
@@ -126,17 +103,22 @@ class LLMProxy:
         """Choose a worker, or leave the request waiting: :meth:`_redispatch` sends it when a worker is there."""
         if self._suspended:
             return
-        loads = [WorkerLoad(lane.alive, len(lane.sent)) for lane in self._lanes]
+        loads = [WorkerLoad(lane.usable, len(lane.sent)) for lane in self._lanes]
         choice = self._routing.choose(loads, self._holder.get(pending.request.trajectory_id))
         if choice is None:
+            return
+        request = rest(pending.request, pending.parts, pending.moves)
+        if request is None:
+            pending.answer.set_result(joined(pending.request, pending.parts, None))
             return
         lane = self._lanes[choice]
         self._holder[pending.request.trajectory_id] = choice
         if not lane.sent:
             lane.last_progress = asyncio.get_running_loop().time()
         pending.worker = lane
-        lane.sent[pending.request.request_id] = pending
-        lane.outbox.append(pending.request)
+        pending.sent_as = request.request_id
+        lane.sent[pending.sent_as] = pending
+        lane.outbox.append(request)
         lane.wake.set()
 
     def _redispatch(self) -> None:
@@ -150,7 +132,7 @@ class LLMProxy:
         """Let every live worker fetch ``version`` while it generates. A failure costs only time: ``update`` fetches what
         was not prepared, and a worker that died in it is noticed by its completions."""
 
-        async def one(lane: _Lane) -> None:
+        async def one(lane: Lane) -> None:
             why = ""
             try:
                 async with asyncio.timeout(self._stall_timeout):
@@ -164,7 +146,7 @@ class LLMProxy:
 
         self._preparing = version
         try:
-            await asyncio.gather(*(one(lane) for lane in self._lanes if lane.alive))
+            await asyncio.gather(*(one(lane) for lane in self._lanes if lane.usable))
         finally:
             self._preparing = -1
 
@@ -178,8 +160,9 @@ class LLMProxy:
         self.version = version
         results: list[UpdateResult] = []
 
-        async def update_one(lane: _Lane) -> None:
+        async def update_one(lane: Lane) -> None:
             results.append(await lane.worker.update(version))
+            lane.version = version
 
         await self._each(update_one)
         return results
@@ -194,20 +177,114 @@ class LLMProxy:
             lane.wake.set()
         self._redispatch()
 
+    # -- rollout and training on the same devices --------------------------------------------------------------------
+
+    async def lend(self, indices: Sequence[int], level: str) -> list[Loan]:
+        """Let these workers release their memory (``level`` of RELEASE_LEVELS), in order of ``indices``; not while a weight
+        update is in progress. Each is suspended, and gets neither requests nor commands until :meth:`take_back`, also
+        when its loan has an ``error``: then its memory may still be held."""
+        lanes = [self._lanes[index] for index in indices]
+        for lane in lanes:
+            lane.lent = True
+        return list(await asyncio.gather(*(self._lend(lane, level) for lane in lanes)))
+
+    async def _lend(self, lane: Lane, level: str) -> Loan:
+        loop = asyncio.get_running_loop()
+        begun, moved, released, why = loop.time(), 0, None, ""
+        if lane.reviver is not None and not lane.reviver.done():
+            await asyncio.wait([lane.reviver])  # it holds the device, and may not be stopped half-way
+        if lane.removed:
+            return Loan(lane.worker.name, "", 0.0)  # it has no memory any more
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                if not lane.alive:
+                    raise RetryableError(f"{lane.worker.name} is not up")
+                if not isinstance(lane.worker, ReleasingWorker):
+                    raise CommandError("no_sleep_mode", f"{lane.worker.name} cannot release its memory")
+                async with lane.sending:
+                    await lane.worker.suspend()
+                    if any(other.usable for other in self._lanes):
+                        moved = await self._move_requests(lane)
+                    released = await lane.worker.release(level)
+                if level == "dropped":
+                    lane.version = -1
+        except _LOST as error:
+            why = str(error)
+        except TimeoutError:
+            why = lane.stuck = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
+        finally:
+            lane.moving = False
+        return Loan(lane.worker.name, why, loop.time() - begun, moved, released)
+
+    async def _move_requests(self, lane: Lane) -> int:
+        """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
+        for request in lane.outbox:
+            if (pending := lane.sent.pop(request.request_id, None)) is not None:
+                pending.worker = None
+        lane.outbox.clear()
+        moved = len(lane.sent)
+        lane.moving = True
+        await lane.worker.abort(list(lane.sent))
+        while lane.sent:
+            lane.emptied.clear()
+            await lane.emptied.wait()
+        self._redispatch()
+        return moved
+
+    async def take_back(self, version: int | None = None) -> list[Loan]:
+        """Bring every worker to ``version`` (None: the present one) and let it run: those that were lent take their memory
+        first. One that fails is restarted in the background, as ever; its loan says so."""
+        if version is not None:
+            self.version = version
+        lanes = [lane for lane in self._lanes if lane.lent or (lane.alive and lane.version != self.version)]
+        loans = await asyncio.gather(*(self._take_back(lane) for lane in lanes))
+        self._redispatch()
+        return list(loans)
+
+    async def _take_back(self, lane: Lane) -> Loan:
+        loop = asyncio.get_running_loop()
+        begun, why, life = loop.time(), "", lane.restarts
+        if lane.removed:
+            lane.lent = False
+            return Loan(lane.worker.name, "", 0.0)
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                if not lane.alive or lane.stuck:
+                    raise RetryableError(lane.stuck or f"{lane.worker.name} died while its device was lent")
+                await lane.worker.suspend()
+                if lane.lent and isinstance(lane.worker, ReleasingWorker):
+                    await lane.worker.reclaim()
+                if lane.version != self.version:
+                    await lane.worker.update(self.version)
+                    lane.version = self.version
+                await lane.worker.resume()
+        except _LOST as error:
+            why = str(error)
+        except TimeoutError:
+            why = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
+        lane.lent, lane.stuck, lane.last_progress = False, "", loop.time()
+        if why and lane.restarts == life:
+            if lane.alive:
+                self._lost(lane, why)
+            elif lane.reviver is None or lane.reviver.done():
+                lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
+        lane.wake.set()
+        return Loan(lane.worker.name, why, loop.time() - begun)
+
     async def stats(self) -> list[tuple[str, WorkerStats]]:
         """A snapshot of each live worker."""
         rows: list[tuple[str, WorkerStats]] = []
 
-        async def one(lane: _Lane) -> None:
+        async def one(lane: Lane) -> None:
             rows.append((lane.worker.name, await lane.worker.stats()))
 
         await self._each(one)
         return sorted(rows, key=lambda row: row[0])
 
-    async def _each(self, call: Callable[[_Lane], Awaitable[object]]) -> None:
+    async def _each(self, call: Callable[[Lane], Awaitable[object]]) -> None:
         """Run a command on all live workers at once. A worker that fails it, or hangs in it, is revived."""
 
-        async def guarded(lane: _Lane) -> None:
+        async def guarded(lane: Lane) -> None:
             life = lane.restarts
             why: str | None = None
             try:
@@ -220,17 +297,17 @@ class LLMProxy:
             if why is not None and lane.restarts == life:  # else it says something about a process that is gone already
                 self._lost(lane, why)
 
-        await asyncio.gather(*(guarded(lane) for lane in self._lanes if lane.alive))
+        await asyncio.gather(*(guarded(lane) for lane in self._lanes if lane.usable))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def _open_lane(self, lane: _Lane) -> None:
+    def _open_lane(self, lane: Lane) -> None:
         lane.alive = True
         lane.last_progress = asyncio.get_running_loop().time()
         lane.pump = asyncio.create_task(self._pump(lane), name=f"pump {lane.worker.name}")
         lane.sender = asyncio.create_task(self._send(lane), name=f"send {lane.worker.name}")
 
-    async def _pump(self, lane: _Lane) -> None:
+    async def _pump(self, lane: Lane) -> None:
         """Deliver completions to the waiting environments as they come."""
         loop = asyncio.get_running_loop()
         try:
@@ -238,30 +315,46 @@ class LLMProxy:
                 for completion in await lane.worker.completions():
                     lane.last_progress = loop.time()
                     pending = lane.sent.pop(completion.request_id, None)
+                    if not lane.sent:
+                        lane.emptied.set()
                     if pending is None or pending.answer.done():
                         continue  # delivered twice, or aborted meanwhile
                     self.tokens += len(completion.token_ids)
-                    pending.answer.set_result(completion)
+                    if lane.moving and completion.finish_reason == "abort":
+                        self._move(pending, completion)
+                    elif pending.moves:
+                        pending.answer.set_result(joined(pending.request, pending.parts, completion))
+                    else:
+                        pending.answer.set_result(completion)
         except _LOST as error:
             self._lost(lane, str(error))
 
-    async def _send(self, lane: _Lane) -> None:
+    async def _send(self, lane: Lane) -> None:
         """Send what accumulated since the last call. While suspended only aborts go out."""
         try:
             while True:
                 await lane.wake.wait()
                 lane.wake.clear()
                 await asyncio.sleep(0)  # let the rest of this tick join the batch
-                requests, lane.outbox = lane.outbox, []
-                aborts, lane.aborts = lane.aborts, []
-                if requests:
-                    await lane.worker.add(requests)
-                if aborts:
-                    await lane.worker.abort(aborts)
+                async with lane.sending:
+                    requests, lane.outbox = lane.outbox, []
+                    aborts, lane.aborts = lane.aborts, []
+                    if requests:
+                        await lane.worker.add(requests)
+                    if aborts:
+                        await lane.worker.abort(aborts)
         except _LOST as error:
             self._lost(lane, str(error))
 
-    def _lost(self, lane: _Lane, why: str) -> None:
+    def _move(self, pending: Pending, part: Completion) -> None:
+        """Go on with a request on another worker."""
+        if part.token_ids:
+            pending.parts.append(part)
+        pending.moves += 1
+        pending.worker = None
+        self._dispatch(pending)
+
+    def _lost(self, lane: Lane, why: str) -> None:
         """A worker is dead or stuck: take its requests back, bring it up again in the background."""
         if not lane.alive:
             return
@@ -273,13 +366,15 @@ class LLMProxy:
         for pending in lane.sent.values():
             pending.worker = None
         lane.sent.clear()
+        lane.emptied.set()
         lane.outbox.clear()
         lane.aborts.clear()
         self._holder = {t: index for t, index in self._holder.items() if index != lane.index}
-        lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
+        if not lane.lent:  # its device is the trainer's
+            lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
         self._redispatch()
 
-    async def _revive(self, lane: _Lane) -> None:
+    async def _revive(self, lane: Lane) -> None:
         """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
         loop = asyncio.get_running_loop()
         while lane.restarts < self._restarts:
@@ -296,6 +391,7 @@ class LLMProxy:
                         async with asyncio.timeout(self._stall_timeout):
                             await lane.worker.suspend()
                             await lane.worker.update(loaded)
+                            lane.version = loaded
                             await lane.worker.resume()
                     else:
                         await asyncio.sleep(0.05)
@@ -323,7 +419,7 @@ class LLMProxy:
             if self._suspended:
                 continue
             for lane in self._lanes:
-                if lane.alive and lane.sent and loop.time() - lane.last_progress > self._stall_timeout:
+                if lane.usable and lane.sent and loop.time() - lane.last_progress > self._stall_timeout:
                     self._lost(lane, f"{len(lane.sent)} requests, no completion for {self._stall_timeout} s")
 
     def note_fault(self, what: str, detail: str) -> None:
@@ -341,6 +437,8 @@ class LLMProxy:
             return f"worker {', '.join(reviving)} to come back"
         if self._suspended:
             return "weight update"
+        if all(lane.lent for lane in self._lanes):
+            return "the trainer, which has the devices"
         return f"weights of version {self._preparing} to reach the workers" if self._preparing >= 0 else ""
 
     @property

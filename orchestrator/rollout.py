@@ -62,7 +62,9 @@ class Rollout:
         self.gate = StartGate(
             settings.alpha, config.batch_trajectories, settings.redundant_groups, settings.environments
         )
-        self.buffer = SampleBuffer(bound, self._on_evict)
+        self.buffer = SampleBuffer(
+            bound, self._on_evict, settings.max_filtered_groups if settings.dynamic_sampling else 0
+        )
         self.proxy = LLMProxy(
             workers, events, stall_timeout=settings.stall_timeout, restarts=settings.worker_restarts, on_fatal=fail
         )
@@ -124,9 +126,10 @@ class Rollout:
             await asyncio.gather(*(task for _, task in members), return_exceptions=True)
             await asyncio.sleep(0)  # done callbacks run on the next tick
 
-    def on_take(self, trajectory: Trajectory) -> None:
-        """``get_batch`` took it."""
-        self._ledger.move(trajectory.id, "taken")
+    def on_take(self, group: list[Trajectory]) -> None:
+        """``get_batch`` took a group."""
+        for trajectory in group:
+            self._ledger.move(trajectory.id, "taken")
         self._room.set()
 
     @property

@@ -62,6 +62,7 @@ _FILE_SCHEMA = pa.schema(
         ("advantage", pa.float64()),  # null: not known when it was stored
         ("outcome", pa.string()),  # a ledger end, with its cause: "trained", "evicted_stale", "failed: env_timeout"
         ("step", pa.int64()),  # training step it was trained in, or that was current when it ended
+        ("position", pa.int32()),  # its place in that step's batch; null: not trained, or stored before there was one
         ("first_version", pa.int64()),
         ("env_version", pa.string()),
         ("env_seed", pa.int64()),
@@ -98,9 +99,17 @@ class TrajectoryStore:
         for leftover in list(self._folder.rglob(".part-*.partial")):  # of a writer that was killed
             leftover.unlink()
 
-    def append(self, trajectory: Trajectory, step: int, outcome: str, advantage: float | None = None) -> None:
-        """Keep one trajectory; it is on disk after the next :meth:`flush`."""
-        row = _to_row(trajectory, step, outcome, advantage)
+    def append(
+        self,
+        trajectory: Trajectory,
+        step: int,
+        outcome: str,
+        advantage: float | None = None,
+        *,
+        position: int | None = None,
+    ) -> None:
+        """Keep one trajectory; it is on disk after the next :meth:`flush`. ``position``: its place in the step's batch."""
+        row = _to_row(trajectory, step, outcome, advantage, position)
         key = (trajectory.task, int(row["first_version"]), step, outcome == TRAINED)
         self._pending.setdefault(key, []).append(row)
         self._pending_rows += 1
@@ -197,7 +206,9 @@ def count_by_outcome(folder: str | Path) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _to_row(trajectory: Trajectory, step: int, outcome: str, advantage: float | None) -> dict[str, Any]:
+def _to_row(
+    trajectory: Trajectory, step: int, outcome: str, advantage: float | None, position: int | None
+) -> dict[str, Any]:
     versions = trajectory.versions
     prompt = trajectory.prompt
     return {
@@ -209,6 +220,7 @@ def _to_row(trajectory: Trajectory, step: int, outcome: str, advantage: float | 
         "advantage": advantage,
         "outcome": outcome,
         "step": step,
+        "position": position,
         "first_version": versions[0][0] if versions else NO_VERSION,
         "env_version": trajectory.env_version,
         "env_seed": trajectory.env_seed,

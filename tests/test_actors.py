@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.api import COMMAND_STATUS, CommandError, ConfigError, RetryableError, RolloutWorker
-from orchestrator.runtime.actors import Actor, ActorHost, RayWorker
+from orchestrator.runtime import actors
+from orchestrator.runtime.actors import Actor, ActorDiedError, ActorHost, RayTrainer, RayWorker, meeting_point
 
 
 class Unpicklable(Exception):
@@ -93,10 +94,105 @@ def test_every_command_reaches_the_engine_with_its_arguments() -> None:
         await worker.prepare(4)
         await worker.update(5)
 
+        await worker.release("asleep")
+        await worker.reclaim()
+
     asyncio.run(main())
     assert hosted.calls == [
         ("abort", (["a"],), {"trajectories": ["t"], "groups": ["g"]}),
         ("prioritize", ({"t": 3},), {}),
         ("prepare", (4,), {}),
         ("update", (5,), {}),
+        ("release", ("asleep",), {}),
+        ("reclaim", (), {}),
     ]
+
+
+# -- several ranks of one trainer ------------------------------------------------------------------------------------
+
+
+class Rank:
+    """In place of an actor: answers each call with its number, fails or hangs as told."""
+
+    def __init__(self, rank: int, fate: BaseException | str = "") -> None:
+        self.name = f"trainer-{rank}"
+        self.rank, self.fate = rank, fate
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    async def ask(self, what: str, *args: Any) -> Any:
+        self.asked.append((what, args))
+        if what == "function":
+            return "tcp://here:1"
+        if isinstance(self.fate, BaseException):
+            raise self.fate
+        if self.fate == "hang":
+            await asyncio.Event().wait()
+        return self.rank
+
+    def kill(self) -> None:
+        pass
+
+
+def trainer(*fates: BaseException | str) -> tuple[RayTrainer, list[Rank]]:
+    found, ranks = RayTrainer("module:Class", {}, len(fates)), [Rank(rank, fate) for rank, fate in enumerate(fates)]
+    found._actors = ranks  # type: ignore[assignment]
+    return found, ranks
+
+
+def test_every_rank_gets_every_call_and_rank_0_answers() -> None:
+    found, ranks = trainer("", "", "")
+    asyncio.run(found.create({"model": "m"}))
+    assert asyncio.run(found.call("status", 1)) == 0
+    meeting = {"world_size": 3, "init_method": "tcp://here:1"}
+    for rank in ranks:
+        expected = ("create", ("module:Class", {"model": "m", "rank": rank.rank, **meeting}))
+        assert rank.asked[-2:] == [expected, ("call", ("status", 1))]
+
+
+def test_a_single_rank_is_not_told_about_ranks() -> None:
+    found, (rank,) = trainer("")
+    asyncio.run(found.create({"model": "m"}))
+    assert rank.asked == [("create", ("module:Class", {"model": "m"}))]
+
+
+@pytest.mark.parametrize(
+    ("fates", "kind", "words"),
+    [
+        (["", ConfigError("model", "x", "give a path")], ConfigError, "give a path"),
+        ([RetryableError("lost a peer"), ConfigError("model", "x", "fix")], ConfigError, "fix"),
+        (
+            [RetryableError("lost a peer"), ActorDiedError("trainer-1 died")],
+            RetryableError,
+            "rank 1 of 2: trainer-1 died",
+        ),
+        (
+            ["hang", ActorDiedError("trainer-1 died")],
+            RetryableError,
+            "rank 1 of 2: trainer-1 died; waiting for it: rank 0",
+        ),
+        (["hang", RetryableError("boom")], RetryableError, "rank 1 of 2: boom; waiting for it: rank 0"),
+        ([RetryableError("the relay is full"), ""], RetryableError, "rank 0 of 2: the relay is full"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_nobody_waits_for_ever(
+    fates: list[Any], kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors, "_FAIL_TOGETHER", 0.05)
+    found, ranks = trainer(*fates)
+    with pytest.raises(kind, match=words):
+        asyncio.run(found.call("train_step"))
+    for rank in ranks:
+        rank.fate = ""
+    if "hang" in fates or any(isinstance(fate, ActorDiedError) for fate in fates):
+        with pytest.raises(RetryableError, match="the trainer has lost a rank"):
+            asyncio.run(found.call("train_step"))
+        assert all(len(rank.asked) == 1 for rank in ranks)
+    else:
+        assert asyncio.run(found.call("publish")) == 0
+
+
+def test_ranks_meet_at_a_free_port_of_this_node() -> None:
+    pytest.importorskip("ray")
+    host, port = meeting_point().removeprefix("tcp://").rsplit(":", 1)
+    assert host
+    assert 0 < int(port) < 65536

@@ -20,20 +20,24 @@ def trajectory(name: str, group: str, version: int = 0) -> Trajectory:
 
 
 class Recorder:
-    def __init__(self, alpha: int) -> None:
+    def __init__(self, alpha: int, max_filtered: int = 0) -> None:
         self.evicted: list[tuple[str, str, str]] = []
         self.taken: list[str] = []
-        self.buffer = SampleBuffer(StalenessBound(alpha), lambda t, s, c: self.evicted.append((t.id, s, c)))
+        self.groups: list[str] = []
+        bound = StalenessBound(alpha)
+        self.buffer = SampleBuffer(bound, lambda t, s, c: self.evicted.append((t.id, s, c)), max_filtered)
 
-    def take(self, t: Trajectory) -> None:
-        self.taken.append(t.id)
+    def take(self, group: list[Trajectory]) -> None:
+        self.taken += [t.id for t in group]
+        self.groups += {t.group_id: None for t in group}
 
 
-def filled(recorder: Recorder, group: str, members: int, version: int = 0) -> None:
+def filled(recorder: Recorder, group: str, members: int, version: int = 0, rewards: tuple[float, ...] = ()) -> None:
     names = [f"{group}-{index}" for index in range(members)]
     recorder.buffer.open(group, PROMPT, names, refills=1)
-    for name in names:
-        recorder.buffer.put(trajectory(name, group, version))
+    for index, name in enumerate(names):
+        reward = rewards[index] if rewards else 1.0
+        recorder.buffer.put(replace(trajectory(name, group, version), reward=reward))
 
 
 def test_get_batch_waits_for_complete_groups_and_takes_them_in_order() -> None:
@@ -45,7 +49,7 @@ def test_get_batch_waits_for_complete_groups_and_takes_them_in_order() -> None:
         filled(r, "b", 2)
         await asyncio.sleep(0.01)
         assert not batch.done()
-        assert r.taken == ["b-0", "b-1"]  # taken as soon as complete
+        assert (r.taken, r.groups) == (["b-0", "b-1"], ["b"])  # taken as soon as complete, and told as a group
         r.buffer.put(trajectory("a-1", "a"))
         assert [t.trajectory.id for t in await batch] == ["b-0", "b-1", "a-0", "a-1"]
 
@@ -109,6 +113,46 @@ def test_a_cancelled_get_batch_keeps_what_it_took() -> None:
     asyncio.run(run())
 
 
+def test_a_group_of_equal_rewards_is_filtered_until_the_limit_of_the_batch_is_reached() -> None:
+    async def run() -> None:
+        r = Recorder(1, max_filtered=2)
+        filled(r, "a", 2, rewards=(0.0, 1.0))
+        filled(r, "b", 3, rewards=(0.0, 0.0, 0.0))
+        filled(r, "c", 2, rewards=(1.0, 1.0))
+        assert r.evicted == [(name, "filtered", "zero_variance") for name in ("b-0", "b-1", "b-2", "c-0", "c-1")]
+        assert (r.buffer.filtered_groups, r.buffer.ready_groups, r.buffer.scored) == (2, 1, 2)
+        filled(r, "d", 2, rewards=(1.0, 1.0))  # one too many: trained as it is
+        batch = await r.buffer.get_batch(2, r.take)
+        assert [t.trajectory.id for t in batch] == ["a-0", "a-1", "d-0", "d-1"]
+        assert r.buffer.uniform_taken == 1
+        r.buffer.hand_over()
+        assert (r.buffer.filtered_groups, r.buffer.uniform_taken) == (0, 0)  # the next batch has its own
+        filled(r, "e", 2, rewards=(0.5, 0.5))
+        assert r.evicted[-1] == ("e-1", "filtered", "zero_variance")
+
+    asyncio.run(run())
+
+
+def test_a_group_that_becomes_uniform_when_members_turn_stale_is_filtered_too() -> None:
+    r = Recorder(1, max_filtered=5)
+    r.buffer.open("a", PROMPT, ["a-0", "a-1", "a-2"], refills=0)
+    for name, version, reward in (("a-0", 0, 1.0), ("a-1", 1, 0.0), ("a-2", 1, 0.0)):
+        r.buffer.put(replace(trajectory(name, "a", version), reward=reward))
+    assert r.buffer.ready_groups == 1
+    r.buffer.set_version(2)
+    assert [(name, state) for name, state, _ in r.evicted] == [
+        ("a-0", "evicted_stale"),
+        ("a-1", "filtered"),
+        ("a-2", "filtered"),
+    ]
+
+
+def test_without_dynamic_sampling_equal_rewards_are_no_reason_to_leave() -> None:
+    r = Recorder(1)
+    filled(r, "a", 2, rewards=(0.0, 0.0))
+    assert (r.evicted, r.buffer.ready_groups, r.buffer.filtered_groups) == ([], 1, 0)
+
+
 def test_a_restored_buffer_serves_what_it_held() -> None:
     async def run() -> None:
         r = Recorder(1)
@@ -123,14 +167,19 @@ def test_a_restored_buffer_serves_what_it_held() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 3), st.lists(st.tuples(st.sampled_from("pvt"), st.integers(0, 9)), max_size=80))
-def test_no_schedule_hands_out_a_stale_trajectory_or_loses_one(alpha: int, steps: list[tuple[str, int]]) -> None:
+@given(
+    st.integers(0, 3), st.integers(0, 2), st.lists(st.tuples(st.sampled_from("pvt"), st.integers(0, 9)), max_size=80)
+)
+def test_no_schedule_hands_out_a_stale_trajectory_or_loses_one(
+    alpha: int, max_filtered: int, steps: list[tuple[str, int]]
+) -> None:
     async def run() -> None:
-        r = Recorder(alpha)
+        r = Recorder(alpha, max_filtered)
         put, version, trained = 0, 0, 0
         for kind, number in steps:
             if kind == "p":
-                filled(r, f"g{put}", 2, version=max(0, version - number % (alpha + 1)))
+                rewards = (0.0, float(number % 2))
+                filled(r, f"g{put}", 2, version=max(0, version - number % (alpha + 1)), rewards=rewards)
                 put += 1
             elif kind == "v":
                 version += 1
@@ -139,6 +188,7 @@ def test_no_schedule_hands_out_a_stale_trajectory_or_loses_one(alpha: int, steps
                 batch = await r.buffer.get_batch(1, r.take)
                 assert all(0 <= t.lag <= alpha for t in batch)
                 trained += len(r.buffer.hand_over())
+            assert r.buffer.filtered_groups <= max_filtered
         assert trained + len(r.evicted) + r.buffer.scored == 2 * put
 
     asyncio.run(run())

@@ -52,6 +52,12 @@ def test_values_that_do_not_fit_together_are_refused(override: str) -> None:
         load_config(None, [override])
 
 
+@pytest.mark.parametrize("objective", ["ppo", "reinforce++"])
+def test_dynamic_sampling_is_refused_where_members_are_not_compared(objective: str) -> None:
+    with pytest.raises(ConfigError, match="does not compare the members of a group"):
+        load_config(None, ["rollout.dynamic_sampling=true", f"trainer.objective={objective}"])
+
+
 def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "none.toml")

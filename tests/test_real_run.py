@@ -30,6 +30,8 @@ SMALL = [
     "model.intermediate_size=128",
     "rollout.groups_per_step=4",
     "rollout.environments=32",
+    "trainer.micro_batch_size=8",
+    "checkpoint.every=1",
     "evaluation.prompts=40",
     "evaluation.every=0",
     "warmup.steps=5",
@@ -126,11 +128,29 @@ def groups_trained(run: Path) -> set[str]:
     return {row["group_id"] for row in rows if row["outcome"] == "trained"}
 
 
-def test_an_asynchronous_run_trains_publishes_and_accounts(tmp_path: Path) -> None:
-    with running(started(tmp_path, "run.steps=4")) as process:
+def check_streamed(run: Path) -> None:
+    """What was fed is what the feed stages say, none of it beside a training step, and the trainer used it."""
+    feeds = [stage for stage in of(run, "stage") if stage["stage"] == "feed"]
+    steps = of(run, "step")
+    assert sum(step["fed"] for step in steps) == sum(feed["samples"] for feed in feeds) > 0
+    assert sum(step["metrics"]["stream_fed"] for step in steps) > 0
+    assert sum(step["metrics"]["stream_restarts"] for step in steps) == 0
+    trained = [stage for stage in of(run, "stage") if stage["stage"] in ("train_step", "checkpoint")]
+    assert not [f for f in feeds for t in trained if f["start"] < t["end"] and t["start"] < f["end"]]
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the demo's kind, small, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("asynchronous")
+    with running(started(folder, "run.steps=4", "checkpoint.keep=9")) as process:
         output = finish(process)
-    run = tmp_path / "t-001"
     assert process.returncode == 0, output
+    return folder / "t-001"
+
+
+def test_an_asynchronous_run_trains_publishes_and_accounts(asynchronous: Path) -> None:
+    run = asynchronous
     summary = check_books(run, 4)
     assert (summary["mode"], summary["alpha"], summary["kind"], summary["status"]) == ("async", 1, "real", "completed")
     ledger = summary["ledger"]
@@ -142,16 +162,75 @@ def test_an_asynchronous_run_trains_publishes_and_accounts(tmp_path: Path) -> No
     stages = {event["stage"] for event in of(run, "stage")}
     assert {"get_batch", "suspend", "update", "resume", "train_step", "publish", "evaluate", "checkpoint"} <= stages
     assert [event["phase"] for event in of(run, "evaluation")] == ["start", "end"]
+    check_streamed(run)
     overlapped = [
         (train["start"], train["end"])
         for train in of(run, "stage")
-        if train["stage"] == "train_step"
+        if train["stage"] in ("train_step", "feed")
         for batch in of(run, "stage")
         if batch["stage"] == "get_batch" and batch["start"] < train["end"] and train["start"] < batch["end"]
     ]
-    assert overlapped, "train_step never ran beside get_batch"
+    assert overlapped, "nothing was trained beside get_batch"
     assert (run / "report.html").stat().st_size > 10_000
-    assert (tmp_path / "latest").resolve() == run.resolve()
+    assert (run.parent / "latest").resolve() == run.resolve()
+
+
+_REPLAY = """
+import asyncio, itertools, json, sys
+from pathlib import Path
+from megatron_rlplugin.parquet import read_batches
+from megatron_rlplugin.trainer import MegatronTrainer
+
+async def replay(run, stream, target):
+    config = json.loads((run / "config.json").read_text())
+    trainer = MegatronTrainer(
+        model=str(run / "model"), settings=config["trainer"] | {"stream": stream, "micro_batch_order": "arrival"},
+        total_steps=config["run"]["steps"], seed=config["run"]["seed"], dtype=config["model"]["dtype"],
+        temperature=config["rollout"]["temperature"],
+    )
+    version = await trainer.load(str(run / "checkpoints" / "step-000000" / "trainer"))
+    fed = []
+    for batch in read_batches(run, first_version=version):
+        for _, group in itertools.groupby(batch.samples, lambda sample: sample.group_id):
+            await trainer.feed(list(group), batch.version)
+        metrics = await trainer.train_step(batch)
+        fed.append(metrics.values.get("stream_fed", 0.0))
+    target.mkdir()
+    await trainer.export(str(target))
+    print(json.dumps(fed))
+
+asyncio.run(replay(Path(sys.argv[1]), sys.argv[2] == "stream", Path(sys.argv[3])))
+"""
+
+
+def replayed(run: Path, how: str, target: Path) -> list[float]:
+    """Train the recorded batches again in a process of its own. Returns the share that was streamed, by step."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _REPLAY, str(run), how, str(target)],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    fed: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return fed
+
+
+def test_a_replay_with_and_without_streaming_ends_with_the_weights_of_the_run_bit_for_bit(
+    asynchronous: Path, tmp_path: Path
+) -> None:
+    """Fed group by group, as a whole, or as it came in the run: the same weights."""
+    fed = replayed(asynchronous, "stream", tmp_path / "streamed")
+    unfed = replayed(asynchronous, "whole", tmp_path / "whole")
+    assert len(fed) == 4
+    assert min(fed) > 0.5
+    assert unfed == [0.0] * 4
+    weights = {
+        folder: (folder / "model.safetensors").read_bytes()
+        for folder in (asynchronous / "model-final", tmp_path / "streamed", tmp_path / "whole")
+    }
+    assert weights[tmp_path / "streamed"] == weights[tmp_path / "whole"]
+    assert weights[tmp_path / "streamed"] == weights[asynchronous / "model-final"]
+    assert weights[tmp_path / "streamed"] != (asynchronous / "model" / "model.safetensors").read_bytes()
 
 
 def test_a_synchronous_run_is_never_stale(tmp_path: Path) -> None:
@@ -159,6 +238,7 @@ def test_a_synchronous_run_is_never_stale(tmp_path: Path) -> None:
         output = finish(process)
     assert process.returncode == 0, output
     check_books(tmp_path / "t-001", 2)
+    check_streamed(tmp_path / "t-001")  # in sync mode the trainer is free whenever a group is taken
     for event in of(tmp_path / "t-001", "step"):
         assert set(event["lag_trained"]) == {"0"}
         assert event["versions_mixed"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -113,6 +114,28 @@ def test_any_trajectory_survives_the_round_trip(
     store.append(original, 3, "failed: env_timeout")
     store.close()
     assert stored(folder) == [original]
+
+
+def test_the_place_in_the_batch_is_kept_and_older_files_read_as_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = store_module._FILE_SCHEMA
+    before = pa.schema([field for field in kept if field.name != "position"])
+    monkeypatch.setattr(store_module, "_FILE_SCHEMA", before)
+    store = TrajectoryStore(tmp_path)
+    store.append(make_trajectory(0), 0, "trained", position=3)  # of a version that knew no positions
+    store.close()
+    monkeypatch.setattr(store_module, "_FILE_SCHEMA", kept)
+    store = TrajectoryStore(tmp_path)
+    store.append(make_trajectory(1), 1, "trained", position=1)
+    store.append(make_trajectory(2), 1, "trained", position=0)
+    store.append(make_trajectory(3), 1, "filtered: zero_variance")
+    store.close()
+    table = read_trajectories(tmp_path, columns=["trajectory_id", "position"])
+    assert table.schema.field("position").type == pa.int32()
+    places = {row["trajectory_id"]: row["position"] for row in table.to_pylist()}
+    assert places == {"t00000000": None, "t00000001": 1, "t00000002": 0, "t00000003": None}
+    assert stored(tmp_path) == [make_trajectory(number) for number in range(4)]
 
 
 def test_log_probs_keep_their_last_bit(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from orchestrator.api import (
     CompletionTiming,
     ConfigError,
     GenerationRequest,
+    ReleaseResult,
     RetryableError,
     Sampling,
     UpdateResult,
@@ -41,6 +42,7 @@ from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.agreement import agree
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments
+from vllm_rlplugin.release import Releaser
 
 CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
 
@@ -48,7 +50,8 @@ CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What to serve, and with how much. ``relay``: a RelayEndpoint as a dictionary; None: no weight updates. ``plugin``:
-    :class:`~vllm_rlplugin.options.PluginOptions` as a dictionary; what is missing has its default."""
+    :class:`~vllm_rlplugin.options.PluginOptions` as a dictionary; what is missing has its default. ``sleep_mode``: its
+    memory can be released, to train on the same device."""
 
     model: str
     dtype: str = "float32"
@@ -63,6 +66,7 @@ class EngineOptions:
     plugin: Mapping[str, Any] = field(default_factory=dict)
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    sleep_mode: bool = False
 
     def __post_init__(self) -> None:
         if not (Path(self.model) / "config.json").is_file():
@@ -163,6 +167,7 @@ class Engine:
                 disable_log_stats=True,
                 tensor_parallel_size=options.tensor_parallel_size,
                 pipeline_parallel_size=options.pipeline_parallel_size,
+                enable_sleep_mode=options.sleep_mode and not on_cpu,  # the CPU build has none
                 **engine_arguments(PluginOptions.from_dict(options.plugin)),
             ).create_engine_config()
         except (VLLMValidationError, ValueError) as error:
@@ -195,6 +200,7 @@ class Engine:
         self.unusable = ""  # why the weights cannot be used; empty: they can
         self.advanced: dict[str, Any] = {}  # how the scheduler shut out old KV in the latest update
         self._relay = options.relay is not None
+        self._releaser = Releaser(self._core, self._rpc, on_cpu=on_cpu, sleep_mode=options.sleep_mode)
         self.version = options.weight_version
         self._llm.set_weight_version(str(self.version))
         try:
@@ -328,6 +334,21 @@ class Engine:
         received = sum(int(report["bytes"]) for report in reports)
         return UpdateResult(version, received, 0.0, int(self.advanced["preempted"]))
 
+    @property
+    def released(self) -> str:
+        """Which memory is released now (a level of RELEASE_LEVELS); "" for none."""
+        return self._releaser.level
+
+    def release(self, level: str) -> ReleaseResult:
+        """Give memory back; see :class:`~vllm_rlplugin.release.Releaser`. While paused only; nothing may then be asked that
+        needs the weights or the KV, until :meth:`reclaim`."""
+        return self._releaser.release(level)
+
+    def reclaim(self) -> None:
+        """Take the memory again; still paused. After ``dropped`` the weights are unusable until an update succeeds."""
+        if self._releaser.reclaim() == "dropped":
+            self.unusable = "the weights count as dropped by RELEASE"
+
     def resume(self) -> None:
         """Go on scheduling."""
         self._core.resume_scheduler()
@@ -338,8 +359,8 @@ class Engine:
         return EngineCounts(
             running=found["running"],
             waiting=found["waiting"],
-            kv_used=found["kv_used"],
-            kv_capacity=found["kv_capacity"],
+            kv_used=0 if self.released else found["kv_used"],
+            kv_capacity=0 if self.released else found["kv_capacity"],
             preemptions=found["preemptions"],
             outranked=found["outranked"],
             prefix_queries=found["prefix_queries"],
@@ -362,7 +383,8 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """The hooks that are live here; plain data."""
-        return {**plugin_status(), "backend": BACKEND if self._relay else None, "weight_version": self.version}
+        backend = BACKEND if self._relay else None
+        return {**plugin_status(), "backend": backend, "weight_version": self.version, "released": self.released}
 
     def close(self) -> None:
         """Shut vLLM down and free its memory. In-flight requests are dropped."""

@@ -42,6 +42,20 @@ class WorkerExtension:
 
         return weights.verify(self)
 
+    def rl_give_back_kv(self) -> int:
+        """On CPU: return the memory of the KV cache to the system. Bytes that were in memory and are not now."""
+        from vllm_rlplugin.release import give_back
+
+        stock: Any = self
+        return give_back(stock.model_runner.kv_caches)
+
+    def rl_free_memory(self) -> int:
+        """Free bytes of this worker's device."""
+        import torch
+
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.get_memory_info()[0])
+
 
 def _cure_pipeline_stage(worker: Any) -> list[str]:
     """vLLM's CPU worker makes the buffers between pipeline stages in a warm-up that eager mode skips: make them here.

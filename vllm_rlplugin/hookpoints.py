@@ -56,6 +56,9 @@ HOOKS: dict[str, tuple[str, ...]] = {
     f"{_LLM}.set_weight_version": ("self", "weight_version"),
     f"{_CORE}.pause_scheduler": ("self", "mode", "clear_cache"),
     f"{_CORE}.resume_scheduler": ("self",),
+    f"{_CORE}.sleep": ("self", "level", "mode"),
+    f"{_CORE}.wake_up": ("self", "tags"),
+    f"{_CORE}._reset_caches": ("self", "reset_running_requests", "reset_connector"),
     f"{_CORE}Proc._handle_client_request": ("self", "request_type", "request"),
     f"{_CORE}Proc._process_input_queue": ("self",),
     f"{_OUTPUT}:RequestState.make_request_output": (

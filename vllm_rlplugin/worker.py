@@ -16,6 +16,8 @@ Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
 * A refused command is a CommandError and changed nothing. A failed UPDATE that did not touch the model (RetryableError)
   leaves the old version, and RESUME goes on with it. One that failed half-way leaves the worker suspended, and RESUME
   refused, until another UPDATE succeeds.
+* While memory is released (RELEASE, RECLAIM) requests are accepted and aborted as ever; what needs the device is refused.
+  After RECLAIM and RESUME each request goes on as if nothing had been: tokens kept, KV recomputed.
 * While weights are fetched the engine goes on stepping (PREPARE), or the worker goes on answering (UPDATE).
 * Only plain records of ``orchestrator.api`` cross this border, errors included: all of them survive pickling.
 
@@ -35,6 +37,7 @@ from orchestrator.api import (
     Completion,
     CompletionTiming,
     GenerationRequest,
+    ReleaseResult,
     RetryableError,
     RunError,
     UpdateResult,
@@ -88,6 +91,7 @@ class EngineWorker:
         plugin: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        sleep_mode: bool = False,
     ) -> None:
         self.name = name
         self._engine = Engine(
@@ -105,6 +109,7 @@ class EngineWorker:
                 plugin=plugin or {},
                 tensor_parallel_size=tensor_parallel_size,
                 pipeline_parallel_size=pipeline_parallel_size,
+                sleep_mode=sleep_mode,
             ),
             clock=lambda: asyncio.get_running_loop().time(),
         )
@@ -190,6 +195,17 @@ class EngineWorker:
     async def resume(self) -> None:
         await self._call(self._resume)
 
+    async def release(self, level: str) -> ReleaseResult:
+        """See :class:`orchestrator.api.ReleasingWorker`."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        result: ReleaseResult = await self._call(lambda now: self._release(level))
+        return replace(result, seconds=loop.time() - started)
+
+    async def reclaim(self) -> None:
+        """See :class:`orchestrator.api.ReleasingWorker`."""
+        await self._call(lambda now: self._engine.reclaim())
+
     async def stats(self) -> WorkerStats:
         self._check()
         now = asyncio.get_running_loop().time()
@@ -244,7 +260,7 @@ class EngineWorker:
 
     async def checksums(self) -> dict[str, str]:
         """Digests of the loaded weights by rank and parameter, for verification."""
-        checksums: dict[str, str] = await self._call(lambda now: self._engine.checksums())
+        checksums: dict[str, str] = await self._call(lambda now: self._checksums())
         return checksums
 
     # The commands, run by the engine task between two steps.
@@ -263,7 +279,23 @@ class EngineWorker:
             self._deliver(self._engine.pause(now))
             self._suspended = True
 
+    def _release(self, level: str) -> ReleaseResult:
+        if not self._suspended:
+            raise CommandError("not_suspended", f"release {level}: call suspend first")
+        if self._update is not None:
+            raise CommandError("update_in_progress", f"release: version {self._update.version} is being loaded")
+        return self._engine.release(level)
+
+    def _require_memory(self, what: str) -> None:
+        if self._engine.released:
+            raise CommandError("released", f"{what}: its memory ({self._engine.released}) is released; reclaim first")
+
+    def _checksums(self) -> dict[str, str]:
+        self._require_memory("checksums")
+        return self._engine.checksums()
+
     def _prepare(self, version: int) -> None:
+        self._require_memory(f"prepare {version}")  # it compares with the live weights, and verifies on the device
         if self._update is not None and self._update.version != version:
             raise CommandError("update_in_progress", f"prepare {version}: {self._update.version} is being loaded")
         self._engine.check_update(version)
@@ -272,6 +304,7 @@ class EngineWorker:
     def _begin(self, update: _Update) -> None:
         if not self._suspended:
             raise CommandError("not_suspended", f"update to version {update.version}: call suspend first")
+        self._require_memory(f"update to version {update.version}")
         if self._update is not None:
             raise CommandError(
                 "update_in_progress", f"update to {update.version}: {self._update.version} is being loaded"
@@ -292,6 +325,7 @@ class EngineWorker:
     def _resume(self, now: float) -> None:
         if self._update is not None:
             raise CommandError("update_in_progress", f"resume: version {self._update.version} is being loaded")
+        self._require_memory("resume")
         if self._engine.unusable:
             raise CommandError("weights_unusable", f"{self._engine.unusable}; update again, or restart the worker")
         if self._suspended:

@@ -22,6 +22,14 @@ from orchestrator.api.ports import (
     Task,
     Trainer,
 )
+from orchestrator.api.residency import (
+    RELEASE_LEVELS,
+    RESIDENCY_LEVELS,
+    ReleaseResult,
+    ReleasingWorker,
+    ResidencyResult,
+    ResidentTrainer,
+)
 from orchestrator.api.types import (
     Completion,
     CompletionTiming,
@@ -46,6 +54,8 @@ from orchestrator.api.types import (
 
 __all__ = [
     "COMMAND_STATUS",
+    "RELEASE_LEVELS",
+    "RESIDENCY_LEVELS",
     "CommandError",
     "Completion",
     "CompletionTiming",
@@ -59,6 +69,10 @@ __all__ = [
     "Prompt",
     "PublishResult",
     "Relay",
+    "ReleaseResult",
+    "ReleasingWorker",
+    "ResidencyResult",
+    "ResidentTrainer",
     "RetryableError",
     "RewardFunction",
     "RolloutWorker",

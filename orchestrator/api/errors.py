@@ -69,5 +69,7 @@ COMMAND_STATUS: dict[str, int] = {
     "update_in_progress": 409,  # a second UPDATE, or RESUME during one
     "version_decreases": 409,  # UPDATE to an older version than is loaded
     "weights_unusable": 409,  # RESUME after an UPDATE that failed half-way; another UPDATE or a restart cures it
+    "released": 409,  # UPDATE, RESUME or another that needs the device, between RELEASE and RECLAIM
+    "no_sleep_mode": 409,  # RELEASE on a worker that was started without sleep mode
     "no_relay": 409,  # UPDATE on a worker that was not told where the relay is
 }

@@ -94,8 +94,9 @@ class Trainer(Protocol):
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
         """Complete groups that the next ``train_step`` at ``version`` will contain, as soon as they are known: their gradient
-        may be computed at once (RollPacker 4.4). Never changes what ``train_step`` does, only when: a batch that lacks
-        something that was fed, or is for another version, is trained from the start."""
+        may be computed at once (RollPacker 4.4). Never changes what ``train_step`` does, only when: a batch that does not
+        begin with just what was fed, once and in that order, or that is for another version, is trained from the start.
+        It may be ignored. Raises RetryableError when the trainer failed: its state is in the last checkpoint."""
 
     async def publish(self) -> PublishResult:
         """Put the present weights on the relay under the present version, then move the version pointer."""

@@ -313,9 +313,11 @@ def _waiting_lead(pieces: dict[str, list[Piece]]) -> str:
         whole = sum(totals.values())
         return sum(totals.get(state, 0.0) for state in states) / whole if whole else 0.0
 
+    streamed = part("trainer", "stream")
+    early = f", {tag('strong', percent(streamed, 0))} of it on the coming batch," if streamed else ""
     still = part("rollout", "wait_weights", "wait_training", "wait_evaluation", "other")
     return (
-        f"The trainer trained {tag('strong', percent(part('trainer', 'train'), 0))} of the time and waited "
+        f"The trainer trained {tag('strong', percent(part('trainer', 'train', 'stream'), 0))} of the time{early} and waited "
         f"{tag('strong', percent(part('trainer', 'wait_rollout'), 0))} of it for trajectories; rollout stood still "
         f"{tag('strong', percent(still, 0))} of it."
     )

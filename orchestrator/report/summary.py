@@ -5,6 +5,8 @@
   Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``.
 * ``tokens_per_s``: trained tokens that the policy generated, over the wall time of the training steps: evaluations,
   weight updates and waiting included, startup and warm-up not.
+* ``streamed``: share of the trained trajectories whose gradient was taken before their training step began; null when
+  nothing was to be streamed.
 * ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
 * ``status``: completed, interrupted or failed as the run said it; unfinished when it said nothing (killed, or running).
 * ``ledger``: totals as the run ended with; of an unfinished run, recounted from its journal.
@@ -45,6 +47,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         },
         "success_curve": [[found.step, found.value] for found in run.evaluations],
         "tokens_per_s": tokens_per_s(run),
+        "streamed": _streamed(run),
         "seconds": round(run.seconds, 3),
         "staleness": _staleness(run),
         "ledger": {
@@ -72,6 +75,12 @@ def lag_counts(run: RunLog) -> dict[int, int]:
         for lag, count in step.lag.items():
             totals[lag] = totals.get(lag, 0) + count
     return dict(sorted(totals.items()))
+
+
+def _streamed(run: RunLog) -> float | None:
+    steps = [step for step in run.steps if "stream_fed" in step.metrics]
+    trained = sum(step.trained for step in steps)
+    return round(sum(step.metrics["stream_fed"] * step.trained for step in steps) / trained, 6) if trained else None
 
 
 def _staleness(run: RunLog) -> dict[str, Any]:

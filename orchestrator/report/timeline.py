@@ -1,6 +1,7 @@
 """Who did what when, and who waited for whom: the log's stages as three lanes of pieces. Pure; times in seconds.
 
-* Lane ``trainer``: trains, publishes, checkpoints; otherwise it waits, and the piece says for what.
+* Lane ``trainer``: trains, publishes, checkpoints; computes gradients of groups that it was fed before their batch was
+  complete; otherwise it waits, and the piece says for what.
 * Lane ``rollout``: may generate; or stands still, and the piece says for what. In async mode it generates from the first
   ``get_batch`` to the last, but for the weight updates; in sync mode only while a batch is collected.
 * Lane ``weights``: publications and updates.
@@ -17,7 +18,7 @@ from statistics import median
 from orchestrator.report.runlog import RunLog, Stage, Step
 
 LANES = ("rollout", "trainer", "weights")
-_WORK = ("get_batch", "train_step", "publish", "checkpoint")
+_WORK = ("get_batch", "feed", "train_step", "publish", "checkpoint")
 _STANDSTILL = ("suspend", "update", "resume")  # no token is generated
 _WEIGHT_STAGES = ("prepare", *_STANDSTILL)  # while ``prepare`` fetches, in async mode the workers generate
 
@@ -25,6 +26,7 @@ _WEIGHT_STAGES = ("prepare", *_STANDSTILL)  # while ``prepare`` fetches, in asyn
 STATES: dict[str, tuple[str, str, bool]] = {
     "generate": ("generating", "c1", False),
     "train": ("training", "c2", False),
+    "stream": ("training on the coming batch", "c6", False),
     "publish": ("publishing weights", "c3", False),
     "update": ("loading weights", "c3", False),
     "checkpoint": ("checkpoint", "c4", False),
@@ -141,6 +143,7 @@ def _spans(run: RunLog) -> list[tuple[float, float]]:
 def _trainer(stages: list[Stage]) -> list[tuple[str, Stage]]:
     states = {
         "train_step": "train",
+        "feed": "stream",
         "publish": "publish",
         "checkpoint": "checkpoint",
         "get_batch": "wait_rollout",
@@ -172,8 +175,8 @@ def _rollout(run: RunLog) -> list[tuple[str, Stage]]:
 # When several stages cover the same moment, the first of these that does says what the lane is doing: what stops a lane
 # goes before what it could do, its own work before waiting, and the wait for the more specific thing before the other.
 _ORDER = (
-    "train", "publish", "update", "checkpoint", "wait_weights", "generate", "evaluate", "wait_evaluation", "wait_rollout",
-    "wait_training", "other",
+    "train", "stream", "publish", "update", "checkpoint", "wait_weights", "generate", "evaluate", "wait_evaluation",
+    "wait_rollout", "wait_training", "other",
 )  # fmt: skip
 
 

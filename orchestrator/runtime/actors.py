@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import socket
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.api import (
@@ -21,14 +23,23 @@ from orchestrator.api import (
     ConfigError,
     GenerationRequest,
     PublishResult,
+    ReleaseResult,
+    ResidencyResult,
     RetryableError,
     TrainBatch,
     TrainMetrics,
+    TrainSample,
     UpdateResult,
     WorkerStats,
 )
 
 _OK, _CONFIG, _COMMAND, _ERROR = "ok", "config", "command", "error"
+_MEETING_POINT = "orchestrator.runtime.actors:meeting_point"
+_FAIL_TOGETHER = 20.0  # seconds that the other ranks of a trainer have to fail, too, after one has
+
+
+class ActorDiedError(RetryableError):
+    """The process of an actor is gone."""
 
 
 class ActorHost:
@@ -100,7 +111,7 @@ class Actor:
             tag, value = await getattr(self._handle, what).remote(*args, **kwargs)
         except ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()
-            raise RetryableError(f"{self.name} died: {reason[0] if reason else type(error).__name__}") from error
+            raise ActorDiedError(f"{self.name} died: {reason[0] if reason else type(error).__name__}") from error
         if tag == _CONFIG:
             raise ConfigError(*value)
         if tag == _COMMAND:
@@ -120,7 +131,7 @@ class Actor:
         try:
             return int(await self._handle.pid.remote())
         except ray.exceptions.RayError as error:
-            raise RetryableError(f"{self.name} died: {error}") from error
+            raise ActorDiedError(f"{self.name} died: {error}") from error
 
     def kill(self) -> None:
         """End the process at once. Idempotent."""
@@ -186,6 +197,15 @@ class RayWorker:
         """See the protocol."""
         await self._actor.call("resume")
 
+    async def release(self, level: str) -> ReleaseResult:
+        """See :class:`orchestrator.api.ReleasingWorker`."""
+        result: ReleaseResult = await self._actor.call("release", level)
+        return result
+
+    async def reclaim(self) -> None:
+        """See :class:`orchestrator.api.ReleasingWorker`."""
+        await self._actor.call("reclaim")
+
     async def stats(self) -> WorkerStats:
         """See the protocol."""
         stats: WorkerStats = await self._actor.call("stats")
@@ -206,51 +226,138 @@ class RayWorker:
 
 
 class RayTrainer:
-    """A Megatron rank in a Ray actor, as a Trainer."""
+    """The ranks of one Megatron trainer, an actor each, as a Trainer: every call goes to all of them, rank 0 answers.
 
-    def __init__(self, target: str, environment: dict[str, str]) -> None:
+    A rank that died, or failed alone, leaves the others waiting for it in a collective: the trainer is then broken, and says
+    so on every later call, until it is closed.
+    """
+
+    def __init__(self, target: str, environment: dict[str, str], ranks: int = 1) -> None:
         self._target = target
-        self._actor = Actor("trainer", environment)
+        names = ["trainer"] + [f"trainer-{rank}" for rank in range(1, ranks)]
+        self._actors = [Actor(name, environment) for name in names]
+        self._broken = ""
 
     def start(self) -> None:
-        """Start the process; :meth:`create` makes the trainer in it."""
-        self._actor.start()
+        """Start the processes; :meth:`create` makes the trainer in them."""
+        for actor in self._actors:
+            actor.start()
 
     async def function(self, target: str, kwargs: dict[str, Any]) -> Any:
-        """Call a function of the plugin in the trainer's process."""
-        return await self._actor.ask("function", target, kwargs)
+        """Call a function of the plugin in the first rank's process."""
+        return await self._actors[0].ask("function", target, kwargs)
 
     async def create(self, kwargs: dict[str, Any]) -> None:
-        """Build model and optimizer."""
-        await self._actor.ask("create", self._target, kwargs)
+        """Build model and optimizer. Several ranks meet at a free port of the first one's node."""
+        ranks: list[dict[str, Any]] = [{}]
+        if len(self._actors) > 1:
+            where = {"world_size": len(self._actors), "init_method": await self.function(_MEETING_POINT, {})}
+            ranks = [{"rank": rank, **where} for rank in range(len(self._actors))]
+        await self._gather([("create", (self._target, {**kwargs, **rank})) for rank in ranks])
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A method beyond the port (warm-up, export, status)."""
-        return await self._actor.call(method, *args)
+        """A method of all ranks, also one beyond the port (warm-up, export, status); rank 0's answer."""
+        return (await self._all(method, *args))[0]
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """See the protocol."""
-        metrics: TrainMetrics = await self._actor.call("train_step", batch)
+        metrics: TrainMetrics = await self.call("train_step", batch)
         return metrics
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol."""
+        await self.call("feed", list(samples), version)
 
     async def publish(self) -> PublishResult:
         """See the protocol."""
-        result: PublishResult = await self._actor.call("publish")
+        result: PublishResult = await self.call("publish")
         return result
 
+    async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
+        """See :class:`orchestrator.api.ResidentTrainer`: bytes of all ranks, seconds of the slowest."""
+        results: list[ResidencyResult] = await self._all("residency", level, replicas)
+        sums = {
+            name: sum(getattr(result, name) for result in results)
+            for name in ("to_host", "to_device", "device_bytes", "peak_bytes")
+        }
+        return replace(results[0], **sums, seconds=max(result.seconds for result in results))
+
     async def save(self, folder: str) -> None:
-        """See the protocol."""
-        await self._actor.call("save", folder)
+        """See the protocol. The folder must be one that every rank sees."""
+        await self.call("save", folder)
 
     async def load(self, folder: str) -> int:
         """See the protocol."""
-        version: int = await self._actor.call("load", folder)
+        version: int = await self.call("load", folder)
         return version
 
     async def pid(self) -> int:
-        """Its process id."""
-        return await self._actor.pid()
+        """The first rank's process id."""
+        return await self._actors[0].pid()
+
+    async def pids(self) -> dict[str, int]:
+        """The process id of every rank."""
+        return {actor.name: await actor.pid() for actor in self._actors}
 
     async def close(self) -> None:
         """See the protocol."""
-        self._actor.kill()
+        for actor in self._actors:
+            actor.kill()
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return await self._gather([("call", (method, *args))] * len(self._actors))
+
+    async def _gather(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """One call a rank; returns their answers, or raises what tells most of the ranks' errors."""
+        if self._broken:
+            raise RetryableError(self._broken)
+        pairs = zip(self._actors, calls, strict=True)
+        asked = [asyncio.create_task(actor.ask(what, *args)) for actor, (what, args) in pairs]
+        try:
+            await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+            deadline = asyncio.get_running_loop().time() + _FAIL_TOGETHER
+            while (waiting := [rank for rank, task in enumerate(asked) if not task.done()]) and not _has_died(asked):
+                # One failed: the others see it too in a moment, or wait for it for ever.
+                left = deadline - asyncio.get_running_loop().time()
+                if left <= 0:
+                    break
+                await asyncio.wait([asked[rank] for rank in waiting], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            failed = {rank: error for rank, task in enumerate(asked) if (error := _error(task)) is not None}
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        if not failed:
+            return [task.result() for task in asked]
+        # A refusal says why; else a rank that died is the cause of what the others say.
+        rank, error = min(failed.items(), key=lambda item: (_telling(item[1]), item[0]))
+        if len(self._actors) == 1 or isinstance(error, ConfigError | CommandError):
+            raise error
+        message = f"rank {rank} of {len(self._actors)}: {error}"
+        if waiting or isinstance(error, ActorDiedError):
+            others = f"; waiting for it: rank {', '.join(map(str, waiting))}" if waiting else ""
+            self._broken = f"the trainer has lost a rank, {message}{others}"
+            raise RetryableError(self._broken) from error
+        raise RetryableError(message) from error
+
+
+def _error(task: asyncio.Task[Any]) -> BaseException | None:
+    return task.exception() if task.done() else None
+
+
+def _has_died(tasks: Sequence[asyncio.Task[Any]]) -> bool:
+    return any(isinstance(_error(task), ActorDiedError) for task in tasks)
+
+
+def _telling(error: BaseException) -> int:
+    order = (ConfigError, CommandError, ActorDiedError)
+    return next((place for place, kind in enumerate(order) if isinstance(error, kind)), len(order))
+
+
+def meeting_point() -> str:
+    """``tcp://host:port`` of a free port on this node. Runs in the first rank's process."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    with socket.create_server(("", 0)) as server:
+        return f"tcp://{host}:{server.getsockname()[1]}"

@@ -143,7 +143,7 @@ class _Assembly:
         self.display.stage("startup", "relay, reward host, model")
         reward = await self._start_reward()
         endpoint = await self._start_relay()
-        trainer = RayTrainer(TRAINER_CLASS, _environment(config.trainer.threads))
+        trainer = RayTrainer(TRAINER_CLASS, _environment(config.trainer.threads), _trainer_ranks(config))
         trainer.start()
         self.stack.push_async_callback(trainer.close)
         model = await self._model(trainer)
@@ -272,6 +272,12 @@ def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index
     }
 
 
+def _trainer_ranks(config: Config) -> int:
+    """Experts are split over data-parallel ranks: they need no ranks of their own."""
+    trainer = config.trainer
+    return trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+
+
 def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> dict[str, Any]:
     return {
         "model": model,
@@ -291,7 +297,8 @@ def _environment(threads: int) -> dict[str, str]:
 
 async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list[RayWorker]) -> None:
     """Process ids, for people and for fault tests."""
-    lines = [f"trainer {await trainer.pid()}"] + [f"{worker.name} {await worker.pid()}" for worker in workers]
+    lines = [f"{name} {pid}" for name, pid in (await trainer.pids()).items()]
+    lines += [f"{worker.name} {await worker.pid()}" for worker in workers]
     (folder.path / "processes").write_text("\n".join([*lines, f"orchestrator {os.getpid()}"]) + "\n", encoding="utf-8")
 
 

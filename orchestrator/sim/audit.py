@@ -7,7 +7,9 @@ versions that were published. From these it checks, as things happen:
 * each trajectory was taken within alpha versions of the trainer (RollArt 6.2), and is trained at most once, in a group of
   at least two;
 * each token that is trained on is the one that the policy said, in order, once, with the version that said it;
-* no more trajectories run than there are environments.
+* no more trajectories run than there are environments;
+* what is fed to the trainer is taken, whole, at the version it will be trained at, never beside a training step, and a
+  prefix of the batch that is trained (:class:`Stream`).
 
 A violation is noted, not raised: the system under test must not be able to swallow it. :meth:`final` adds what can only
 be said at the end, when the journal, the totals, the trainer's history and the store must agree.
@@ -16,7 +18,8 @@ be said at the end, when the journal, the totals, the trainer's history and the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.api import TrainBatch, TrainSample, VersionSpans, merge_spans
@@ -255,3 +258,54 @@ class Audit:
             self.note(
                 f"{what} and the journal differ in what was trained: journal only {only[0][:5]}, {what} only {only[1][:5]}"
             )
+
+
+class Stream:
+    """What the pipeline asks of the trainer during one life, before any fault is injected."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._fed: list[TrainSample] = []
+        self._version = -1  # of what was fed since the last training step
+        self._busy = ""
+
+    @contextmanager
+    def feeding(self, samples: Sequence[TrainSample], version: int) -> Iterator[None]:
+        """A feed has begun."""
+        note, states = self._audit.note, self._audit.states
+        if not samples:
+            note("an empty feed")
+        for name in (sample.trajectory_id for sample in samples):
+            if states.get(name) != "taken":
+                note(f"{name} was fed while the journal says {states.get(name, 'nothing')}")
+        if self._fed and version != self._version:
+            note(f"fed at version {version} after version {self._version}")
+        if version != self._audit.version:
+            note(f"fed at version {version} while the trainer holds {self._audit.version}")
+        self._fed += samples
+        self._version = version
+        with self._alone("feed"):
+            yield
+
+    @contextmanager
+    def training(self, batch: TrainBatch) -> Iterator[None]:
+        """A training step has begun."""
+        fed, self._fed = self._fed, []
+        if fed and self._version != batch.version:
+            self._audit.note(f"batch {batch.step}: trained at version {batch.version}, fed at {self._version}")
+        if list(batch.samples[: len(fed)]) != fed:
+            self._audit.note(f"batch {batch.step}: the {len(fed)} samples that were fed are not its first ones")
+        elif fed and len(fed) < len(batch.samples) and batch.samples[len(fed)].group_id == fed[-1].group_id:
+            self._audit.note(f"batch {batch.step}: group {fed[-1].group_id} was fed in part")
+        with self._alone("train_step"):
+            yield
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        if self._busy:
+            self._audit.note(f"{call} was asked for during {self._busy}")
+        self._busy = call
+        try:
+            yield
+        finally:
+            self._busy = ""

@@ -8,8 +8,9 @@ kind means depends on the port:
 |           | in an update, or its weights  |                  |                                    |                    |
 |           | are spoilt                    |                  |                                    |                    |
 | delay     | answers late                  | answers late     | answers late, maybe past its limit | answers late       |
-| drop      | acts or not, never answers    | (see TRAINER)    | hangs                              | hangs              |
-| duplicate | command or completion twice   | publishes twice  | answers garbage (NaN, too long...) | NaN or infinite    |
+| drop      | acts or not, never answers    | a feed is lost   | hangs                              | hangs              |
+| duplicate | command or completion twice   | publishes or is  | answers garbage (NaN, too long...) | NaN or infinite    |
+|           |                               | fed twice        |                                    |                    |
 | cancel    |                               |                  | the trajectory's task is cancelled at a later await        |
 
 Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
@@ -36,6 +37,7 @@ from orchestrator.api import (
     Task,
     TrainBatch,
     TrainMetrics,
+    TrainSample,
     Trajectory,
     TrajectoryError,
     UpdateResult,
@@ -54,6 +56,7 @@ EPISODE = ("crash", "delay", "drop", "duplicate", "cancel")
 # A hung trainer is not injected: no caller limits the time of a training step, so nothing would ever end the wait.
 TRAINER = ("crash", "delay")
 PUBLISH = ("crash", "delay", "duplicate")
+FEED = ("crash", "delay", "drop", "duplicate")
 NO_TWICE = ("crash", "delay", "drop")
 TRAJECTORY_TASK = "trajectory "  # how the names of the tasks begin that `cancel` may hit
 
@@ -120,7 +123,17 @@ class FaultInjector:
     ) -> T:
         """One call of a port that may fail. A crash or a drop strikes before or after the callee has acted. ``life`` is
         the callee's incarnation: what was on its way to one that has died meanwhile never reaches the next."""
-        kind = self.draw(where, possible)
+        return await self.strike(self.draw(where, possible), where, act, crash, life)
+
+    async def strike(
+        self,
+        kind: str,
+        where: str,
+        act: Callable[[], Awaitable[T]],
+        crash: Callable[[], None],
+        life: Callable[[], int],
+    ) -> T:
+        """:meth:`call` with the fault drawn already."""
         first = bool(kind) and self.rng.random() < 0.5
         if kind == "crash":
             if first:
@@ -254,6 +267,17 @@ class FaultyTrainer:
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """See the protocol."""
         return await self._call("train_step", lambda: self._inner.train_step(batch))
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol. A dropped feed is answered and lost: it was a hint."""
+        kind = self._faults.draw("trainer.feed", FEED)
+        if kind == "drop":
+            return
+
+        async def act() -> None:
+            await self._inner.feed(samples, version)
+
+        await self._faults.strike(kind, "trainer.feed", act, self._inner.die, lambda: 0)
 
     async def publish(self) -> PublishResult:
         """See the protocol."""

@@ -104,7 +104,7 @@ class SimStore:
         self._remains = remains
         self._pending: list[tuple[str, int, str]] = []
 
-    def append(self, trajectory: Trajectory, step: int, outcome: str) -> None:
+    def append(self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None) -> None:
         """See the pipeline's Store."""
         self._pending.append((trajectory.id, step, outcome))
 

@@ -16,18 +16,28 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import ManagedWorker, PublishResult, RewardFunction, RunError, Task, Trainer
+from orchestrator.api import (
+    ManagedWorker,
+    PublishResult,
+    RewardFunction,
+    RunError,
+    Task,
+    TrainBatch,
+    Trainer,
+    TrainMetrics,
+    TrainSample,
+)
 from orchestrator.config import Config, to_json
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.pipeline import Parts, Pipeline, Position
 from orchestrator.resume import rewind
-from orchestrator.sim.audit import Audit
+from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTrainer, faulty_workers
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
@@ -88,15 +98,26 @@ class SimDisplay:
 
 
 class _AuditedTrainer:
-    """The outermost layer around the trainer: the audit learns of a new version when the pipeline does."""
+    """The outermost layer around the trainer: the audit sees what the pipeline asks for, and learns of a new version when
+    the pipeline does."""
 
     def __init__(self, inner: Trainer, audit: Audit) -> None:
         self._audit = audit
         self._inner = inner
-        self.train_step = inner.train_step
+        self._asks = Stream(audit)
         self.save = inner.save
         self.load = inner.load
         self.close = inner.close
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol."""
+        with self._asks.feeding(samples, version):
+            await self._inner.feed(samples, version)
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """See the protocol."""
+        with self._asks.training(batch):
+            return await self._inner.train_step(batch)
 
     async def publish(self) -> PublishResult:
         """See the protocol."""

@@ -25,6 +25,7 @@ from orchestrator.api import (
     StepResult,
     TrainBatch,
     TrainMetrics,
+    TrainSample,
     Trajectory,
     TrajectoryError,
 )
@@ -138,28 +139,50 @@ class SimReward:
 
 
 class SimTrainer:
-    """A Trainer whose step takes time in proportion to its tokens. ``die`` is for the fault injector: the state is gone
-    until a new trainer loads what was saved."""
+    """A Trainer whose step takes time in proportion to its tokens, less those that were fed before. As in the real one,
+    what was fed counts only where it is a prefix of the batch; otherwise the step starts anew. ``die`` is for the fault
+    injector: the state is gone until a new trainer loads what was saved."""
 
     def __init__(self, config: Config, weights: SimWeights, audit: Audit) -> None:
         self._costs = config.sim
         self._weights = weights
         self._audit = audit
+        self._stream = config.trainer.stream
         self._dead = False
+        self._fed: list[TrainSample] = []  # at the present version
         self.version = 0
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol."""
+        self._check()
+        if version == self.version:
+            self._fed += samples
+            await self._compute(samples)
 
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """See the protocol."""
         self._check()
         self._audit.batch(batch, self.version)
-        tokens = sum(len(sample.token_ids) for sample in batch.samples)
-        await asyncio.sleep(tokens * self._costs.train_seconds_per_token)
-        self._check()
+        fed, self._fed = self._fed, []
+        streamed = len(fed) if fed == list(batch.samples[: len(fed)]) else 0
+        await self._compute(batch.samples[streamed:])
         self.version += 1
         self._audit.trained(batch)
         rewards = [sample.reward for sample in batch.samples]
-        values = {"loss": 0.0, "tokens": float(tokens), "reward": round(sum(rewards) / len(rewards), 6)}
+        values = {
+            "loss": 0.0,
+            "tokens": float(sum(len(sample.token_ids) for sample in batch.samples)),
+            "reward": round(sum(rewards) / len(rewards), 6),
+        }
+        if self._stream:
+            values["stream_fed"] = round(streamed / len(batch.samples), 6)
+            values["stream_restarts"] = float(len(fed) != streamed)
         return TrainMetrics(batch.step, self.version, values)
+
+    async def _compute(self, samples: Sequence[TrainSample]) -> None:
+        """Forward and backward."""
+        await asyncio.sleep(sum(len(sample.token_ids) for sample in samples) * self._costs.train_seconds_per_token)
+        self._check()
 
     async def publish(self) -> PublishResult:
         """See the protocol."""

@@ -1,0 +1,62 @@
+"""What :mod:`orchestrator.proxy` keeps of each worker and each request. Records; they guarantee nothing by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from orchestrator.api import Completion, GenerationRequest, ManagedWorker, ReleaseResult
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that has no completion yet. ``worker`` is None while it waits for one. ``parts``: what workers that gave
+    it up had said; ``moves``: how often it was moved; ``sent_as``: its id in the worker."""
+
+    request: GenerationRequest
+    answer: asyncio.Future[Completion]
+    worker: Lane | None = None
+    parts: list[Completion] = field(default_factory=list)
+    moves: int = 0
+    sent_as: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """How a worker was lent or taken back. ``error`` empty: it was. ``moved``: requests that went on elsewhere."""
+
+    name: str
+    error: str
+    seconds: float
+    moved: int = 0
+    released: ReleaseResult | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """One worker and what was sent to it."""
+
+    worker: ManagedWorker
+    index: int
+    alive: bool = True
+    removed: bool = False
+    lent: bool = False  # its device belongs to the trainer, or is about to
+    stuck: str = ""  # it did not answer when it was to be lent: it is restarted when its device is taken back
+    moving: bool = False  # what it aborts goes on elsewhere
+    version: int = -1  # of its weights; -1: none that we know of
+    restarts: int = 0
+    outbox: list[GenerationRequest] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    sent: dict[str, Pending] = field(default_factory=dict)
+    last_progress: float = 0.0
+    pump: asyncio.Task[None] | None = None
+    sender: asyncio.Task[None] | None = None
+    reviver: asyncio.Task[None] | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given requests and commands."""
+        return self.alive and not self.lent
