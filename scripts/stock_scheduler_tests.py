@@ -205,7 +205,7 @@ def page(version: str, lines: list[str], worse: list[str]) -> str:
             "",
             "What fails with either class needs what is not here: weights, a tokenizer or a multimodal processor from a model",
             "hub, or torchvision; under forced `priority`, tests of the FCFS queue itself fail with either class. Time limits",
-            f"that tests set for themselves are replaced by {TEST_SECONDS} s, and a test that differs is run once more by itself.",
+            f"that tests set for themselves are replaced by {TEST_SECONDS} s; a test that differs is run once more by itself.",
             f"Left out, because they start engines with real weights: {', '.join(LEFT_OUT)}.",
             "",
         ]
