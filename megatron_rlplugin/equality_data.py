@@ -118,7 +118,6 @@ def build(case: Case, *, stock: bool = False) -> tuple[list[Any], Any]:
     )
     config.calculate_per_token_loss = stock or not case.ddp_mean
     chunks = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
-    config.calculate_per_token_loss = True
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

@@ -139,7 +139,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 def _digest(tensors: Iterable[Tensor]) -> str:
     answer = hashlib.sha256()
     for tensor in tensors:
-        answer.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        answer.update(tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return answer.hexdigest()
 
 

@@ -126,7 +126,7 @@ class Colocation:
 
     async def train(self, batch: TrainBatch) -> TrainMetrics:
         """Train the step on all devices; what was fed of it counts. RetryableError: a device could not be handed over; the
-        workers run on, the step can be trained later. What ``train_step`` raises passes, with the workers running."""
+        workers run on, the step can be trained later. RunError: the step itself failed; the workers run on, too."""
         self._require("train", Holder.ROLLOUT, Holder.STREAMING)
         self.holder = Holder.CHANGING
         if not await self._release([index for index in self._all if index not in self._lent]):
@@ -143,9 +143,9 @@ class Colocation:
         except _FAILED as error:
             self._event("train_step", "trainer", self._events.time() - begun, 0, _words(error))
             await self._retreat()
-            if isinstance(error, TimeoutError):
-                raise RunError(f"the trainer failed in train_step: {error}") from error
-            raise
+            if isinstance(error, ConfigError | RunError):
+                raise
+            raise RunError(f"the trainer failed in train_step: {_words(error)}") from error  # its state is not known
         self._event("train_step", "trainer", self._events.time() - begun, 0)
         self.holder = Holder.TRAINED
         return metrics

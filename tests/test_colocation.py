@@ -184,7 +184,7 @@ async def whole_run(faults: Mapping[Fault, str], level: str = "weights") -> Colo
             await run.step(step)
     except RunError:
         run.check_running()
-        assert run.trainer.dead or any(fault[1::2] == ("train_step", "hang") for fault in run.faults.hit)
+        assert run.trainer.dead or any(what == "train_step" for _, what, _, _ in run.faults.hit)
     await run.settle()
     return run
 

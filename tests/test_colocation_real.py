@@ -119,7 +119,7 @@ class Rig:
                         (*prompt, *said.token_ids),
                         tuple(int(index >= length) for index in range(total)),
                         (*(0.0,) * length, *said.logprobs),
-                        ((0, length), *said.versions) if said.versions[0][0] else ((0, total),),
+                        said.versions,
                         float(member),
                     )
                 )
@@ -141,7 +141,7 @@ class Rig:
             (*PROMPTS[0], *said.token_ids),
             (0,) * length + (1,) * 20,
             (*(0.0,) * length, *said.logprobs),
-            ((version, length + 20),),
+            said.versions,
             0.0,
         )
         gap = await self.trainer.call("logprob_gap", [sample])

@@ -168,6 +168,6 @@ def test_a_megatron_without_pretrain_or_untested_is_refused() -> None:
     """The 0.16.1 wheel has no megatron.training, and the patch was not run on it."""
     with pytest.raises(ConfigError, match=r"megatron\.training = 'not installed'"):
         install(parse(STREAM, **NEEDED))
-    with pytest.raises(ConfigError, match="patch stream_training = 'Megatron-Core 0.16"):
+    with pytest.raises(ConfigError, match=r"patch stream_training = 'Megatron-Core 0\.16"):
         REGISTER.apply("stream_training")
     assert not any(REGISTER.status().values())
