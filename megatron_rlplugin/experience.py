@@ -101,8 +101,12 @@ class Experience:
             if asked[2]:
                 assert self._critic is not None
                 found["values"] = self._by_row(self._critic.evaluate(batches, _values), batches)
+            answered = {index for share in own if not share.idle for index in share.members}
             for name, arrays in found.items():
-                known = self._replicas.exchange(arrays, lengths) if exchange else arrays
+                known = arrays
+                if exchange:  # what an idle share found is another replica's answer, and answers are added up
+                    mine = {index: array for index, array in arrays.items() if index in answered}
+                    known = self._replicas.exchange(mine, lengths)
                 for index, array in known.items():
                     rows[index] = rows[index].knowing(name, array)
         if self._by_token:
