@@ -1,7 +1,7 @@
 """Shows that streamed training is batch training, layout by layout: ``python -m megatron_rlplugin.equality_probe``.
 
 Starts as many ranks as a layout needs (gloo without CUDA; with it NCCL, one GPU a rank, and layouts that need more GPUs
-than there are stand under ``skipped``). All layouts of one world size share its ranks. Prints one JSON object: ``cases``
+than there are stand under ``skipped``). Layouts of one world size share its ranks. Prints one JSON object: ``cases``
 (what ``megatron_rlplugin.equality`` measures of each), ``skipped``, ``megatron`` (its version), ``device``.
 """
 
@@ -26,8 +26,9 @@ from megatron_rlplugin.parallel import Layout, initialize_parallel, leave_parall
 from orchestrator.api import ConfigError, RunError
 
 WORLDS = (1, 2, 4)
-LIMIT = 3600.0  # seconds all cases of one world size may take on a machine that does other things
+LIMIT = 3600.0  # seconds the cases of one set of ranks may take on a machine that does other things
 _LOSSES = ("token-mean", "sequence-mean", "dapo")
+TOGETHER = 10  # cases of one set of ranks: gloo keeps the threads of groups that were left, and slows down
 GPU_ONLY = ("context parallelism", "packed THD sequences", "Transformer Engine's grouped experts")
 
 
@@ -174,8 +175,9 @@ def run(*, quick: bool, steps: int, names: Sequence[str] = (), worlds: Sequence[
     figures: list[dict[str, Any]] = []
     for world in sorted({case.world for case in cases}):
         mine = [case.name for case in cases if case.world == world]
-        if devices is None or world <= devices:
-            figures += spawn(world, ["--steps", str(steps), *(word for name in mine for word in ("--case", name))])
+        for at in range(0, len(mine), TOGETHER) if devices is None or world <= devices else ():
+            some = (word for name in mine[at : at + TOGETHER] for word in ("--case", name))
+            figures += spawn(world, ["--steps", str(steps), *some])
     return {
         "cases": figures,
         "skipped": skipped,
