@@ -31,7 +31,7 @@ from orchestrator.api import (
 
 END = 1
 STEP_SECONDS = 0.05
-FOREVER = 1e6  # seconds; longer than any time limit
+FOREVER = 2e4  # seconds; longer than any time limit
 
 
 def next_token(context: Sequence[int]) -> int:
