@@ -92,6 +92,8 @@ def own_parts(mine: Sequence[Piece], itemsize: int, bucket_bytes: int) -> list[P
 def as_bytes(tensor: Tensor) -> tuple[tuple[int, ...], str, Any]:
     """(shape, dtype, its bytes as a contiguous uint8 array of the host), which is what the relay's publisher takes."""
     data = tensor.detach().cpu().contiguous()
+    if data.data_ptr() == tensor.data_ptr():
+        data = data.clone()  # numpy would hold the weight's own memory for ever, so that it could not leave the device
     raw = data.reshape(-1).view(torch.uint8).numpy()
     return tuple(data.shape), str(data.dtype).removeprefix("torch."), raw
 

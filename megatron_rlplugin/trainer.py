@@ -53,6 +53,7 @@ from megatron_rlplugin.batching import (
 )
 from megatron_rlplugin.critic import install_value_head
 from megatron_rlplugin.experience import Experience
+from megatron_rlplugin.export import as_bytes
 from megatron_rlplugin.feeder import Feeder
 from megatron_rlplugin.hookpoints import engine_status, require_megatron
 from megatron_rlplugin.learner import Learner, Ranks
@@ -187,7 +188,7 @@ class MegatronTrainer:
                 publisher = Publisher(self._endpoint)
                 publisher.rollback(self._version)
                 self._publisher = publisher
-            return self._publisher.publish(self._version, ((name, *_as_bytes(tensor)) for name, tensor in tensors))
+            return self._publisher.publish(self._version, ((name, *as_bytes(tensor)) for name, tensor in tensors))
         finally:
             for _ in tensors if self._replicas.world > 1 else ():  # a failure here must not leave the others waiting
                 pass
@@ -404,12 +405,3 @@ def _critic_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
     taken = [report.value_update for report in steps if report.value_update is not None and report.value_update.taken]
     norm = math.fsum(update.grad_norm for update in taken) / len(taken) if taken else math.nan
     return totals.metrics() | {"value_grad_norm": norm, "value_skipped_updates": float(len(steps) - len(taken))}
-
-
-def _as_bytes(tensor: Tensor) -> tuple[tuple[int, ...], str, Any]:
-    """(shape, dtype, its bytes as a contiguous uint8 array)."""
-    data = tensor.detach().cpu().contiguous()
-    if data.data_ptr() == tensor.data_ptr():
-        data = data.clone()  # numpy would hold the weight's own memory for ever, so that it could not leave the device
-    raw = data.reshape(-1).view(torch.uint8).numpy()
-    return tuple(data.shape), str(data.dtype).removeprefix("torch."), raw
