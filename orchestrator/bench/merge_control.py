@@ -34,7 +34,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     steps, names = ("3", QUICK) if quick else ("20", FULL)
-    probes, missing = measure(["--steps", steps, *named(names)], both=not quick)
+    arguments = ["--steps", steps, *named(names)]
+    probes, missing = measure(arguments, other=None if quick else arguments)
     cases = [case for probe in probes for case in probe["cases"]]
     if not cases:
         raise RunError("no layout could be measured: " + "; ".join(probes[0]["skipped"]))

@@ -1,6 +1,7 @@
 """Streamed training against whole batches over the parallel layouts: relative difference of gradients in another order.
 
-Real Megatron-Core, every supported version that is there, ``megatron_rlplugin.equality_probe`` in a process of its own. In
+Real Megatron-Core, ``megatron_rlplugin.equality_probe`` in a process of its own: every layout on the installed version, one
+of each kind on the other supported one. In
 the same order of micro-batches weights must be bit-equal after every step; otherwise the merged gradients (``main_grad``)
 are compared, relative to their largest element. The value is the worst over cases, steps, ranks and versions. In each case
 the gradients go to host memory and back in one step, and one more step has a NaN: it must not be taken and change nothing.
@@ -31,7 +32,10 @@ _BAR = 1e-6
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
-    probes, missing = measure(["--steps", "3", *named(QUICK)] if quick else [], both=not quick)
+    if quick:
+        probes, missing = measure(["--steps", "3", *named(QUICK)])
+    else:  # every layout on the installed Megatron-Core, one of each kind on the other
+        probes, missing = measure([], other=["--quick"])
     cases = [case for probe in probes for case in probe["cases"]]
     if not cases:
         raise RunError("no layout could be measured: " + "; ".join(probes[0]["skipped"]))
@@ -70,35 +74,38 @@ def named(cases: Sequence[str]) -> list[str]:
     return [word for case in cases for word in ("--case", case)]
 
 
-def measure(arguments: Sequence[str], *, both: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the probe's answer for the installed Megatron-Core and, with ``both``, the other one; versions not found)."""
+def measure(arguments: Sequence[str], *, other: Sequence[str] | None = None) -> tuple[list[dict[str, Any]], list[str]]:
+    """(the probe's answer for the installed Megatron-Core and, asked with ``other``, the other one; versions not found)."""
     probes = [run_probe("equality", arguments, package="megatron_rlplugin", limit=LIMIT)]
-    if not both:
+    if other is None:
         return probes, []
-    other = Path(sys.prefix) / "alternates" / f"megatron-core-{OTHER_VERSION}"
-    if not other.is_dir():
+    folder = Path(sys.prefix) / "alternates" / f"megatron-core-{OTHER_VERSION}"
+    if not folder.is_dir():
         return probes, [f"megatron-core {OTHER_VERSION}: not in alternates/ of this environment"]
-    probes.append(run_probe("equality", arguments, package="megatron_rlplugin", path=other, limit=LIMIT))
+    probes.append(run_probe("equality", other, package="megatron_rlplugin", path=folder, limit=LIMIT))
     return probes, []
 
 
 def table(result: dict[str, Any]) -> str:
     """A result of :func:`run` as Markdown, one row a case, one pair of columns a version."""
     probes = result["detail"]["probes"]
-    by_case: dict[str, list[dict[str, Any]]] = {}
-    for probe in probes:
+    by_case: dict[str, list[dict[str, Any] | None]] = {}
+    for place, probe in enumerate(probes):
         for case in probe["cases"]:
-            by_case.setdefault(case["case"], []).append(case)
+            by_case.setdefault(case["case"], [None] * len(probes))[place] = case
     heads = [f"{what}, {_version(probe)}" for probe in probes for what in ("same order", "uneven")]
     lines = [f"| case | ranks | {' | '.join(heads)} |", "| --- | --- |" + " --- |" * len(heads)]
     for name, cases in by_case.items():
-        cells = [
-            text
-            for case in cases
-            for text in ("bit-equal" if case["bit_equal"] else f"**{case['weights']:.1e}**", f"{case['uneven']:.1e}")
-        ]
-        lines.append(f"| {name} | {cases[0]['world']} | {' | '.join(cells)} |")
+        cells = [cell for case in cases for cell in _cells(case)]
+        world = next(case["world"] for case in cases if case is not None)
+        lines.append(f"| {name} | {world} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cells(case: dict[str, Any] | None) -> tuple[str, str]:
+    if case is None:
+        return "", ""
+    return "bit-equal" if case["bit_equal"] else f"**{case['weights']:.1e}**", f"{case['uneven']:.1e}"
 
 
 def _version(probe: dict[str, Any]) -> str:
