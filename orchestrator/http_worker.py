@@ -42,6 +42,7 @@ from orchestrator.api import (
     urls,
 )
 from orchestrator.api import http as wire
+from orchestrator.transfer import RelayEndpoint
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
 WEIGHTS_SECONDS = 1800.0  # for PREPARE and UPDATE, which fetch
@@ -58,8 +59,8 @@ _T = TypeVar("_T")
 class HttpWorker:
     """Implements :class:`orchestrator.api.BorrowedWorker`. Connects with the first call.
 
-    ``url``: http(s)://host:port of the server. ``relay``: the RelayEndpoint that it is to fetch weights from, as a
-    dictionary; None: the one that it was started with. Raises ConfigError for a URL over which the token must not go.
+    ``url``: http(s)://host:port of the server. ``relay``: the one that it is to fetch weights from; None: what it
+    was started with. Raises ConfigError for a URL over which the token must not go.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class HttpWorker:
         token: str,
         name: str = "",
         *,
-        relay: Mapping[str, Any] | None = None,
+        relay: RelayEndpoint | None = None,
         allow_plain_http: bool = False,
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
@@ -77,11 +78,11 @@ class HttpWorker:
             raise ConfigError("worker.token", "", "give the token that the server was started with or has generated")
         self.name = name or urlsplit(url).netloc
         self.url = self._url = url.rstrip("/")
-        self._relay = None if relay is None else dict(relay)
+        self._relay = relay
         self._joined = asyncio.Event()  # the relay was connected after its job had begun its epoch
         if relay is None:
             self._joined.set()
-        self._place = ("", -1)  # server and history that are ours
+        self._place = ("", "", "")  # server process, job and metadata of its relay, when we connected
         self._life = ""  # before our request ids on the wire
         self._headers = {"Authorization": f"Bearer {token}", wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
         self._session: aiohttp.ClientSession | None = None
@@ -165,10 +166,8 @@ class HttpWorker:
             except CommandError as error:
                 if error.code != "requests_in_flight":
                     raise
-                if _read(_job, await self.status(), wire.STATUS) == (self._relay or {}).get("job"):
-                    await self._post(
-                        wire.ABORT, {"all": True}
-                    )  # the publisher of then is locked out: nobody wants them
+                if self._is_our_job(await self.status()):  # its publisher of then is locked out: nobody wants them
+                    await self._post(wire.ABORT, {"all": True})
                 elif asyncio.get_running_loop().time() > deadline:
                     raise
                 else:
@@ -188,9 +187,9 @@ class HttpWorker:
             raise RetryableError(
                 f"{self.name}: a served engine cannot be restarted from outside, and its server is not back: {error}"
             ) from error
-        server, history = _read(_place, status, wire.STATUS)
-        if self._relay is not None and server == self._place[0] and history != self._place[1]:
-            raise RetryableError(f"{self.name}: job {_job(status)} has taken this server since")
+        place = _read(_place, status, wire.STATUS)
+        if self._relay is not None and place[0] == self._place[0] and not self._is_our_job(status):
+            raise RetryableError(f"{self.name}: job {place[1]} has taken this server since")
         await self._clear()
         if self._relay is not None:
             await self._connect()
@@ -214,9 +213,14 @@ class HttpWorker:
         if self._relay is None:
             return
         self._instance, self._acknowledged = "", None  # its answer says which it is from now on
-        await self._post(wire.CONNECT, {"init_info": {"endpoint": self._relay}}, CONNECT_SECONDS)
+        await self._post(wire.CONNECT, {"init_info": {"endpoint": self._relay.to_dict()}}, CONNECT_SECONDS)
         self._place = _read(_place, await self.status(), wire.STATUS)
         self._life = f"{secrets.token_hex(4)}."
+
+    def _is_our_job(self, status: Mapping[str, Any]) -> bool:
+        """Whether the server is connected to our run's relay, that of an earlier life of the run included."""
+        _, job, metadata = _read(_place, status, wire.STATUS)
+        return self._relay is not None and (job, metadata) == (self._relay.job, self._relay.metadata)
 
     async def _join(self) -> None:
         """Before the first weights: only now has our job begun its epoch."""
@@ -378,14 +382,10 @@ def _batches(requests: Sequence[GenerationRequest]) -> list[list[GenerationReque
     return batches
 
 
-def _place(status: Mapping[str, Any]) -> tuple[str, int]:
-    """Server process and history that a status is of."""
-    return str(status["instance"]), int(status["history"]["number"])
-
-
-def _job(status: Mapping[str, Any]) -> str:
-    """Whose relay the server is connected to."""
-    return str(status["history"].get("job", ""))
+def _place(status: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Server process, job and metadata of the relay that it is connected to."""
+    history = status["history"]
+    return str(status["instance"]), str(history["job"]), str(history["metadata"])
 
 
 def _object(payload: bytes) -> dict[str, Any] | None:

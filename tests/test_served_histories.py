@@ -37,7 +37,7 @@ def relay(job: str) -> dict[str, Any]:
 
 
 def client(server: TwinServer, job: str) -> HttpWorker:
-    return HttpWorker(server.url, TOKEN, job, relay=relay(job))
+    return HttpWorker(server.url, TOKEN, job, relay=RelayEndpoint.from_dict(relay(job)))
 
 
 def a_request(name: str, tokens: int = 5) -> GenerationRequest:
@@ -203,6 +203,23 @@ def test_a_client_of_before_is_told_that_the_server_is_anothers_and_none_of_its_
     run(scenario)
 
 
+def test_a_connection_whose_answer_was_lost_is_not_taken_for_somebody_elses() -> None:
+    async def scenario(server: TwinServer) -> None:
+        worker = client(server, "run")
+        await worker.start()
+        await updated(worker, 2)
+        publisher = Publisher(RelayEndpoint.from_dict(relay("run")))
+        publisher.rollback(2)
+        await client(server, "run").start()  # the history is another one now, and the worker does not know
+        await worker.restart()
+        await updated(worker, 2)
+        assert (await answered(worker, "a")).versions == ((2, 5),)
+        await worker.close()
+        publisher.close()
+
+    run(scenario)
+
+
 def test_a_resumed_run_aborts_what_its_killed_self_left_and_may_go_back_to_an_older_version() -> None:
     async def scenario(server: TwinServer) -> None:
         publisher = Publisher(RelayEndpoint.from_dict(relay("run")))
@@ -297,7 +314,7 @@ def test_a_relay_that_cannot_be_read_is_told_and_the_connection_of_before_stays(
         assert await refusal(worker._post(wire.CONNECT, {"init_info": {"endpoint": endpoint}})) == "invalid_request"
         with pytest.raises(RetryableError, match="does not answer"):
             await worker._post(wire.CONNECT, {"init_info": {"endpoint": {**relay("second"), "master": "gone"}}})
-        assert (await worker.status())["history"] == {"number": 0, "job": "twin", "epoch": 0}
+        assert (await worker.status())["history"] == {"number": 0, "job": "twin", "epoch": 0, "metadata": "memory"}
         await updated(worker, 1)
         await worker.close()
 

@@ -24,6 +24,7 @@ from orchestrator.proxy import LLMProxy
 from orchestrator.runtime import preflight, served
 from orchestrator.sim.run import simulate
 from orchestrator.tasks.frozenlake import FrozenLakeTask
+from orchestrator.transfer import RelayEndpoint
 from vllm_rlplugin import twin
 from vllm_rlplugin.twin import ENDPOINT, TOKEN, TwinServer
 
@@ -184,15 +185,17 @@ def test_a_config_whose_server_is_not_there_ends_with_exit_code_2(tmp_path: Path
 # While a run goes on.
 
 
+def relay(job: str) -> RelayEndpoint:
+    return RelayEndpoint.from_dict({**ENDPOINT, "job": job})
+
+
 class Fleet:
     """Served workers and a proxy in front of them, as a run has them. ``events``: (kind, what, detail)."""
 
     def __init__(self, servers: list[TwinServer], stall: float = 5.0) -> None:
         self.servers = servers
         config = config_of(*(server.url for server in servers))
-        self.workers = [
-            HttpWorker(url, TOKEN, url, relay={**ENDPOINT, "job": "fleet"}) for url in config.rollout.served
-        ]
+        self.workers = [HttpWorker(url, TOKEN, url, relay=relay("fleet")) for url in config.rollout.served]
         self.sink = MemorySink()
         self.fatal: list[RunError] = []
         events = EventLog(self.sink, asyncio.get_running_loop().time)
@@ -363,7 +366,7 @@ def test_a_server_that_another_run_uses_ends_the_start_with_its_url_and_the_way_
         (server,) = fleet.servers
         await fleet.proxy.suspend()
         await fleet.workers[0].add([GenerationRequest("a", "a", 0, (1,), Sampling(5), "test")])
-        other = HttpWorker(server.url, TOKEN, server.url, relay={**ENDPOINT, "job": "other"})
+        other = HttpWorker(server.url, TOKEN, server.url, relay=relay("other"))
         with pytest.raises(RunError, match="job fleet") as caught:
             await served.start([other])
         assert server.url in str(caught.value)

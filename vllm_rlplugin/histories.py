@@ -8,7 +8,7 @@ Numbers count from 0 in one server's life and never return, so that they can sta
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.api import CommandError, CoserveError, RetryableError
@@ -20,12 +20,13 @@ NOTHING_LOADED = -1  # the version until the first update of a history
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """``job`` empty: no relay was connected yet. ``where``: the relay and its metadata. ``epoch`` 0: nothing was published
+    """``job`` empty: no relay was connected yet. ``relay``: its kind and address. ``epoch`` 0: nothing was published
     there when it was connected."""
 
     number: int = 0
     job: str = ""
-    where: tuple[str, ...] = ()
+    relay: tuple[str, str] = ("", "")
+    metadata: str = ""
     epoch: int = 0
 
     async def after(self, endpoint: RelayEndpoint) -> History:
@@ -39,15 +40,15 @@ class History:
             raise
         except CoserveError as error:
             raise CommandError("invalid_request", str(error)) from error
-        where = (endpoint.kind, endpoint.master, endpoint.metadata)
-        if self.job and (self.job, self.where, self.epoch) != (endpoint.job, where, epoch):
-            return History(self.number + 1, endpoint.job, where, epoch)
-        return History(self.number, endpoint.job, where, epoch)
+        found = replace(
+            self, job=endpoint.job, relay=(endpoint.kind, endpoint.master), metadata=endpoint.metadata, epoch=epoch
+        )
+        return replace(found, number=self.number + 1) if self.job and found != self else found
 
     def to_dict(self) -> dict[str, Any]:
         """As the status shows it."""
         found = asdict(self)
-        del found["where"]
+        del found["relay"]
         return found
 
 

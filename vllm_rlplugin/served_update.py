@@ -101,9 +101,9 @@ class UpdateCycle:
             endpoint = RelayEndpoint.from_dict(init_info["endpoint"])
         except (ConfigError, KeyError, AttributeError, TypeError) as error:
             raise CommandError("invalid_request", f"init_info is {{'endpoint': a RelayEndpoint}}: {error}") from error
+        next_history = await self.history.after(endpoint)
         if self._changing is not None:
             raise CommandError("update_in_progress", "a weight update is under way; connect when it has ended")
-        next_history = await self.history.after(endpoint)
         if next_history.number != self.history.number and (unfinished := in_flight()):
             of = f"job {self.history.job}, epoch {self.history.epoch}" if self.history.job else "no relay"
             raise CommandError(

@@ -97,9 +97,8 @@ def workers(config: Config, endpoint: RelayEndpoint) -> list[HttpWorker]:
     if not config.rollout.served:
         return []
     token, allow = read_token(config, os.environ), config.rollout.served_allow_plain_http
-    relay = endpoint.to_dict()
     return [
-        HttpWorker(url, token, url.rstrip("/"), relay=relay, allow_plain_http=allow) for url in config.rollout.served
+        HttpWorker(url, token, url.rstrip("/"), relay=endpoint, allow_plain_http=allow) for url in config.rollout.served
     ]
 
 
