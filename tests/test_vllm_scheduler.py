@@ -486,6 +486,8 @@ def test_no_kv_of_older_weights_is_ever_hit_again(model: Path, how: str, run_ahe
     assert hits("after the same version") == 0
     with pytest.raises(ValueError, match="never decreases"):
         engine.rl("advance_version", version=1)
+    assert engine.rl("advance_version", version=1, history=1)["how"] == how
+    assert hits("version 1 of another history") == 0
 
 
 def test_in_flight_requests_recompute_everything_after_an_update(model: Path) -> None:
@@ -591,5 +593,6 @@ def test_a_salt_holds_the_users_own_and_only_one_version(user: str | None) -> No
     assert salted(user, 0) == user
     for version in (1, 12):
         assert user_part(salted(user, version)) == (user or None)
-    assert len({salted(user, version) for version in range(20)}) == 20
+        assert user_part(salted(user, version, 3)) == (user or None)
+    assert len({salted(user, version, history) for version in range(20) for history in range(3)}) == 60
     assert len({salted(salt, 3) for salt in (None, "a", "b", "v3")}) == 4

@@ -81,11 +81,12 @@ class AddBody(Body):
 
 
 class AbortBody(Body):
-    """POST /rl/abort."""
+    """POST /rl/abort. ``all``: whatever was added here and is unfinished, by whomever; nothing of serving users."""
 
     request_ids: Names = Field(default_factory=list)
     trajectories: Names = Field(default_factory=list)
     groups: Names = Field(default_factory=list)
+    all: Annotated[bool, Field(strict=True)] = False
 
 
 class PrioritizeBody(Body):

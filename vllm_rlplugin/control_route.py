@@ -1,8 +1,9 @@
 """``ControlRoute``: what every control endpoint does, whatever its handler is. A route class, so that none can forget it.
 
-In this order: the caller's address and token (403, 401), the protocol version if the caller names one (400), the size of
-the body (413, before it is read whole, chunked bodies too), its shape (400). Every error is vLLM's ``ErrorResponse``; a
-CommandError has the status of COMMAND_STATUS, a RetryableError is 503. Every answer says protocol and server instance.
+In this order: the caller's address and token (403, 401), the protocol version and the server instance if the caller names
+them (400, 409), the size of the body (413, before it is read whole, chunked bodies too), its shape (400). Every error is
+vLLM's ``ErrorResponse``; a CommandError has the status of COMMAND_STATUS, a RetryableError is 503. Every answer says
+protocol and server instance, which is another one after a restart and in another history of weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from orchestrator.api import CommandError, RetryableError
-from orchestrator.api.http import INSTANCE_HEADER, PROTOCOL, PROTOCOL_HEADER, PROTOCOL_MISMATCH, RETRYABLE, TOO_LARGE
+from orchestrator.api.http import (
+    INSTANCE_HEADER,
+    INSTANCE_MISMATCH,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    PROTOCOL_MISMATCH,
+    RETRYABLE,
+    TOO_LARGE,
+)
 from vllm_rlplugin.auth import Denied, Guard
 
 STATE = "rl_coserve_door"  # in the app's state, set before the server takes connections
@@ -31,7 +40,13 @@ class Door:
 
     guard: Guard
     max_body: int  # bytes
-    instance: str
+    server: str  # of this process
+    history: Callable[[], int]  # the present one of its weights
+
+    @property
+    def instance(self) -> str:
+        """What a client's requests belong to."""
+        return f"{self.server}.{self.history()}"
 
 
 class ControlRoute(APIRoute):
@@ -60,6 +75,10 @@ async def _answer(handler: Handler, request: Request, door: Door) -> Response:
         if theirs is not None and theirs != str(PROTOCOL):
             message = f"this server speaks protocol {PROTOCOL}, the client {theirs:.20}: install the same rl-coserve"
             return error_response(400, PROTOCOL_MISMATCH, message)
+        meant = request.headers.get(INSTANCE_HEADER)
+        if meant is not None and meant != door.instance:
+            message = "this server was started anew, or was given another relay: it has no requests of before"
+            return error_response(409, INSTANCE_MISMATCH, message)
         return await handler(_limited(request, door.max_body))
     except Denied as denied:
         response = error_response(denied.status, denied.kind, str(denied))

@@ -68,8 +68,10 @@ async def add(request: Request, body: bodies.AddBody) -> JSONResponse:
 
 @router.post(wire.ABORT)
 async def abort(request: Request, body: bodies.AbortBody) -> JSONResponse:
-    """Cancel by id, trajectory or group. 404 when nothing of what is named was ever added."""
+    """Cancel by id, trajectory or group, or all. 404 when nothing of what is named was ever added."""
     worker = _control(request).worker
+    if body.all:
+        return JSONResponse({"aborted": await worker.abort_all()})
     named = (body.request_ids, body.trajectories, body.groups)
     if any(named) and not worker.known(*named):
         raise CommandError("unknown_request", "none of these requests, trajectories or groups was ever added")
@@ -146,6 +148,8 @@ async def status(request: Request) -> JSONResponse:
             "suspended": cycle.suspended,
             "unusable": cycle.unusable,
             "relay": cycle.relay,
+            "history": cycle.history.to_dict(),
+            "unfinished": len(worker.unfinished_ids),
             "held": worker.held,
             "broken": worker.broken,
             # Of this process; scheduler and worker extension are the engine's, and without them it would not have started.
@@ -191,8 +195,9 @@ async def abort_requests(request: Request, body: bodies.AbortRequestsBody | None
 
 @router.post("/init_weight_transfer_engine")
 async def init_weight_transfer_engine(request: Request, body: bodies.InitBody) -> JSONResponse:
-    """Connect to the weight relay: ``{"init_info": {"endpoint": {...}}}``, the fields of a RelayEndpoint."""
-    await _control(request).worker.cycle.connect(body.init_info)
+    """Connect to the weight relay: ``{"init_info": {"endpoint": {...}}}``, the fields of a RelayEndpoint. Another one, or
+    another epoch, begins a history in which versions count anew; 409 while requests of the present one are in flight."""
+    await _control(request).worker.connect(body.init_info)
     return JSONResponse({"message": "Weight transfer initialized"})
 
 
@@ -270,9 +275,8 @@ class ControlPlugin:
         instance = secrets.token_hex(8)
         control = Control(worker, _facts(config, worker, instance, options))
         control.refreshing = asyncio.create_task(keep_fresh(metrics, worker), name="rl-coserve metrics")
-        setattr(
-            state, STATE, Door(Guard(find_token(options, os.environ), options.networks()), _bytes(options), instance)
-        )
+        guard = Guard(find_token(options, os.environ), options.networks())
+        setattr(state, STATE, Door(guard, _bytes(options), instance, lambda: worker.cycle.history.number))
         setattr(state, CONTROL, control)
         _warn(control)
 
@@ -288,6 +292,8 @@ def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOp
         "instance": instance,
         "worker": worker.name,
         "model": config.model_config.model,
+        "shape": _shape(config.model_config),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": config.model_config.logprobs_mode,
         "options": PluginOptions.of(config).to_dict(),
         "limits": {
@@ -299,6 +305,13 @@ def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOp
             "max_ids": wire.MAX_IDS,
         },
     }
+
+
+def _shape(model_config: Any) -> dict[str, Any]:
+    """What tells whether this can be the model that somebody trains: names as in its config.json."""
+    found = model_config.hf_text_config
+    sizes = {name: getattr(found, name, None) for name in wire.SHAPE}
+    return {"architectures": list(getattr(model_config.hf_config, "architectures", None) or []), **sizes}
 
 
 def _check_topology(config: Any, args: Namespace) -> None:

@@ -45,6 +45,7 @@ class Coserving(Preempting):
         self._rl_start_preempting(ProgressivePriority(options.max_wait, options.quantum), options.preemption)
         self._rl_flush = options.kv_on_update == "flush"
         self._rl_version = 0  # 0 until the first advance_version
+        self._rl_history = 0  # in each of which versions count anew
         self._rl_salted = False  # whether requests carry the version in their salt
         self._rl_steps = self._rl_queries = self._rl_hits = self._rl_generated = 0
         stock: Any = super()
@@ -55,7 +56,8 @@ class Coserving(Preempting):
         unknown command or wrong arguments (nothing changed then), RuntimeError where stock refuses to drop its KV.
 
         * ``prioritize`` {"priorities": {trajectory id: priority}}: of all their unfinished requests -> {"changed"}
-        * ``advance_version`` {"version"}: the weights are now of this version -> {"preempted", "how", "seconds"}
+        * ``advance_version`` {"version", "history" (default: the present one)}: the weights are now of this version; it
+          never decreases within a history, and histories never return -> {"preempted", "how", "seconds"}
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":
@@ -103,25 +105,30 @@ class Coserving(Preempting):
         }
         return {"changed": self._rl_set_priorities(wanted) if wanted else 0}
 
-    def _rl_advance_version(self, version: int) -> dict[str, Any]:
-        if not isinstance(version, int) or isinstance(version, bool) or version < self._rl_version:
+    def _rl_advance_version(self, version: int, history: int | None = None) -> dict[str, Any]:
+        history = self._rl_history if history is None else history
+        if any(type(number) is not int or number < 0 for number in (version, history)):
+            raise ValueError(f"version {version!r} of history {history!r}: give integers of 0 or more")
+        present, wanted = (self._rl_history, self._rl_version), (history, version)
+        if wanted < present:
             raise ValueError(
-                f"version {version!r}: the weights are of version {self._rl_version}, which never decreases"
+                f"version {version} of history {history}: version {self._rl_version} of history {self._rl_history} is "
+                "loaded, which never decreases"
             )
         started, running = time.monotonic(), len(self.running)
-        # No salt of its own: version 0, and one that was loaded again (after a rollback it may stand for other weights).
-        flush = self._rl_flush or version in (0, self._rl_version)
+        # No salt of its own: the very first version, and one that was loaded again (its number may stand for other weights).
+        flush = self._rl_flush or wanted in ((0, 0), present)
         if flush:
             if not self.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise RuntimeError("the KV connector did not reset its cache")
         else:
-            self._rl_salt_all(version)
+            self._rl_salt_all(version, history)
         stock: Any = self
         stock.reset_encoder_cache()  # encoder outputs are kept by their input alone, which no salt covers
-        self._rl_version = version
+        self._rl_version, self._rl_history = version, history
         return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
 
-    def _rl_salt_all(self, version: int) -> None:
+    def _rl_salt_all(self, version: int, history: int) -> None:
         """Old blocks stay cached under their old hashes, which nobody can ask for any more, until they are reused."""
         stock: Any = self
         held = [request.request_id for request in self.kv_holding_waiting]
@@ -140,14 +147,14 @@ class Coserving(Preempting):
         finally:
             self._rl_updating = False
         self.prev_step_scheduled_req_ids.clear()  # they may resume in the next step (see reset_prefix_cache)
-        self._rl_version, self._rl_salted = version, True
+        self._rl_version, self._rl_history, self._rl_salted = version, history, True
         for request in self.requests.values():
             self._rl_salt(request)
         if stock.aux_output_connector is not None:
             stock.aux_output_connector.reset()
 
     def _rl_salt(self, request: Any) -> None:
-        salt = salted(user_part(request.cache_salt), self._rl_version)
+        salt = salted(user_part(request.cache_salt), self._rl_version, self._rl_history)
         if salt != request.cache_salt:
             request.cache_salt = salt
             request.block_hashes.clear()

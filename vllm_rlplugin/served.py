@@ -134,6 +134,7 @@ class ServedWorker:
         self._translate = translate
         self._observe = observe_completion or (lambda completion: None)
         self._book = RequestBook(limits.lookahead)
+        self._adding = asyncio.Lock()  # nothing is added while another relay is being connected
         self._unfinished: dict[str, float] = {}  # request ids -> arrival time
         self._last_arrival = 0.0
         self._seen: dict[tuple[str, str], None] = {}  # insertion-ordered set of trajectories and groups
@@ -164,6 +165,13 @@ class ServedWorker:
             raise ConfigError("engine", str(error), fix) from error
         await self.cycle.open(relay)
 
+    async def connect(self, init_info: Mapping[str, Any]) -> None:
+        """To a relay. Another one than before, or another epoch of its job, begins a new history: see
+        :class:`~vllm_rlplugin.served_update.UpdateCycle`. Raises CommandError, also ``requests_in_flight``, RetryableError."""
+        self._check()
+        async with self._adding:
+            await self.cycle.connect(init_info, lambda: len(self._book))
+
     # Requests.
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
@@ -173,6 +181,10 @@ class ServedWorker:
                 raise CommandError("invalid_request", f"{request.request_id}: {mistake}")
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        async with self._adding:
+            self._add(requests)
+
+    def _add(self, requests: Sequence[GenerationRequest]) -> None:
         self._check()
         fresh = [request for request in requests if not self._book.seen(request.request_id)]
         if not self._book.add(fresh, time.monotonic()):
@@ -207,6 +219,17 @@ class ServedWorker:
             await self._engine.ask(self._client.is_paused())
             pending = [task for task in pending if not task.done()]
 
+    async def abort_all(self) -> int:
+        """Whatever was added and is unfinished; returns how many."""
+        ours = self.unfinished_ids
+        await self.abort(ours)
+        return len(ours)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """Of all requests that were added here."""
+        return list(self._unfinished)
+
     def known(self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]) -> bool:
         """Whether any of these names something that was ever added (as far as remembered)."""
         return (
@@ -228,12 +251,11 @@ class ServedWorker:
             await self.abort(request_ids)
             await self._engine.ask(self._client.abort(list(request_ids)))
             return len(request_ids)
-        ours = list(self._unfinished)
-        await self.abort(ours)
+        ours = await self.abort_all()
         processor = self._client.output_processor
         internal = [*processor.request_states, *processor.parent_requests]
         await self._engine.ask(self._client.abort(internal, internal=True))
-        return len(ours) + len(internal)
+        return ours + len(internal)
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
         self._check()
@@ -376,7 +398,8 @@ class ServedWorker:
         if flight.aborted:
             return self._aborted(request.request_id)
         # The scheduler puts in the salt of the present version in any case; the right one at once saves it the hashing.
-        salt = salted(None, self.cycle.version) if self.limits.salted else None
+        history, version = self.cycle.loaded
+        salt = salted(None, version, history) if self.limits.salted else None
         prompt, params = self._translate(request, salt, self._unfinished[request.request_id])
         flight.registered = True
         outputs = self._client.generate(

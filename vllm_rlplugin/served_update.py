@@ -9,6 +9,9 @@ start, update_weights, finish, resume); both see one state. Guarantees:
   until another update succeeds.
 * KV of older weights is never used again: the scheduler's ``advance_version`` comes before RESUME is possible.
 * A caller that goes away does not stop an update half-way.
+* Versions never decrease within a *history*, which is one epoch of one job on one relay. Connecting another one begins the
+  next history, in which they count anew; it is refused while rollout requests are unfinished, so that no request sees two.
+  Until its first update the version is -1: the weights are those of before.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 from orchestrator.api import CommandError, ConfigError, RetryableError, UpdateResult
 from orchestrator.transfer import RelayEndpoint
 from vllm_rlplugin.agreement import agree
+from vllm_rlplugin.histories import NOTHING_LOADED, History
 from vllm_rlplugin.live import LiveEngine
 
 POLL_SECONDS = 0.05  # between two looks at a version that is being fetched
@@ -47,11 +51,14 @@ class UpdateCycle:
         self._wanted = -1  # the version of that update
         self._received: int | None = None  # by update_weights, not yet finished
         self._labels: dict[str, int] = {}
+        self.history = History()
+        self.loaded = (0, 0)  # history and version of the weights in the model, which are in the salts
 
     async def open(self, relay: Mapping[str, Any] | None) -> None:
         """Learn the engine's version, and connect it to the relay. Raises RetryableError when that fails."""
         self.label = await self._engine.ask(self._engine.client.get_weight_version())
         self.version = self.number(self.label)
+        self.loaded = (0, self.version)
         self.suspended = await self._engine.ask(self._engine.client.is_paused())
         if relay is not None:
             await self.connect({"endpoint": dict(relay)})
@@ -87,15 +94,35 @@ class UpdateCycle:
 
     # Our update.
 
-    async def connect(self, init_info: Mapping[str, Any]) -> None:
-        """vLLM's ``init_weight_transfer_engine``. Raises RetryableError."""
+    async def connect(self, init_info: Mapping[str, Any], in_flight: Callable[[], int] = lambda: 0) -> None:
+        """vLLM's ``init_weight_transfer_engine``. ``in_flight``: how many rollout requests are unfinished; none may be
+        added until this returns. Raises RetryableError; refused (CommandError), the connection of before stays."""
         try:
             endpoint = RelayEndpoint.from_dict(init_info["endpoint"])
         except (ConfigError, KeyError, AttributeError, TypeError) as error:
             raise CommandError("invalid_request", f"init_info is {{'endpoint': a RelayEndpoint}}: {error}") from error
+        next_history = await self.history.after(endpoint)
+        if self._changing is not None:
+            raise CommandError("update_in_progress", "a weight update is under way; connect when it has ended")
+        if next_history.number != self.history.number and (unfinished := in_flight()):
+            of = f"job {self.history.job}, epoch {self.history.epoch}" if self.history.job else "no relay"
+            raise CommandError(
+                "requests_in_flight",
+                f"{unfinished} rollout requests are unfinished ({of}): wait for them or abort them, then connect",
+            )
         told = {"endpoint": endpoint.to_dict()}
+        self._wanted = -1
+        await self._change(self._connect(told, next_history), self._ended)
+
+    async def _connect(self, told: dict[str, Any], history: History) -> None:
         await self._fetching("connecting to the weight relay", "init_weight_transfer_engine", init_info=told)
         self.relay = True
+        if history.number != self.history.number and self.version != NOTHING_LOADED:
+            label = f"{self.history.job or 'before'}:{self.label}"  # else "3" would be this history's version 3, too
+            await self._engine.ask(self._engine.client.update_weight_version(label))
+            self.version, self.label, self._labels = NOTHING_LOADED, label, {label: NOTHING_LOADED}
+        self._received = None
+        self.history = history
 
     async def prepare(self, version: int) -> None:
         """Fetch and verify while requests go on. Raises RetryableError when the relay does not deliver it whole."""
@@ -196,7 +223,8 @@ class UpdateCycle:
                 self.unusable = before
                 raise RetryableError(f"update to version {version}: {refusal}")
             loaded = clock()
-            outcome = await self._engine.command("advance_version", {"version": version})
+            present = {"version": version, "history": self.history.number}
+            outcome = await self._engine.command("advance_version", present)
             await self._engine.ask(self._engine.client.update_weight_version(label))
         except RetryableError:
             raise  # refused before the model was touched, or the engine died
@@ -209,6 +237,7 @@ class UpdateCycle:
         if not label.isdecimal():
             self._labels[label] = version
         self.unusable, self.version, self.label = "", version, label
+        self.loaded = (self.history.number, version)
         self.updates += 1
         return reports, outcome
 
@@ -233,16 +262,21 @@ class UpdateCycle:
             raise RuntimeError(disagreement)
         return None, reports
 
-    async def _change(self, steps: Coroutine[Any, Any, Any]) -> Any:
+    async def _change(
+        self, steps: Coroutine[Any, Any, Any], ended: Callable[[asyncio.Task[Any]], object] | None = None
+    ) -> Any:
         """Run steps of an update, one caller at a time, to their end even if the caller is cancelled."""
         task = self._changing = asyncio.ensure_future(steps)
-        task.add_done_callback(self._changed)
+        task.add_done_callback(ended or self._changed)
         return await asyncio.shield(task)
 
     def _changed(self, task: asyncio.Task[Any]) -> None:
+        self.failures += not self._ended(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> bool:
+        """Whether it succeeded."""
         self._changing = None
-        if task.cancelled() or task.exception() is not None:  # looked at: the caller may have gone
-            self.failures += 1
+        return not task.cancelled() and task.exception() is None  # looked at: the caller may have gone
 
     def _check_paused(self, what: str) -> None:
         if not self.suspended:

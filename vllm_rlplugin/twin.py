@@ -31,6 +31,12 @@ TOKEN = "the-token-of-the-twin-0123456789"
 LIMITS = Limits(model_len=256, vocabulary=64, slots=8, lookahead=4)
 ENDPOINT = {"job": "twin", "kind": "memory", "master": "twin-relay"}
 STEP_SECONDS = 0.001
+FACTS = {  # what a real server says of itself
+    "protocol": wire.PROTOCOL,
+    "logprobs_mode": "processed_logprobs",
+    "limits": {"max_model_len": LIMITS.model_len, "vocabulary": LIMITS.vocabulary},
+    "shape": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": LIMITS.vocabulary},
+}
 
 
 @dataclass(eq=False)
@@ -282,9 +288,10 @@ class TwinServer:
         await self.worker.open(ENDPOINT if relay else None)
         app = FastAPI()
         app.include_router(endpoints.router)
-        door = Door(auth.Guard(TOKEN, (ip_network(networks),)), max_body, f"instance-{time.monotonic_ns()}")
-        setattr(app.state, STATE, door)
-        setattr(app.state, endpoints.CONTROL, endpoints.Control(self.worker, {"protocol": wire.PROTOCOL}))
+        server, worker = f"instance-{time.monotonic_ns()}", self.worker
+        guard = auth.Guard(TOKEN, (ip_network(networks),))
+        setattr(app.state, STATE, Door(guard, max_body, server, lambda: worker.cycle.history.number))
+        setattr(app.state, endpoints.CONTROL, endpoints.Control(worker, {**FACTS, "instance": server}))
         listening = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
         self.port = listening.getsockname()[1]
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))

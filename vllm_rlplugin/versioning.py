@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import re
 
-_SALTED = re.compile(r"rl-coserve:v\d+(?:\|(?P<user>.*))?", re.DOTALL)
+_SALTED = re.compile(r"rl-coserve:(?:h\d+)?v\d+(?:\|(?P<user>.*))?", re.DOTALL)
 
 
-def salted(user_salt: str | None, version: int) -> str | None:
-    """The salt of a request under ``version``, from the user's own (or none).
+def salted(user_salt: str | None, version: int, history: int = 0) -> str | None:
+    """The salt of a request under ``version`` of a ``history`` (in each of which versions count anew), from the user's own
+    (or none). Two pairs of history and version never share a salt.
 
-    The version that an engine starts with before any update is 0, and leaves the salt as it is: until the first update
-    blocks are hashed as stock vLLM does. Raises ValueError for a negative version.
+    The version that an engine starts with before any update is 0 of history 0, and leaves the salt as it is: until the
+    first update blocks are hashed as stock vLLM does. Raises ValueError for a negative version or history.
     """
-    if version < 0:
-        raise ValueError(f"weight versions count from 0, not {version}")
-    if version == 0:
+    if version < 0 or history < 0:
+        raise ValueError(f"weight versions and histories count from 0, not {version} of {history}")
+    if version == 0 and history == 0:
         return user_salt
-    return f"rl-coserve:v{version}|{user_salt}" if user_salt else f"rl-coserve:v{version}"
+    own = f"rl-coserve:h{history}v{version}" if history else f"rl-coserve:v{version}"
+    return f"{own}|{user_salt}" if user_salt else own
 
 
 def user_part(salt: str | None) -> str | None:

@@ -13,6 +13,7 @@ from orchestrator.api.errors import (
     TrajectoryError,
 )
 from orchestrator.api.ports import (
+    BorrowedWorker,
     Environment,
     ManagedWorker,
     MetadataStore,
@@ -56,6 +57,7 @@ __all__ = [
     "COMMAND_STATUS",
     "RELEASE_LEVELS",
     "RESIDENCY_LEVELS",
+    "BorrowedWorker",
     "CommandError",
     "Completion",
     "CompletionTiming",

@@ -72,4 +72,5 @@ COMMAND_STATUS: dict[str, int] = {
     "released": 409,  # UPDATE, RESUME or another that needs the device, between RELEASE and RECLAIM
     "no_sleep_mode": 409,  # RELEASE on a worker that was started without sleep mode
     "no_relay": 409,  # UPDATE on a worker that was not told where the relay is
+    "requests_in_flight": 409,  # another relay while requests of the present one are unfinished
 }

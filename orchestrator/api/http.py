@@ -20,9 +20,11 @@ from orchestrator.api.types import (
     WorkerStats,
 )
 
-PROTOCOL = 1  # raised with every change that the other side would notice
+PROTOCOL = 2  # raised with every change that the other side would notice
 PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
-INSTANCE_HEADER = "RL-Coserve-Instance"  # in every answer: another value means that the server was started anew
+# In every answer: another value means that the server was started anew, or was given another relay, and has no requests
+# of before. A call that names another value than the present one is refused.
+INSTANCE_HEADER = "RL-Coserve-Instance"
 
 ADD = "/rl/add"
 ABORT = "/rl/abort"
@@ -34,6 +36,17 @@ UPDATE = "/rl/update"
 RESUME = "/rl/resume"
 STATS = "/rl/stats"
 STATUS = "/rl/status"
+CONNECT = "/init_weight_transfer_engine"  # vLLM's own name
+
+# Of a model, as named in its config.json: what a server says of the one that it serves.
+SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 
 MAX_REQUESTS = 1024  # of one ADD
 MAX_IDS = 65536  # of one ABORT or PRIORITIZE
@@ -48,6 +61,7 @@ UNAUTHORIZED = "unauthorized"  # 401: no bearer token, or a wrong one
 FORBIDDEN = "forbidden"  # 403: this client's address may not
 TOO_LARGE = "body_too_large"  # 413
 PROTOCOL_MISMATCH = "protocol_mismatch"  # 400
+INSTANCE_MISMATCH = "instance_mismatch"  # 409: the call was meant for what the server was before
 RETRYABLE = "retryable"  # 503: RetryableError
 
 

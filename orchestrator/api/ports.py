@@ -86,6 +86,17 @@ class ManagedWorker(RolloutWorker, Protocol):
 
 
 @runtime_checkable
+class BorrowedWorker(ManagedWorker, Protocol):
+    """A worker in a process that somebody else starts and ends: a server with users of its own.
+
+    ``restart`` takes it up again when it is there, and raises RetryableError at once while it is not: it may come back by
+    itself, so whoever wants it asks again later. ``close`` leaves it running without our requests.
+    """
+
+    url: str
+
+
+@runtime_checkable
 class Trainer(Protocol):
     """The training side. ``version`` counts published updates; one ``train_step`` makes the next one."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
 from orchestrator.hooks import versions
+from orchestrator.runtime import served
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 
 _ARCHITECTURES = ("Qwen3ForCausalLM",)
@@ -35,6 +36,7 @@ def check(config: Config, task: Task) -> None:
     _lengths(config, task)
     _heldout(config)
     _port(config)
+    served.check(config, task)
 
 
 def _heldout(config: Config) -> None:

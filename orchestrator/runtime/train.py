@@ -1,4 +1,5 @@
-"""A real run: stock vLLM and stock Megatron-Core in Ray actors, Mooncake between them, rewards behind HTTP.
+"""A real run: stock vLLM in Ray actors or in servers that are there already, stock Megatron-Core in Ray actors, Mooncake
+between them, rewards behind HTTP.
 
 This module only assembles and takes apart: every part is started with a time limit and a name to wait for, and closed in
 reverse order whatever happens. What the run does is :mod:`orchestrator.pipeline`.
@@ -26,6 +27,7 @@ from orchestrator.resume import Resumed, rewind
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.launch import RewardHost
 from orchestrator.runfolder import RunFolder
+from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore
@@ -156,18 +158,20 @@ class _Assembly:
             )
             for index in range(config.rollout.workers)
         ]
-        for worker in workers:
+        served = servers.workers(config, endpoint)
+        managed: list[ManagedWorker] = [*workers, *served]
+        for worker in managed:
             self.stack.push_async_callback(worker.close)
         self.display.stage("startup", "vLLM and Megatron-Core")
         limit = _START_LIMIT + config.warmup.steps
         try:
             async with asyncio.timeout(limit):
                 engines = asyncio.gather(*(worker.start() for worker in workers))
-                version, _ = await asyncio.gather(self._start_trainer(trainer, model, endpoint), engines)
+                starting = (self._start_trainer(trainer, model, endpoint), engines, servers.start(served))
+                version, _, _ = await asyncio.gather(*starting)
         except TimeoutError as error:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
         await _write_processes(self.folder, trainer, workers)
-        managed: list[ManagedWorker] = list(workers)
         parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints)
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
@@ -220,7 +224,7 @@ class _Assembly:
         return RelayEndpoint(
             job=self.folder.path.name,
             master=address,
-            metadata=str(self.folder.metadata),
+            metadata=str(self.folder.metadata.resolve()),  # servers have other working directories
             segment_bytes=settings.segment_mb << 20,
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import (
+    ConfigError,
     ManagedWorker,
     PublishResult,
     RewardFunction,
@@ -404,7 +405,10 @@ def simulate(
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
     with faults (one without needs none); ``events_sink`` sees each line of the event log as it is written; ``strict``:
-    raise :class:`SimulationFailed` when anything is wrong."""
+    raise :class:`SimulationFailed` when anything is wrong. Raises ConfigError for ``rollout.served``: it has no servers."""
+    if config.rollout.served:
+        fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
+        raise ConfigError("rollout.served", list(config.rollout.served), fix)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

