@@ -198,7 +198,9 @@ def test_a_strided_view_is_found_again_in_the_box_around_it(data: st.DataObject)
     offset = (view.__array_interface__["data"][0] - tensor.__array_interface__["data"][0]) // 8
     stride = tuple(step // 8 for step in view.strides)
     box = routing.bounding_box(shape, offset, view.shape, stride)
-    extra = tuple((data.draw(st.integers(0, a)), data.draw(st.integers(b, size))) for (a, b), size in zip(box, shape))
+    extra = tuple(
+        (data.draw(st.integers(0, a)), data.draw(st.integers(b, size))) for (a, b), size in zip(box, shape, strict=True)
+    )
     for around in (box, routing.around(box, extra), routing.whole(shape)):
         held = tensor[tuple(slice(*bounds) for bounds in around)].copy()
         start, steps = routing.rebased(shape, around, offset, view.shape, stride)
