@@ -11,7 +11,7 @@ A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensor
     publisher.rollback(version)                  # once at each start or resume of a run: a new epoch
     publisher.publish(version, tensors)          # (name, shape, dtype, contiguous uint8 array) in any order
 
-    publisher = Publisher(endpoint, ranks=ranks, codec=codec)    # one in every rank, each with its own shards
+    publisher = Publisher(endpoint, ranks=ranks, codec=DeltaCodec())    # one in every rank, each with its own shards
     plan = publisher.plan(SnapshotPolicy())
     publisher.publish_shards(version, shards, plan.base)         # (ShardKey, bytes now, bytes in the base or None)
 
@@ -25,6 +25,7 @@ A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensor
 """
 
 from orchestrator.transfer.codecs import Codec
+from orchestrator.transfer.compression import DeltaCodec
 from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.errors import CorruptWeightsError, RelayError, VersionTakenError
 from orchestrator.transfer.manifest import StoredManifest
@@ -41,6 +42,7 @@ from orchestrator.transfer.subscriber import Subscriber
 __all__ = [
     "Codec",
     "CorruptWeightsError",
+    "DeltaCodec",
     "MemoryMetadata",
     "MemoryRelay",
     "MooncakeRelay",
