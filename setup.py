@@ -19,7 +19,7 @@ setup(
     ext_modules=[
         Extension(
             "orchestrator.transfer.delta._native",
-            sources=[f"csrc/{name}.c" for name in ("level", "rans", "sparse", "planes")],
+            sources=[f"csrc/{name}.c" for name in ("level", "rans", "gather", "sparse", "planes")],
             depends=["csrc/delta.h"],
             extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden"],
             optional=True,

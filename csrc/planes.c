@@ -23,6 +23,27 @@ RLC_INLINE void join(const uint8_t *symbols, uint64_t n, int width, int plane, i
         for (uint64_t i = 0; i < n; i++) base[i * (uint64_t)width + (uint64_t)plane] = symbols[i];
 }
 
+/* With the width known, the loops become shuffles. */
+#define FOR_WIDTH(call) \
+    switch (width) { \
+    case 1: call(1); break; \
+    case 2: call(2); break; \
+    case 4: call(4); break; \
+    default: call(8); break; \
+    }
+
+static void split_any(const uint8_t *old, const uint8_t *new_, uint64_t n, int width, int plane, uint8_t *symbols)
+{
+#define SPLIT(w) split(old, new_, n, w, plane, symbols)
+    FOR_WIDTH(SPLIT)
+}
+
+static void join_any(const uint8_t *symbols, uint64_t n, int width, int plane, int xor_, uint8_t *base)
+{
+#define JOIN(w) join(symbols, n, w, plane, xor_, base)
+    FOR_WIDTH(JOIN)
+}
+
 static int width_ok(int width) { return width == 1 || width == 2 || width == 4 || width == 8; }
 
 int64_t rlc_planes_encode(const uint8_t *old, const uint8_t *new_, uint64_t elements, int width, int log, uint64_t first,
@@ -42,7 +63,7 @@ int64_t rlc_planes_encode(const uint8_t *old, const uint8_t *new_, uint64_t elem
                 break;
             }
             uint8_t mode;
-            split(old ? old + begin : 0, new_ + begin, n, width, plane, symbols);
+            split_any(old ? old + begin : 0, new_ + begin, n, width, plane, symbols);
             size_t size = rlc_stream_encode(symbols, n, out + written + RLC_PLANE_HEADER, symbols + room + RLC_SLACK, &mode);
             rlc_store32(out + written, (uint32_t)size);
             rlc_store32(out + written + 4, mode);
@@ -89,7 +110,7 @@ int64_t rlc_planes_apply(const uint8_t *data, uint64_t length, const uint32_t *l
         if (result) break;
         uint8_t *begin = base + (segment << log) * (uint64_t)width;
         for (int plane = 0; plane < width; plane++)
-            join(symbols + (uint64_t)plane * (room + RLC_SLACK), n, width, plane, xor_, begin);
+            join_any(symbols + (uint64_t)plane * (room + RLC_SLACK), n, width, plane, xor_, begin);
         at += size;
     }
     if (!result && at != length) result = RLC_FORMAT;

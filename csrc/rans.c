@@ -39,24 +39,77 @@ static void normalise(const uint32_t *counts, size_t total, uint32_t *frequencie
     }
 }
 
-static size_t rans_encode(const uint8_t *symbols, size_t count, const uint32_t *counts, uint8_t *out, size_t limit,
-                          uint8_t *scratch)
-{
-    uint32_t frequencies[256];
-    encoder_symbol table[256];
-    uint32_t states[LANES];
-    uint8_t header[BITMAP + 2 * 256];
-    size_t used = BITMAP;
-    uint32_t start = 0;
+#if RLC_X86
+/* For each mask of eight lanes: which of the next words a lane takes; and the lanes of the mask, moved to the upper end. */
+static uint32_t spread[256][8], gathered[256][8];
 
-    normalise(counts, count, frequencies);
-    memset(header, 0, BITMAP);
+__attribute__((constructor)) static void fill_tables(void)
+{
+    for (int mask = 0; mask < 256; mask++) {
+        int next = 0, slot = 8 - __builtin_popcount((unsigned)mask);
+        for (int lane = 0; lane < 8; lane++) {
+            spread[mask][lane] = (mask >> lane & 1) ? (uint32_t)next++ : 0;
+            if (mask >> lane & 1) gathered[mask][slot++] = (uint32_t)lane;
+        }
+    }
+}
+
+/* Whole groups, from the last to the first; `count` is a multiple of 32. Returns the new start of the words before `p`. */
+RLC_AVX2 static uint8_t *encode_avx2(uint32_t *states, const uint32_t *frequencies, const uint8_t *symbols, size_t count,
+                                     uint8_t *p)
+{
+    uint32_t packed[256];
+    float twice[256]; /* 2 / frequency */
+    uint32_t start = 0;
+    for (int s = 0; s < 256; s++) {
+        packed[s] = start << 12 | frequencies[s];
+        twice[s] = frequencies[s] ? 2.0f / (float)frequencies[s] : 0;
+        start += frequencies[s];
+    }
+    const __m256i low12 = _mm256_set1_epi32(SCALE - 1), low16 = _mm256_set1_epi32(0xFFFF), one = _mm256_set1_epi32(1);
+    __m256i states8[4];
+    for (int v = 0; v < 4; v++) states8[v] = _mm256_loadu_si256((const __m256i *)(states + 8 * v));
+    while (count) {
+        count -= LANES;
+        for (int v = 3; v >= 0; v--) {
+            __m256i symbol = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(symbols + count + 8 * v)));
+            __m256i entry = _mm256_i32gather_epi32((const int *)packed, symbol, 4);
+            __m256 reciprocal = _mm256_i32gather_ps(twice, symbol, 4);
+            __m256i f = _mm256_and_si256(entry, low12), below_f = _mm256_sub_epi32(f, one), x = states8[v];
+            __m256i spill = _mm256_cmpgt_epi32(_mm256_srli_epi32(x, 20), below_f);
+            unsigned mask = (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(spill));
+            __m256i words = _mm256_permutevar8x32_epi32(_mm256_and_si256(x, low16),
+                                                        _mm256_loadu_si256((const __m256i *)gathered[mask]));
+            words = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+            _mm_storeu_si128((__m128i *)(p - 16), _mm256_castsi256_si128(words));
+            p -= 2 * (size_t)__builtin_popcount(mask);
+            x = _mm256_blendv_epi8(x, _mm256_srli_epi32(x, 16), spill);
+            /* x / f < 2^20: the float quotient of x >> 1 is off by one at most, and is put right. */
+            __m256i q = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(x, 1)), reciprocal));
+            __m256i r = _mm256_sub_epi32(x, _mm256_mullo_epi32(q, f));
+            __m256i less = _mm256_srai_epi32(r, 31);
+            q = _mm256_add_epi32(q, less);
+            r = _mm256_add_epi32(r, _mm256_and_si256(less, f));
+            __m256i more = _mm256_cmpgt_epi32(r, below_f);
+            q = _mm256_sub_epi32(q, more);
+            r = _mm256_sub_epi32(r, _mm256_and_si256(more, f));
+            states8[v] = _mm256_add_epi32(_mm256_slli_epi32(q, SCALE_BITS), _mm256_add_epi32(r, _mm256_srli_epi32(entry, 12)));
+        }
+    }
+    for (int v = 0; v < 4; v++) _mm256_storeu_si256((__m256i *)(states + 8 * v), states8[v]);
+    return p;
+}
+#endif
+
+/* The first `count` symbols, from the last to the first. */
+static uint8_t *encode_portable(uint32_t *states, const uint32_t *frequencies, const uint8_t *symbols, size_t count,
+                                uint8_t *p)
+{
+    encoder_symbol table[256];
+    uint32_t start = 0;
     for (int s = 0; s < 256; s++) {
         uint32_t f = frequencies[s];
         if (!f) continue;
-        header[s >> 3] |= (uint8_t)(1u << (s & 7));
-        rlc_store16(header + used, (uint16_t)f);
-        used += 2;
         /* Exact for every x < 2^32. With f = 1 the quotient comes out one too small, which `start` makes up for. */
         table[s].reciprocal = f == 1 ? UINT64_MAX : UINT64_MAX / f + 1;
         table[s].start = f == 1 ? start + SCALE - 1 : start;
@@ -64,26 +117,46 @@ static size_t rans_encode(const uint8_t *symbols, size_t count, const uint32_t *
         table[s].limit = f << 20;
         start += f;
     }
+    for (size_t i = count; i-- > 0;) {
+        const encoder_symbol *t = &table[symbols[i]];
+        uint32_t x = states[i % LANES];
+        size_t spill = x >= t->limit;
+        rlc_store16(p - 2, (uint16_t)x);
+        p -= 2 * spill;
+        x >>= 16 * spill;
+        states[i % LANES] = x + t->start + (uint32_t)(((unsigned __int128)x * t->reciprocal) >> 64) * t->complement;
+    }
+    return p;
+}
+
+static size_t rans_encode(const uint8_t *symbols, size_t count, const uint32_t *counts, uint8_t *out, size_t limit,
+                          uint8_t *scratch)
+{
+    uint32_t frequencies[256];
+    uint32_t states[LANES];
+    uint8_t header[BITMAP + 2 * 256];
+    size_t used = BITMAP;
+
+    normalise(counts, count, frequencies);
+    memset(header, 0, BITMAP);
+    for (int s = 0; s < 256; s++) {
+        if (!frequencies[s]) continue;
+        header[s >> 3] |= (uint8_t)(1u << (s & 7));
+        rlc_store16(header + used, (uint16_t)frequencies[s]);
+        used += 2;
+    }
     if (used + 4 * LANES >= limit) return 0;
     for (int lane = 0; lane < LANES; lane++) states[lane] = LOW;
 
-    uint8_t *end = scratch + 2 * count + RLC_SLACK;
-    uint8_t *p = end;
-    size_t i = count;
-    while (i) {
-        size_t lanes = i % LANES ? i % LANES : LANES;
-        const uint8_t *group = symbols + (i - lanes);
-        for (size_t lane = lanes; lane-- > 0;) {
-            const encoder_symbol *t = &table[group[lane]];
-            uint32_t x = states[lane];
-            size_t spill = x >= t->limit;
-            rlc_store16(p - 2, (uint16_t)x);
-            p -= 2 * spill;
-            x >>= 16 * spill;
-            states[lane] = x + t->start + (uint32_t)(((unsigned __int128)x * t->reciprocal) >> 64) * t->complement;
-        }
-        i -= lanes;
-    }
+    uint8_t *end = scratch + 2 * count + RLC_SLACK, *p = end;
+#if RLC_X86
+    if (rlc_level() >= RLC_LEVEL_AVX2 && count >= LANES) {
+        size_t whole = count - count % LANES;
+        p = encode_portable(states, frequencies, symbols + whole, count - whole, p);
+        p = encode_avx2(states, frequencies, symbols, whole, p);
+    } else
+#endif
+        p = encode_portable(states, frequencies, symbols, count, p);
     size_t words = (size_t)(end - p), total = used + 4 * LANES + words;
     if (total >= limit) return 0;
     memcpy(out, header, used);
@@ -140,14 +213,6 @@ RLC_INLINE int step_state(uint32_t *state, const uint32_t *table, const uint8_t 
 }
 
 #if RLC_X86
-static uint32_t spread[256][8]; /* for each mask of lanes: which of the next words a lane takes */
-
-__attribute__((constructor)) static void fill_spread(void)
-{
-    for (int mask = 0; mask < 256; mask++)
-        for (int lane = 0, next = 0; lane < 8; lane++) spread[mask][lane] = (mask >> lane & 1) ? (uint32_t)next++ : 0;
-}
-
 /* Whole groups while 64 bytes of words (the most a group can take) and 16 more (the width of a load) are left. */
 RLC_AVX2 static size_t decode_avx2(uint32_t *states, const uint32_t *table, const uint8_t **words, const uint8_t *end,
                                    uint8_t *symbols, size_t count)

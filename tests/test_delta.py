@@ -296,21 +296,6 @@ def test_a_change_for_another_array_is_refused() -> None:
         next(delta.steps(sample("xor")[0]))
 
 
-def test_the_seam_checks_that_the_key_and_the_change_agree() -> None:
-    data, old = sample("sparse")
-    seam = delta.DeltaCodec()
-    for name, reason in (("delta-xor", "identity"), ("zip", "format")):
-        with pytest.raises(CorruptWeightsError, match=reason):
-            seam.apply(name, data, old.copy())
-    base = old.copy()
-    undo = seam.apply("delta-sparse", data, base)
-    assert base.tobytes() != old.tobytes()
-    undo()
-    assert base.tobytes() == old.tobytes()
-    noise = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
-    assert seam.encode(None, noise, "bfloat16") == ("raw", noise)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 3), st.integers(0, 400))
 def test_no_bytes_make_a_stream_or_a_segment_break_out(data: bytes, mode: int, count: int) -> None:

@@ -18,7 +18,7 @@ from orchestrator.transfer.delta.line import advance
 from orchestrator.transfer.delta.native import LEVELS, Native
 
 CSRC = Path(__file__).parent.parent / "csrc"
-SOURCES = [str(CSRC / f"{name}.c") for name in ("level", "rans", "sparse", "planes")]
+SOURCES = [str(CSRC / f"{name}.c") for name in ("level", "rans", "gather", "sparse", "planes")]
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
 REFERENCE = Reference()

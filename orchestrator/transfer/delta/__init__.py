@@ -7,17 +7,15 @@ undo(log)                                    # the old bits
 for positions, step in steps(change.data): ...   # for a reader that hosts a slice; advance(values, step)
 """
 
-from orchestrator.transfer.delta.codec import Change, UndoLog, apply, changes, encode, encode_steps, steps, undo
+from orchestrator.transfer.delta.codec import Change, UndoLog, apply, changes, encode, encode_steps, sizes, steps, undo
 from orchestrator.transfer.delta.format import ENCODINGS, NEEDS_BASE, Header, open_change
 from orchestrator.transfer.delta.line import advance, retreat, steps_between
 from orchestrator.transfer.delta.native import native_status
-from orchestrator.transfer.delta.seam import DeltaCodec
 
 __all__ = [
     "ENCODINGS",
     "NEEDS_BASE",
     "Change",
-    "DeltaCodec",
     "Header",
     "UndoLog",
     "advance",
@@ -28,6 +26,7 @@ __all__ = [
     "native_status",
     "open_change",
     "retreat",
+    "sizes",
     "steps",
     "steps_between",
     "undo",

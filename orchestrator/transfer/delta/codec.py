@@ -93,6 +93,15 @@ def encode(old: Bytes | None, new: Bytes, dtype: str, *, threads: int = 1, backe
     return best
 
 
+def sizes(old: Bytes, new: Bytes, dtype: str, *, backend: Backend | None = None) -> dict[str, int]:
+    """Bytes of the change in each encoding that can carry it: to find where one overtakes another."""
+    work, width = backend or default_backend(), WIDTHS.get(dtype, 1)
+    made = [_encode_planes(known, new, width, 1, work) for known in (old, None)]
+    if dtype in ON_THE_LINE:
+        made.append(_encode_sparse(old.view(np.uint16), new.view(np.uint16), 1, work))
+    return {wire.RAW: wire.HEADER_BYTES + new.size, **{change.encoding: change.data.size for change in made}}
+
+
 def encode_steps(positions: Positions, steps: Steps, elements: int, *, backend: Backend | None = None) -> Change:
     """A sparse change of ``elements`` 16-bit floats from what an accelerator gathered.
 
