@@ -29,7 +29,8 @@ class RelayEndpoint:
     prefix (file:///mnt/shared/relay, s3://bucket/relay) that all processes reach. ``kind`` "memory": it is any name; all
     endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, or
     "memory" (same rule). ``host`` is the address this process is reached at. ``segment_bytes`` is what a publisher lends
-    to the store: room for ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing.
+    to the store, each of its ranks: room for ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers
+    lend nothing. ``snapshot_every``: versions travel as differences, with a full snapshot after so many; 0: always whole.
     """
 
     job: str
@@ -41,12 +42,13 @@ class RelayEndpoint:
     segment_bytes: int = 256 * MIB
     bucket_bytes: int = 64 * MIB
     keep_versions: int = 2
+    snapshot_every: int = 0
 
     def __post_init__(self) -> None:
         for name in ("job", "kind", "master", "metadata", "protocol", "host"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"relay.{name}", getattr(self, name), "must be a string")
-        for name in ("segment_bytes", "bucket_bytes", "keep_versions"):
+        for name in ("segment_bytes", "bucket_bytes", "keep_versions", "snapshot_every"):
             if type(getattr(self, name)) is not int:
                 raise ConfigError(f"relay.{name}", getattr(self, name), "must be an integer")
         if not _JOB.fullmatch(self.job):
@@ -65,6 +67,8 @@ class RelayEndpoint:
             raise ConfigError("relay.bucket_bytes", self.bucket_bytes, f"must be at least {SMALLEST_BUCKET_BYTES}")
         if self.keep_versions < 1:
             raise ConfigError("relay.keep_versions", self.keep_versions, "must be at least 1")
+        if self.snapshot_every < 0:
+            raise ConfigError("relay.snapshot_every", self.snapshot_every, "must be 0 (no differences) or more")
 
     def to_dict(self) -> dict[str, str | int]:
         """A plain dictionary; ``from_dict`` gives the same endpoint back."""
