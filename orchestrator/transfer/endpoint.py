@@ -17,7 +17,7 @@ from orchestrator.transfer.memory import MemoryMetadata, MemoryRelay
 MIB = 1 << 20
 SMALLEST_BUCKET_BYTES = 1024
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")  # goes into object keys, whose separator is "/"
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _MASTER = re.compile(r"[^\s:/]+:\d{1,5}")
 
 
