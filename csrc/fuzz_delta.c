@@ -2,10 +2,11 @@
  *
  *     fuzz_delta ITERATIONS SEED
  *
- * Each iteration takes a valid segment (sparse, or planes of 1, 2, 4 or 8 bytes), damages it in one to eight places, and
- * decodes it at an instruction set chosen at random, from and into memory of exactly the size it may touch. A decoder that
- * accepts what it got must have given sorted positions inside the segment, and taking its steps back must bring back the base.
- * Exit code 0: nothing found. Anything else, or a sanitizer's report: a defect. Segments that are not damaged must come back.
+ * Each iteration takes a valid segment (sparse, or planes of 1, 2, 4 or 8 bytes) and damages it in one to eight places, or
+ * makes up a sparse one whose lengths fit one another, and decodes it at an instruction set chosen at random, from and into
+ * memory of exactly the size it may touch. A decoder that accepts what it got must have given sorted positions inside the
+ * segment, and taking its steps back must bring back the base; segments that are not damaged must come back.
+ * Exit code 0: nothing found. Anything else, or a sanitizer's report: a defect.
  */
 #include "delta.h"
 
@@ -73,6 +74,23 @@ static size_t damage(uint8_t *data, size_t length)
     return length;
 }
 
+/* Small numbers that fit one another, so that the length says nothing, around random bits. */
+static size_t forge(uint8_t *data)
+{
+    uint64_t m = below(12), k = below(8) ? below(28) : below(80), unary = below(6), escaped = below(4) ? 0 : below(4);
+    uint64_t mode = below(4), steps = mode == RLC_MODE_CONSTANT ? 1 : m, low = (m * k + 7) / 8;
+    size_t size = (size_t)(RLC_SPARSE_HEADER + low + unary + steps + 2 * escaped);
+    for (size_t i = 0; i < size; i++) data[i] = (uint8_t)(below(3) ? next() & next() & next() : next());
+    rlc_store32(data, (uint32_t)m);
+    rlc_store32(data + 4, (uint32_t)unary);
+    rlc_store32(data + 8, (uint32_t)steps);
+    rlc_store32(data + 12, (uint32_t)escaped);
+    data[16] = (uint8_t)k;
+    data[17] = (uint8_t)mode;
+    rlc_store16(data + 18, 0);
+    return size;
+}
+
 static void one_sparse(int damaged)
 {
     uint64_t n = 1 + below(MOST), changed, done;
@@ -81,8 +99,10 @@ static void one_sparse(int damaged)
     fill(old, new_, 2 * n);
     int64_t length = rlc_sparse_encode(old, new_, n, LOG, 0, 1, out, 8 * n + 256, &length32, &changed);
     if (length < 0) fail("a segment could not be encoded");
-    size_t size = damaged ? damage(out, (size_t)length) : (size_t)length;
-    uint8_t *data = exactly(out, size);
+    uint8_t forged[512];
+    int forging = damaged && below(2);
+    size_t size = forging ? forge(forged) : damaged ? damage(out, (size_t)length) : (size_t)length;
+    uint8_t *data = exactly(forging ? forged : out, size);
     uint32_t *positions = (uint32_t *)exactly(0, 4 * n);
     int16_t *steps = (int16_t *)exactly(0, 2 * n);
     int64_t found = rlc_sparse_decode(data, size, n, positions, steps, n);

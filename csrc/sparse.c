@@ -28,19 +28,24 @@ static uint8_t *scratch_for(scratch *s, size_t size)
     return s->memory;
 }
 
-/* gaps[i] in place of positions[i]; the best k of four below the mean gap, and the bits of the unary part under it. */
-RLC_INLINE int gaps_and_k(uint32_t *positions, uint64_t m, uint64_t *unary_bits)
+/* gaps from positions; the best k of four below the mean gap, and the bits of the unary part under it. */
+RLC_INLINE int gaps_and_k(const uint32_t *positions, uint64_t m, uint32_t *gaps, uint64_t *unary_bits)
 {
-    uint64_t mean = ((uint64_t)positions[m - 1] + 1) / m, sums[4] = {0, 0, 0, 0}, best = UINT64_MAX;
+    uint64_t mean = ((uint64_t)positions[m - 1] + 1) / m, best = UINT64_MAX;
+    uint32_t s0, s1, s2, s3; /* a sum of gaps is below 2^24 */
     int high = 63 - __builtin_clzll(mean), low = high < 3 ? 0 : high - 3, k = low;
-    for (uint64_t i = m; i-- > 1;) positions[i] -= positions[i - 1] + 1;
-    for (uint64_t i = 0; i < m; i++) {
-        uint32_t gap = positions[i] >> low;
-        sums[0] += gap;
-        sums[1] += gap >> 1;
-        sums[2] += gap >> 2;
-        sums[3] += gap >> 3;
+    gaps[0] = positions[0];
+    s0 = gaps[0] >> low, s1 = s0 >> 1, s2 = s0 >> 2, s3 = s0 >> 3;
+    for (uint64_t i = 1; i < m; i++) {
+        uint32_t gap = positions[i] - positions[i - 1] - 1;
+        gaps[i] = gap;
+        gap >>= low;
+        s0 += gap;
+        s1 += gap >> 1;
+        s2 += gap >> 2;
+        s3 += gap >> 3;
     }
+    const uint32_t sums[4] = {s0, s1, s2, s3};
     for (int j = low; j <= high; j++) {
         uint64_t bits = sums[j - low] + m * (uint64_t)(j + 1);
         if (bits < best) {
@@ -52,30 +57,61 @@ RLC_INLINE int gaps_and_k(uint32_t *positions, uint64_t m, uint64_t *unary_bits)
     return k;
 }
 
-/* `low` has room for m * k bits and RLC_SLACK; unary is zero for its whole length. */
-RLC_INLINE void write_gaps(const uint32_t *gaps, uint64_t m, int k, uint8_t *low, uint64_t *unary)
+/* `low` has room for m * k bits and RLC_SLACK. Several gaps are put together before they join the stream. */
+RLC_INLINE void write_low(const uint32_t *gaps, uint64_t m, int k, uint8_t *low)
 {
-    uint64_t held = 0, bits = 0, at = 0, word = 0, current = 0;
-    const uint32_t mask = (uint32_t)(((uint64_t)1 << k) - 1);
-    for (uint64_t i = 0; i < m; i++) {
-        uint32_t gap = gaps[i];
-        held |= (uint64_t)(gap & mask) << bits;
-        rlc_store64(low, held);
-        bits += (uint64_t)k;
-        low += bits >> 3;
+    const uint64_t mask = ((uint64_t)1 << k) - 1;
+    uint64_t held = 0, bits = 0, i = 0;
+#define RLC_APPEND(value, width) \
+    held |= (value) << bits; \
+    rlc_store64(low, held); \
+    bits += (uint64_t)(width); \
+    low += bits >> 3; \
+    held >>= bits & ~(uint64_t)7; \
+    bits &= 7;
+    if (k <= 14)
+        for (; i + 4 <= m; i += 4) {
+            uint64_t two = (gaps[i] & mask) | (gaps[i + 1] & mask) << k, more = (gaps[i + 2] & mask) | (gaps[i + 3] & mask) << k;
+            RLC_APPEND(two | more << 2 * k, 4 * k)
+        }
+    for (; i < m; i++) {
+        RLC_APPEND(gaps[i] & mask, k)
+    }
+#undef RLC_APPEND
+}
+
+/* `unary` is zero, and RLC_SLACK bytes longer than it needs. Four short codes are put together before they join. */
+RLC_INLINE void write_unary(const uint32_t *gaps, uint64_t m, int k, uint8_t *unary)
+{
+    uint64_t held = 0, bits = 0, i = 0;
+    while (i < m) {
+        if (i + 4 <= m) {
+            uint64_t a = gaps[i] >> k, b = a + 1 + (gaps[i + 1] >> k), c = b + 1 + (gaps[i + 2] >> k);
+            uint64_t d = c + 1 + (gaps[i + 3] >> k);
+            if (d < 56) {
+                held |= ((uint64_t)1 << a | (uint64_t)1 << b | (uint64_t)1 << c | (uint64_t)1 << d) << bits;
+                rlc_store64(unary, held);
+                bits += d + 1;
+                unary += bits >> 3;
+                held = bits >> 6 ? 0 : held >> (bits & ~(uint64_t)7);
+                bits &= 7;
+                i += 4;
+                continue;
+            }
+        }
+        /* One code, perhaps a long one: what is held is stored, and the zeros are there. */
+        rlc_store64(unary, held);
+        bits += gaps[i++] >> k;
+        unary += bits >> 3;
+        held = bits >> 3 ? 0 : held;
+        bits &= 7;
+        held |= (uint64_t)1 << bits;
+        rlc_store64(unary, held);
+        bits++;
+        unary += bits >> 3;
         held >>= bits & ~(uint64_t)7;
         bits &= 7;
-
-        at += gap >> k;
-        if (at >> 6 != word) {
-            unary[word] = current;
-            word = at >> 6;
-            current = 0;
-        }
-        current |= (uint64_t)1 << (at & 63);
-        at++;
     }
-    unary[word] = current;
 }
 
 /* Symbols from values; returns the number of escapes. news is overwritten with the zigzagged steps. */
@@ -95,19 +131,20 @@ RLC_INLINE uint64_t make_symbols(const uint16_t *olds, uint16_t *news, uint64_t 
     return count;
 }
 
-/* positions, olds and news are used up. */
-RLC_INLINE int64_t pack_body(uint32_t *positions, const uint16_t *olds, uint16_t *news, uint64_t m, uint8_t *out,
-                             uint64_t capacity, scratch *s)
+/* news are used up. */
+RLC_INLINE int64_t pack_body(const uint32_t *positions, const uint16_t *olds, uint16_t *news, uint64_t m, uint8_t *out,
+                             uint64_t capacity, scratch *s, scratch *g)
 {
     if (!m) return 0;
     uint64_t unary_bits;
-    int k = gaps_and_k(positions, m, &unary_bits);
+    uint32_t *gaps = (uint32_t *)scratch_for(g, 4 * m);
+    if (!gaps) return RLC_MEMORY;
+    int k = gaps_and_k(positions, m, gaps, &unary_bits);
     uint64_t low_bytes = (m * (uint64_t)k + 7) / 8, unary_bytes = (unary_bits + 7) / 8;
     uint64_t fixed = RLC_SPARSE_HEADER + low_bytes + unary_bytes;
     if (capacity < fixed + m + 1) return RLC_CAPACITY; /* m + 1: the bound of the step stream */
 
-    uint64_t unary_room = (unary_bytes + 7) / 8 * 8;
-    size_t sizes[5] = {unary_room, low_bytes + RLC_SLACK, m + RLC_SLACK, 2 * m + RLC_SLACK, 2 * m + 2 * RLC_SLACK};
+    size_t sizes[5] = {unary_bytes + RLC_SLACK, low_bytes + RLC_SLACK, m + RLC_SLACK, 2 * m + RLC_SLACK, 2 * m + 2 * RLC_SLACK};
     size_t total = 0;
     for (int i = 0; i < 5; i++) {
         sizes[i] = (sizes[i] + 63) / 64 * 64;
@@ -115,13 +152,13 @@ RLC_INLINE int64_t pack_body(uint32_t *positions, const uint16_t *olds, uint16_t
     }
     uint8_t *memory = scratch_for(s, total);
     if (!memory) return RLC_MEMORY;
-    uint64_t *unary = (uint64_t *)memory;
-    uint8_t *low = memory + sizes[0], *symbols = low + sizes[1];
+    uint8_t *unary = memory, *low = memory + sizes[0], *symbols = low + sizes[1];
     uint16_t *escapes = (uint16_t *)(symbols + sizes[2]);
     uint8_t *rest = symbols + sizes[2] + sizes[3];
 
     memset(unary, 0, sizes[0]);
-    write_gaps(positions, m, k, low, unary);
+    write_low(gaps, m, k, low);
+    write_unary(gaps, m, k, unary);
     uint64_t escaped = make_symbols(olds, news, m, symbols, escapes);
     memcpy(out + RLC_SPARSE_HEADER, low, low_bytes);
     memcpy(out + RLC_SPARSE_HEADER + low_bytes, unary, unary_bytes);
@@ -139,24 +176,20 @@ RLC_INLINE int64_t pack_body(uint32_t *positions, const uint16_t *olds, uint16_t
     return (int64_t)(fixed + steps + 2 * escaped);
 }
 
-static int64_t pack_portable(uint32_t *p, const uint16_t *o, uint16_t *n, uint64_t m, uint8_t *out, uint64_t c, scratch *s)
-{
-    return pack_body(p, o, n, m, out, c, s);
-}
+#define RLC_PACK_ARGUMENTS \
+    const uint32_t *p, const uint16_t *o, uint16_t *n, uint64_t m, uint8_t *out, uint64_t c, scratch *s, scratch *g
+
+static int64_t pack_portable(RLC_PACK_ARGUMENTS) { return pack_body(p, o, n, m, out, c, s, g); }
 #if RLC_X86
-RLC_AVX2 static int64_t pack_avx2(uint32_t *p, const uint16_t *o, uint16_t *n, uint64_t m, uint8_t *out, uint64_t c,
-                                  scratch *s)
-{
-    return pack_body(p, o, n, m, out, c, s);
-}
+RLC_AVX2 static int64_t pack_avx2(RLC_PACK_ARGUMENTS) { return pack_body(p, o, n, m, out, c, s, g); }
 #endif
 
-static int64_t pack(uint32_t *p, const uint16_t *o, uint16_t *n, uint64_t m, uint8_t *out, uint64_t c, scratch *s)
+static int64_t pack(RLC_PACK_ARGUMENTS)
 {
 #if RLC_X86
-    if (rlc_level() >= RLC_LEVEL_AVX2) return pack_avx2(p, o, n, m, out, c, s);
+    if (rlc_level() >= RLC_LEVEL_AVX2) return pack_avx2(p, o, n, m, out, c, s, g);
 #endif
-    return pack_portable(p, o, n, m, out, c, s);
+    return pack_portable(p, o, n, m, out, c, s, g);
 }
 
 /* Room for the changes of one segment: all of its words may have changed. Untouched pages cost nothing. */
@@ -175,7 +208,7 @@ int64_t rlc_sparse_encode(const void *old, const void *new_, uint64_t elements, 
 {
     uint32_t *positions;
     uint16_t *olds, *news;
-    scratch s = {0, 0};
+    scratch s = {0, 0}, g = {0, 0};
     uint64_t written = 0;
     int64_t result = 0;
     *changed = 0;
@@ -185,7 +218,7 @@ int64_t rlc_sparse_encode(const void *old, const void *new_, uint64_t elements, 
         uint64_t begin = segment << log, count = rlc_segment_elements(elements, log, segment);
         uint64_t m = (uint64_t)rlc_sparse_gather((const uint8_t *)old + 2 * begin, (const uint8_t *)new_ + 2 * begin, count,
                                                  positions, olds, news);
-        result = pack(positions, olds, news, m, out + written, capacity - written, &s);
+        result = pack(positions, olds, news, m, out + written, capacity - written, &s, &g);
         if (result < 0) break;
         lengths[segment - first] = (uint32_t)result;
         written += (uint64_t)result;
@@ -193,6 +226,7 @@ int64_t rlc_sparse_encode(const void *old, const void *new_, uint64_t elements, 
     }
     free(positions);
     free(s.memory);
+    free(g.memory);
     return result < 0 ? result : (int64_t)written;
 }
 
@@ -201,7 +235,7 @@ int64_t rlc_sparse_encode_steps(const int64_t *where, const int16_t *steps, uint
 {
     uint32_t *positions;
     uint16_t *olds, *news;
-    scratch s = {0, 0};
+    scratch s = {0, 0}, g = {0, 0};
     uint64_t written = 0, i = 0;
     int64_t result = 0;
     if (!rlc_range_ok(elements, log, first, last)) return RLC_FORMAT;
@@ -219,7 +253,7 @@ int64_t rlc_sparse_encode_steps(const int64_t *where, const int16_t *steps, uint
             result = RLC_FORMAT;
             break;
         }
-        result = pack(positions, olds, news, m, out + written, capacity - written, &s);
+        result = pack(positions, olds, news, m, out + written, capacity - written, &s, &g);
         if (result < 0) break;
         lengths[segment - first] = (uint32_t)result;
         written += (uint64_t)result;
@@ -227,6 +261,7 @@ int64_t rlc_sparse_encode_steps(const int64_t *where, const int16_t *steps, uint
     if (result >= 0 && i < count) result = RLC_FORMAT;
     free(positions);
     free(s.memory);
+    free(g.memory);
     return result < 0 ? result : (int64_t)written;
 }
 

@@ -1,7 +1,7 @@
 """Speed of encoding and of applying a weight change: GB/s of dense weights, over this machine's memory copy.
 
-One shard of 2^27 bf16 weights (256 MB), changed as by an optimizer (:mod:`orchestrator.bench.delta_synthetic`). A memory
-copy of the same 256 MB (it reads and writes as much as an encoder reads), the encoder and the in-place apply take turns;
+One shard of 2^26 bf16 weights (128 MB), changed as by an optimizer (:mod:`orchestrator.bench.delta_synthetic`). A memory
+copy of the same 128 MB (it reads and writes as much as an encoder reads), the encoder and the in-place apply take turns;
 the best of the rounds counts for each, with one thread against a copy by one thread, and with two against a copy by two.
 Encoding includes header, checksum and assembly of the bytes; applying includes the check of the checksum and the undo log.
 
@@ -35,10 +35,10 @@ _JUDGED = 0.01  # what RL updates have at most in ROSE, figure 11a (sparsity aro
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
-    size, rounds = (1 << 24, 5) if quick else (1 << 27, 25)
+    size, rounds = (1 << 24, 5) if quick else (1 << 26, 9)
     rows = []
     for density in (0.001, 0.01, 0.05) if quick else DENSITIES:
-        old, new = Pool(density, min(size, 1 << 25)).cut(size)
+        old, new = Pool(density).cut(size)
         rows.append({"density": density, **_measure(old.view(np.uint8), new.view(np.uint8), rounds)})
     judged = next(row for row in rows if row["density"] == _JUDGED)
     value = min(judged[f"{work}_{threads}_over_copy"] for work in ("encode", "apply") for threads in (1, 2))

@@ -5,7 +5,7 @@ Masters are N(0, 0.02). A step is Adam's: lr * u with u ~ N(0, 0.23), the spread
 master crosses a rounding boundary: mostly by one step, small weights by more. Density is set through lr alone; an lr near
 1e-6, as RL uses, gives about half a percent.
 
-One pool of 2^25 weights is drawn for each density; tensors are cut from it at moving offsets, so a model streams tensor by
+One pool of 2^24 weights is drawn for each density; tensors are cut from it at moving offsets, so a model streams tensor by
 tensor at the speed of a memory copy, and no coder here could profit from the repetition (none looks back).
 """
 
@@ -24,7 +24,7 @@ Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
 
 SPREAD, ADAM = 0.02, math.sqrt((1 - 0.9) / (1 + 0.9))
-POOL = 1 << 25
+POOL = 1 << 24
 COO_BYTES = 6  # int32 position and bf16 value
 
 
@@ -41,11 +41,14 @@ class Layout:
     head_dim: int = 128
     vocab: int = 151936
 
-    def tensors(self) -> Iterator[tuple[str, int]]:
-        """Name and number of elements, in the order of a checkpoint."""
+    def tensors(self, every: int = 1) -> Iterator[tuple[str, int]]:
+        """Name and number of elements, in the order of a checkpoint; of the layers, which are alike, each ``every``-th.
+
+        The head, which is like the embeddings, only when all layers are wanted.
+        """
         yield "model.embed_tokens.weight", self.vocab * self.hidden
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        for layer in range(self.layers):
+        for layer in range(0, self.layers, every):
             at = f"model.layers.{layer}"
             yield f"{at}.self_attn.q_proj.weight", queries * self.hidden
             yield f"{at}.self_attn.k_proj.weight", keys * self.hidden
@@ -58,7 +61,8 @@ class Layout:
             yield f"{at}.input_layernorm.weight", self.hidden
             yield f"{at}.post_attention_layernorm.weight", self.hidden
         yield "model.norm.weight", self.hidden
-        yield "lm_head.weight", self.vocab * self.hidden
+        if every == 1:
+            yield "lm_head.weight", self.vocab * self.hidden
 
 
 LAYOUTS = {
@@ -88,6 +92,7 @@ class Pool:
         updates += masters
         self.new = bf16(updates)
         self._at = 0
+        self._long: dict[int, tuple[Words, Words]] = {}
 
     @property
     def density(self) -> float:
@@ -97,13 +102,15 @@ class Pool:
     def cut(self, count: int) -> tuple[Words, Words]:
         """The next ``count`` words of both, from an offset that moves by a prime; over and over when that is more than all.
 
-        Views of the pool where it has as many: only to be read.
+        Only to be read: views of the pool where it has as many, else arrays that are kept for the next time.
         """
         self._at += 7_654_321
         if count <= self.old.size:
             at = self._at % (self.old.size - count + 1)
             return self.old[at : at + count], self.new[at : at + count]
-        return np.resize(self.old, count), np.resize(self.new, count)
+        if count not in self._long:
+            self._long = {count: (np.resize(self.old, count), np.resize(self.new, count))}
+        return self._long[count]
 
 
 def entropy_bound(old: Words, new: Words) -> dict[str, float]:
@@ -114,16 +121,16 @@ def entropy_bound(old: Words, new: Words) -> dict[str, float]:
     positions = np.flatnonzero(old != new)
     if not positions.size:
         return {"gaps": 0.0, "steps": 0.0, "bound": 0.0, "independent": 0.0}
-    gaps = _entropy(np.diff(positions, prepend=-1)) / 8
-    steps = _entropy(steps_between(old[positions], new[positions])) / 8
+    gaps = _entropy(np.bincount(np.diff(positions, prepend=-1))) / 8
+    steps = _entropy(np.bincount(steps_between(old[positions], new[positions]).view(np.uint16))) / 8
     share = positions.size / old.size
     rest = 0.0 if share == 1 else (1 - share) * math.log2(1 - share)
     independent = -(share * math.log2(share) + rest) / share / 8
     return {"gaps": gaps, "steps": steps, "bound": gaps + steps, "independent": independent + steps}
 
 
-def _entropy(symbols: npt.NDArray[np.signedinteger]) -> float:
-    shares = np.unique(symbols, return_counts=True)[1] / symbols.size
+def _entropy(counts: npt.NDArray[np.signedinteger]) -> float:
+    shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
