@@ -46,10 +46,11 @@ class Resident:
         self._keys: list[ShardKey] = []  # of the whole version
         self._index: ShardIndex | None = None
 
-    def advance(self, version: int) -> frozenset[str]:
+    def advance(self, version: int, check: Callable[[], None] = lambda: None) -> frozenset[str]:
         """Move to a published version; returns the tensors that may have changed.
 
-        Raises CorruptWeightsError, or RelayError (retryable); nothing has moved then.
+        ``check`` is called before every shard and may raise to give up. Raises CorruptWeightsError, or RelayError
+        (retryable); nothing has moved then.
         """
         epoch = self._subscriber.epoch()
         held = self.version if epoch == self._epoch else -1  # numbers mean something within one epoch only
@@ -57,12 +58,12 @@ class Resident:
             return frozenset()
         try:
             chain = self._subscriber.chain(version, held, self.content)
-            changed = self._follow(chain)
+            changed = self._follow(chain, check)
         except (CorruptWeightsError, RelayError) as error:
             if held < 0 or (isinstance(error, RelayError) and error.reason != "missing"):
                 raise
             chain = self._subscriber.chain(version)
-            changed = self._follow(chain)
+            changed = self._follow(chain, check)
         self._epoch = epoch
         return changed
 
@@ -88,7 +89,7 @@ class Resident:
         """Memory held."""
         return sum(shard.nbytes for shard in self._shards.values())
 
-    def _follow(self, chain: Sequence[StoredManifest]) -> frozenset[str]:
+    def _follow(self, chain: Sequence[StoredManifest], check: Callable[[], None]) -> frozenset[str]:
         """Fetch and apply a chain, all of it or nothing."""
         shards, digests = self._shards, dict(self._digests)
         fetched = 0
@@ -99,14 +100,14 @@ class Resident:
                 hosted = self._hosted(manifest)
                 needed = hosted
                 if manifest.base_version == FULL:
-                    shards, digests = self._load(manifest, hosted), {}
+                    shards, digests = self._load(manifest, hosted, check), {}
                 else:
                     _check_cut(manifest, hosted, shards)
                     # What has the digest of the base is the base: nothing to fetch.
                     needed = [
                         number for number in hosted if manifest.pieces[number].digest != digests[_at(manifest, number)]
                     ]
-                    undo += self._apply(manifest, needed, shards)
+                    undo += self._apply(manifest, needed, shards, check)
                 digests |= {_at(manifest, number): manifest.pieces[number].digest for number in needed}
                 changed |= {manifest.shards[number].tensor for number in needed}
                 fetched += sum(manifest.pieces[number].length for number in needed)
@@ -124,19 +125,23 @@ class Resident:
             return list(range(len(manifest.shards)))
         return ShardIndex(manifest.shards).needed(self._regions)
 
-    def _load(self, manifest: StoredManifest, needed: list[int]) -> dict[str, Bytes]:
+    def _load(self, manifest: StoredManifest, needed: list[int], check: Callable[[], None]) -> dict[str, Bytes]:
         shards: dict[str, Bytes] = {}
         for number, stored in self._subscriber.fetch_shards(manifest, needed):
+            check()
             key, piece = manifest.shards[number], manifest.pieces[number]
             length = stored.nbytes if key.encoding == RAW else shard_bytes(key)
             made = decoded(self._codec, key, stored, length, piece.digest)
             shards[label(key)] = made.copy() if made is stored else made  # buffers of the relay are not kept
         return shards
 
-    def _apply(self, manifest: StoredManifest, needed: list[int], shards: dict[str, Bytes]) -> list[Undo]:
+    def _apply(
+        self, manifest: StoredManifest, needed: list[int], shards: dict[str, Bytes], check: Callable[[], None]
+    ) -> list[Undo]:
         undo: list[Undo] = []
         try:
             for number, stored in self._subscriber.fetch_shards(manifest, needed):
+                check()
                 key, piece = manifest.shards[number], manifest.pieces[number]
                 undo.append(put(self._codec, key, stored, shards[label(key)], piece.digest))
         except BaseException:
