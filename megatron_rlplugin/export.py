@@ -40,30 +40,34 @@ class Part:
 
 
 def serving_shards(
-    chunks: Sequence[Any], dtype: str = "bfloat16", *, bucket_bytes: int = BUCKET_BYTES
+    chunks: Sequence[Any], dtype: str | None = "bfloat16", *, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[ShardKey, Tensor]]:
     """(key, contiguous tensor on the model's device) of what this rank exports, in the model's order.
 
-    ``chunks``: this rank's model chunks. ``bucket_bytes``: parts are at most this large, and ``ShardKey.bucket`` numbers
-    the buckets of this rank that they fill, from 0. Parts of an unchanged model are the same in every call.
+    ``chunks``: this rank's model chunks. ``dtype`` None: each weight in the dtype that the model has it in, so that nothing
+    is cast (a router may be float32 in a bfloat16 model). ``bucket_bytes``: parts are at most this large, and
+    ``ShardKey.bucket`` numbers the buckets of this rank that they fill, from 0. Parts of an unchanged model are the same in
+    every call.
     """
-    wanted = _dtype(dtype)
     mine = list(pieces(chunks))
+    dtypes = [piece.parameter.dtype if dtype is None else _dtype(dtype) for piece in mine]
     bucket = filled = 0
-    for number, parts in groupby(own_parts(mine, wanted.itemsize, bucket_bytes), key=lambda part: part.piece):
-        piece = mine[number]
+    cut = own_parts(mine, [wanted.itemsize for wanted in dtypes], bucket_bytes)
+    for number, parts in groupby(cut, key=lambda part: part.piece):
+        piece, wanted = mine[number], dtypes[number]
+        named = str(wanted).removeprefix("torch.")
         value = piece.read()
         for part in parts:
             if filled and filled + part.bytes > bucket_bytes:
                 bucket, filled = bucket + 1, 0
             filled += part.bytes
-            key = ShardKey(piece.name, part.dim, part.start, part.stop, piece.shape, dtype, ENCODING, bucket)
+            key = ShardKey(piece.name, part.dim, part.start, part.stop, piece.shape, named, ENCODING, bucket)
             yield key, _cut(value, piece, part).to(wanted).contiguous()
         del value  # not alive while the next piece is read
 
 
-def own_parts(mine: Sequence[Piece], itemsize: int, bucket_bytes: int) -> list[Part]:
-    """What of these pieces this rank exports, in their order. A pure function.
+def own_parts(mine: Sequence[Piece], itemsize: int | Sequence[int], bucket_bytes: int) -> list[Part]:
+    """What of these pieces this rank exports, in their order. A pure function. ``itemsize``: of all, or of each.
 
     Ranks that hold the same pieces list them in the same order, so each finds the same division: largest part first, to
     whoever has least (of equals the first).
@@ -72,8 +76,9 @@ def own_parts(mine: Sequence[Piece], itemsize: int, bucket_bytes: int) -> list[P
         raise ConfigError("bucket_bytes", bucket_bytes, "must be at least 1")
     holders: dict[tuple[bool, tuple[str, ...]], list[Part]] = {}  # those that share a piece share these
     places: dict[tuple[bool, tuple[str, ...]], tuple[int, int]] = {}
-    for number, piece in enumerate(mine):
-        parts = _parts(number, piece, itemsize, bucket_bytes)
+    sizes = [itemsize] * len(mine) if isinstance(itemsize, int) else itemsize
+    for number, (piece, size) in enumerate(zip(mine, sizes, strict=True)):
+        parts = _parts(number, piece, size, bucket_bytes)
         kind = piece.expert, piece.replicated
         holders.setdefault(kind, []).extend(parts)
         places[kind] = piece.holder

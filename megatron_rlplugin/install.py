@@ -14,15 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_rlplugin import bridge
 from megatron_rlplugin.agreement import agree
-from megatron_rlplugin.export import as_bytes
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from
+from megatron_rlplugin.publishing import WeightPublisher
 from megatron_rlplugin.stream import GradientStream, StepResult
 from orchestrator.api import ConfigError, PublishResult
-from orchestrator.transfer import Publisher
 
 ForwardStep = Callable[..., Any]  # Megatron's: (data iterator, model chunk) -> (output, loss function)
 
@@ -41,7 +37,7 @@ class RLTraining:
             fix = "must be set (megatron.core.distributed.finalize_model_grads), or gradients are never synchronised"
             raise ConfigError("model.finalize_model_grads_func", None, fix)
         self._relay = relay_from(args)
-        self._publisher: Publisher | None = None
+        self._publisher: WeightPublisher | None = None
 
     def step(
         self, forward_step_func: ForwardStep, micro_batches: Iterable[Any], *, seq_length: int, micro_batch_size: int
@@ -67,24 +63,17 @@ class RLTraining:
             self.stream.reload()
         return self.stream.finish(), reports
 
-    def publish(self, version: int) -> PublishResult | None:
-        """Put the present weights on the relay of ``--rl-weight-relay`` as this version. Every rank calls it (weights
-        are gathered tensor by tensor), the first one publishes and gets the result. The first call opens a new epoch.
+    def publish(self, version: int) -> PublishResult:
+        """Put the present weights on the relay of ``--rl-weight-relay`` as this version. Every rank calls it, each
+        publishes its own shards, all get the result. The first call opens a new epoch.
 
-        Raises ConfigError without a relay; whatever the relay raises means that nothing was published.
+        Raises ConfigError without a relay; whatever the relay raises, on any rank, means that nothing was published.
         """
         if self._relay is None:
             raise ConfigError("--rl-weight-relay", None, "is needed to publish weights")
-        tensors = ((name, *as_bytes(tensor)) for name, tensor in bridge.export_hf(self.model))
-        if dist.get_rank() != 0:
-            for _ in tensors:
-                pass
-            return None
         if self._publisher is None:
-            publisher = Publisher(self._relay)
-            publisher.rollback(version)
-            self._publisher = publisher
-        return self._publisher.publish(version, tensors)
+            self._publisher = WeightPublisher(self._relay, self.model, version)
+        return self._publisher.publish(version)
 
     def close(self) -> None:
         """Let go of the relay. Idempotent."""

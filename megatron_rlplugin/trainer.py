@@ -17,8 +17,8 @@ Guarantees
   weights it begins with are the reference of the KL, and stay so over checkpoints.
 
 Several ranks (tensor * pipeline * data parallel) are one trainer: every rank gets the same calls with the same arguments,
-computes its share, and answers with the same metrics. Rank 0 publishes, and writes the weights of a checkpoint, after
-gathering them; the others' results of ``publish`` are empty. (Publishing each rank's own shards is not done here.)
+computes its share, and answers with the same metrics. Each publishes its own shards of the weights, all as one version
+(:mod:`megatron_rlplugin.publishing`); rank 0 writes the weights of a checkpoint after gathering them.
 
 Methods are coroutines because the port's are (the trainer lives in a Ray actor); they compute without yielding.
 """
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rlplugin import bridge, checkpoint, cpu
+from megatron_rlplugin import checkpoint, cpu
 from megatron_rlplugin.advantages import group_counts
 from megatron_rlplugin.batching import (
     SKIP_CAUSES,
@@ -53,18 +53,18 @@ from megatron_rlplugin.batching import (
 )
 from megatron_rlplugin.critic import install_value_head
 from megatron_rlplugin.experience import Experience
-from megatron_rlplugin.export import as_bytes
 from megatron_rlplugin.feeder import Feeder
 from megatron_rlplugin.hookpoints import engine_status, require_megatron
 from megatron_rlplugin.learner import Learner, Ranks
 from megatron_rlplugin.objective import Totals
 from megatron_rlplugin.parallel import device
+from megatron_rlplugin.publishing import WeightPublisher
 from megatron_rlplugin.replicas import Replicas
 from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.step import Stepper, StepReport
 from megatron_rlplugin.vocab import logprobs
 from orchestrator.api import ConfigError, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
-from orchestrator.transfer import Publisher, RelayEndpoint
+from orchestrator.transfer import RelayEndpoint
 
 _log = logging.getLogger(__name__)
 _NAMED = 8  # trajectories at fault that are named; a whole batch may be
@@ -107,7 +107,7 @@ class MegatronTrainer:
             raise ConfigError("rollout.temperature", temperature, "must be above 0")
         self._temperature = temperature
         self._endpoint = RelayEndpoint.from_dict(relay) if relay is not None else None
-        self._publisher: Publisher | None = None
+        self._publisher: WeightPublisher | None = None
         torch.set_num_threads(settings_.threads)
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
@@ -178,20 +178,9 @@ class MegatronTrainer:
         self._require_rl("publish")
         if self._endpoint is None:
             raise ConfigError("relay", None, "this trainer has no relay to publish to; give it an endpoint")
-        tensors = bridge.export_hf(self._learner.chunks)
-        if self._replicas.rank:
-            for _ in tensors:  # its part of the gathering
-                pass
-            return PublishResult(self._version, 0, 0, 0.0)
-        try:
-            if self._publisher is None:
-                publisher = Publisher(self._endpoint)
-                publisher.rollback(self._version)
-                self._publisher = publisher
-            return self._publisher.publish(self._version, ((name, *as_bytes(tensor)) for name, tensor in tensors))
-        finally:
-            for _ in tensors if self._replicas.world > 1 else ():  # a failure here must not leave the others waiting
-                pass
+        if self._publisher is None:
+            self._publisher = WeightPublisher(self._endpoint, self._learner.chunks, self._version)
+        return self._publisher.publish(self._version)
 
     async def save(self, folder: str) -> None:
         """See the protocol. Every rank writes its optimizer's part, rank 0 the weights; all see the same folder."""

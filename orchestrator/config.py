@@ -192,13 +192,16 @@ class RewardSection(Section):
 
 
 class RelaySection(Section):
-    """The weight relay: Mooncake Store. ``master`` empty: a `mooncake_master` child process is started."""
+    """The weight relay. ``kind`` "mooncake": ``master`` is host:port; empty: a `mooncake_master` child process is started.
+    "fsspec": ``master`` is the URL of a folder or prefix that all processes reach; empty: a folder of the run."""
 
+    kind: Literal["mooncake", "fsspec"] = "mooncake"
     master: str = ""
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the embedded master; 0: a free one
     segment_mb: Positive = 256
     bucket_mb: Positive = 64
     keep_versions: Annotated[int, Field(ge=2)] = 2
+    snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
 
 
 class EvaluationSection(Section):

@@ -2,7 +2,8 @@
 # Makes .venv: stock vLLM (CPU), stock Megatron-Core, Ray, Mooncake and this package, on Linux with Python 3.11.
 #
 # Guarantees
-#   * Idempotent. When pyproject.toml, this script and the installed distributions are unchanged it returns at once.
+#   * Idempotent. When pyproject.toml, setup.py, csrc, this script and the installed distributions are unchanged it
+#     returns at once.
 #   * Nothing half built is trusted: the stamp is written last, and without it every installed file is looked for again.
 #   * The CPU build of torch is installed first and never replaced; pip's own configuration (mirrors, wheel folders,
 #     certificates) is respected, so --index-url is never given.
@@ -37,7 +38,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off PIP_U
 # ---------------------------------------------------------------------------------------------- what is there already
 
 key() {
-    { cat "$root/pyproject.toml" "$root/scripts/bootstrap.sh" && echo "$root"; } | sha256sum | cut -d' ' -f1
+    { cat "$root"/pyproject.toml "$root"/setup.py "$root"/csrc/*.[ch] "$root/scripts/bootstrap.sh" && echo "$root"; } |
+        sha256sum | cut -d' ' -f1
 }
 
 # The stamp's first line is the key, the others are the *.dist-info folders that were there when it was written, as

@@ -28,6 +28,8 @@ def test_every_toml_of_the_repository_loads(path: Path) -> None:
         ("run.mode=sometimes", "run.mode", "'sync' or 'async'"),
         ("nothing.here=1", "nothing", "known keys"),
         ("relay.port=70000", "relay.port", "65535"),
+        ("relay.kind=redis", "relay.kind", "'mooncake' or 'fsspec'"),
+        ("relay.snapshot_every=-1", "relay.snapshot_every", "greater than or equal to 0"),
         ("reward.function=os.system", "reward.function", "pattern"),
         ("rollout.engine.block_size=20", "rollout.engine.block_size", "multiple of 32"),
     ],

@@ -335,23 +335,29 @@ def test_an_intact_manifest_that_was_not_the_published_one_is_refused(rig: Rig) 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("job", "other"), ("epoch", 2), ("version", 1), ("attempt", 1), ("kind", "delta"), ("base", 0), ("format", 2)],
+    [("job", "other"), ("epoch", 2), ("version", 1), ("attempt", 1), ("kind", "delta"), ("base", 0), ("format", 3)],
 )
 def test_a_manifest_of_something_else_is_refused(rig: Rig, field: str, value: object) -> None:
     with pytest.raises(CorruptWeightsError, match="wanted"):
         decode(rebuilt(rig.object("manifest"), lambda data: data.update({field: value})))
 
 
-# Columns of a shard: tensor, dim, start, stop, global_shape, dtype, encoding, bucket, offset, length, digest
+# Columns of a shard: tensor, dim, start, stop, global_shape, dtype, encoding, bucket, offset, length, digest, stored
 @pytest.mark.parametrize(
     ("column", "value"),
     [
         (0, "w1"),  # twice
         (0, ""),
         (0, 5),
-        (1, 0),  # parts of tensors, and encodings, that this version cannot read
+        (1, 0),  # a range without length
+        (1, 1),
+        (1, -2),
+        (2, -1),
         (3, 7),
-        (6, "delta"),
+        (3, True),
+        (6, "delta"),  # this reader has no codec
+        (6, ""),
+        (6, 1),
         (4, [101]),  # 200 B are not 101 bfloat16
         (4, [-100]),
         (4, [1] * 16 + [100]),
@@ -367,14 +373,13 @@ def test_a_manifest_of_something_else_is_refused(rig: Rig, field: str, value: ob
         (9, -1),
         (9, 198),
         (10, -1),
-        (10, 1 << 63),  # not refused: see below
+        (10, 1 << 63),  # the stored bytes are the shard's own: one digest
+        (11, 1 << 63),
+        (11, None),
     ],
 )
 def test_a_shard_that_cannot_be_is_refused(rig: Rig, column: int, value: object) -> None:
     encoded = rebuilt(rig.object("manifest"), lambda data: data["shards"][0].__setitem__(column, value))
-    if (column, value) == (10, 1 << 63):
-        assert decode(encoded).pieces[0].digest == 1 << 63  # any 64 bits can be a digest
-        return
     with pytest.raises(CorruptWeightsError) as caught:
         decode(encoded)
     assert caught.value.reason == "manifest"
@@ -391,6 +396,8 @@ def test_a_shard_that_cannot_be_is_refused(rig: Rig, column: int, value: object)
         lambda data: data["shards"][0].append(1),
         lambda data: data["shards"][1].__setitem__(8, 0),  # overlaps the tensor before it
         lambda data: data.pop("buckets"),
+        lambda data: data.update(base_content=1),  # of a full snapshot
+        lambda data: data["shards"].append(data["shards"][0]),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(rig: Rig, change: Callable[[dict], None]) -> None:

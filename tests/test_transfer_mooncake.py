@@ -31,8 +31,10 @@ pytestmark = pytest.mark.engine
 CHILD = """
 import json, os, sys, time
 import numpy as np
-from orchestrator.api import CoserveError
-from orchestrator.transfer import MooncakeRelay, Publisher, RelayEndpoint, Subscriber
+from orchestrator.api import CoserveError, ShardKey
+from orchestrator.transfer import (
+    DeltaCodec, MooncakeRelay, Publisher, Region, RelayEndpoint, Resident, SnapshotPolicy, Subscriber
+)
 from orchestrator.transfer.wire import digest
 
 endpoint = RelayEndpoint.from_dict(json.loads(sys.argv[1]))
@@ -44,6 +46,17 @@ def tensors(seed, sizes, die_at=None):
         if index == die_at:
             os.kill(os.getpid(), 9)
         yield f"w{index}", (size // 2,), "bfloat16", generator.integers(0, 256, size, dtype=np.uint8)
+
+ROWS = 300_000
+
+def model(version):
+    values = np.random.default_rng(0).integers(0, 1 << 16, 4 * ROWS, dtype=np.uint16)
+    for step in range(1, version + 1):
+        values[step::97] ^= 1
+    return values
+
+def rows(values, part):
+    return values[part * ROWS : (part + 1) * ROWS].view(np.uint8)
 
 def one(kind):
     if kind not in held:
@@ -79,6 +92,29 @@ def do(what, *a):
         return one("r").size(a[0])
     elif what == "remove":
         return one("r").remove(a[0])
+    elif what == "ranges":
+        buffer = bytearray(a[2])
+        return [one("r").get_ranges(a[0], a[1], memoryview(buffer)), bytes(buffer).decode()]
+    elif what == "step":  # publish as the publisher plans
+        version = a[0]
+        if "d" not in held:
+            held["d"] = Publisher(endpoint, codec=DeltaCodec())
+        plan, published = held["d"].plan(SnapshotPolicy(every=9)), 0
+        old = model(plan.base) if plan.base >= 0 else None
+        for base in ([plan.base] if old is not None else []) + ([-1] if plan.snapshot else []):
+            shards = [
+                (ShardKey("w", 0, part * ROWS, (part + 1) * ROWS, (4 * ROWS,), "bfloat16", "raw", 0),
+                 rows(model(version), part), None if old is None else rows(old, part)) for part in range(4)
+            ]
+            published += held["d"].publish_shards(version, shards, base).bytes
+        return [plan.base, published]
+    elif what == "advance":  # what an engine does that hosts half of it
+        region = Region("w", ((ROWS, 3 * ROWS),))
+        if "e" not in held:
+            held["e"] = Resident(Subscriber(endpoint, codec=DeltaCodec()), [region], DeltaCodec())
+        held["e"].advance(a[0])
+        expected = model(a[0])[ROWS : 3 * ROWS].view(np.uint8)
+        return [held["e"].fetched_bytes, bool(np.array_equal(held["e"].region(region), expected))]
     elif what == "speed":
         relay, size, times = one("r"), a[0], []
         data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
@@ -218,6 +254,51 @@ def test_the_real_store_keeps_the_promises_of_a_relay(rig: Rig) -> None:
         assert (reply["error"], reply["reason"]) == ("RelayError", reason)
     client.ask("close")
     host.ask("close")
+
+
+def test_parts_of_an_object_are_read_from_the_real_store(rig: Rig) -> None:
+    host, client = rig.child(), rig.child()
+    host.ask("host", 16 * MIB)
+    client.ask("put", "k", "0123456789")
+    assert client.ask("ranges", "k", [[6, 4, 0], [0, 2, 5]], 8) == [6, "6789\0" + "01\0"]
+    for ranges, reason in (([[0, 1, 0]], "missing"),):
+        reply = client.tell("ranges", "none", ranges, 8)
+        assert reply is not None
+        assert (reply["error"], reply["reason"]) == ("RelayError", reason)
+
+
+def test_chains_of_differences_go_through_the_real_store_and_survive_its_restart(rig: Rig) -> None:
+    """The store forgets everything with its master; the publisher finds that out, and starts from a snapshot again."""
+    trainer, engine = rig.child(), rig.child(segment_bytes=0)
+    size = 4 * 600_000
+    assert trainer.ask("step", 0) == [-1, size]
+    assert engine.ask("advance", 0) == [size // 2, True]
+    for version in (1, 2):
+        base, published = trainer.ask("step", version)
+        assert (base, published < size / 20) == (version - 1, True)
+    fetched, right = engine.ask("advance", 2)
+    assert right
+    assert 0 < fetched < size / 20
+    assert rig.child(segment_bytes=0).ask("advance", 2)[1]  # from the snapshot, along the chain
+    port = int(rig.master.address.rpartition(":")[2])
+    rig.runner.run(rig.master.stop())
+    rig.master = MooncakeMaster(port=port)
+    rig.runner.run(rig.master.start())
+    assert again(trainer, "step", 3) == [-1, size]
+    assert again(engine, "advance", 3) == [size // 2, True]
+
+
+def again(child: Child, *command: Any) -> Any:
+    """The answer, once the process has joined the new master; until then every error is one that may be retried."""
+    deadline = time.monotonic() + 60
+    while True:
+        reply = child.tell(*command)
+        assert reply is not None
+        if "ok" in reply:
+            return reply["ok"]
+        assert reply["error"] == "RelayError", reply
+        assert time.monotonic() < deadline, reply
+        time.sleep(0.5)
 
 
 def test_a_publisher_killed_half_way_leaves_the_old_version_readable_and_a_resume_publishes_again(rig: Rig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import Completion, RetryableError, ShardKey, WeightManifest
+from orchestrator.api import Completion, RetryableError
 from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
 from vllm_rlplugin.engine import prepare_process
 from vllm_rlplugin.recompute_probe import VOCABULARY, collect, greedy, measure, publish, write_tiny_qwen3
@@ -52,6 +52,7 @@ def test_an_updated_engine_equals_a_fresh_one_bit_for_bit(tmp_path: Path, dtype:
     weights = write_tiny_qwen3(tmp_path / "new", 2, tied=tied)
     endpoint = memory_endpoint(f"{dtype}-{tied}")
     publisher = Publisher(endpoint)
+    needed = sum(tensor.nbytes for tensor in weights.values())
     if tied:
         weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}  # as some trainers publish it
     publish(publisher, 1, weights)
@@ -59,7 +60,7 @@ def test_an_updated_engine_equals_a_fresh_one_bit_for_bit(tmp_path: Path, dtype:
     async def scenario() -> None:
         worker = EngineWorker(model=str(tmp_path / "old"), dtype=dtype, relay=endpoint.to_dict())
         before = await answers(worker, "before")
-        assert await updated(worker, 1) == sum(tensor.nbytes for tensor in weights.values())
+        assert await updated(worker, 1) == needed  # nothing that the model does not have
         after, sums = await answers(worker, "after"), await worker.checksums()
         publish(publisher, 2, weights)
         await updated(worker, 2)  # a second update of an updated engine
@@ -198,26 +199,25 @@ def test_the_layout_of_a_checkpoint_is_found_in_a_folder_and_in_the_hugging_face
     assert checkpoint_layout(str(tmp_path)) is None
 
 
-def test_shards_of_a_tensor_are_put_together_and_gaps_are_refused() -> None:
+def test_a_slice_is_the_same_cut_out_of_the_tensor_or_of_the_box_around_it() -> None:
     torch = pytest.importorskip("torch")
     prepare_process(1)
-    from vllm_rlplugin.staging import whole_tensors
+    from vllm_rlplugin.mapping import Mapping, Slice, TensorSpec
 
     whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-
-    def shard(dim: int, start: int, stop: int) -> tuple[ShardKey, Any]:
-        key = ShardKey("w", dim, start, stop, (4, 6), "float32", "raw", 0)
-        part = whole if dim < 0 else whole.narrow(dim, start, stop - start)
-        return key, part.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-    for pieces in ([shard(-1, 0, 0)], [shard(0, 0, 1), shard(0, 1, 4)], [shard(1, 4, 6), shard(1, 0, 4)]):
-        manifest = WeightManifest(3, -1, tuple(key for key, _ in pieces), 96, "")
-        assert torch.equal(dict(whole_tensors(manifest, pieces))["w"], whole)
-    for pieces in ([], [shard(0, 1, 4)], [shard(1, 0, 4)]):
-        manifest = WeightManifest(3, -1, tuple(key for key, _ in pieces), 96, "")
-        with pytest.raises(RetryableError, match="incomplete"):
-            dict(whole_tensors(manifest, pieces))
-    two = WeightManifest(3, -1, (shard(-1, 0, 0)[0], ShardKey("x", -1, 0, 0, (1,), "float32", "raw", 0)), 100, "")
-    with pytest.raises(RetryableError, match="incomplete: x"):
-        dict(whole_tensors(two, [shard(-1, 0, 0)]))
-    assert list(dict(whole_tensors(two, [shard(-1, 0, 0)], frozenset({"w"})))) == ["w"]
+    views = [whole[1:3], whole[:, 2:4], whole[1:3, 1:4], whole.t()[2:5], whole.view(-1)[5:15], whole.view(2, 2, 6)[1]]
+    slices = [
+        Slice("w", view.storage_offset(), tuple(view.shape), view.stride(), "p", torch.empty(view.shape))
+        for view in views
+    ]
+    layout = {"w": TensorSpec((4, 6), torch.float32), "x": TensorSpec((1,), torch.float32)}
+    for chosen in ([0], [1], [2], [3], [4], [5], [1, 2], [0, 4]):
+        mapping = Mapping(tuple(slices[index] for index in chosen), (), {}, (), 0, (), {})
+        boxes = mapping.boxes(layout)
+        assert boxes.keys() == {"w"}
+        (top, bottom), (left, right) = boxes["w"]
+        part = whole[top:bottom, left:right].contiguous()
+        for index in chosen:
+            assert torch.equal(slices[index].cut_box((4, 6), boxes["w"], part), views[index])
+            assert torch.equal(slices[index].cut(whole), views[index])
+    assert Mapping((slices[2],), (), {}, (), 0, (), {}).boxes(layout) == {"w": ((1, 3), (1, 4))}

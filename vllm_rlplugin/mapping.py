@@ -19,7 +19,8 @@ Call it while the model does not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from orchestrator.transfer.routing import Box, around, bounding_box, rebased
 
 _ATEN = torch.ops.aten
 # Methods whose process_weights_after_loading leaves the weights what was loaded (on CPU it makes a packed copy beside).
@@ -65,7 +68,18 @@ class Slice:
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a contiguous checkpoint tensor; a view."""
-        return tensor.reshape(-1).as_strided(self.size, self.stride, self.offset)
+        flat = tensor.reshape(-1)
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+
+    def box(self, shape: Sequence[int]) -> Box:
+        """What of the checkpoint tensor of this shape it reads: the smallest box around it."""
+        return bounding_box(shape, self.offset, self.size, self.stride)
+
+    def cut_box(self, shape: Sequence[int], box: Box, part: torch.Tensor) -> torch.Tensor:
+        """The same as :meth:`cut`, of a tensor that has only ``box`` of the checkpoint tensor; a view."""
+        offset, stride = rebased(shape, box, self.offset, self.size, self.stride)
+        flat = part.reshape(-1)
+        return flat.as_strided(self.size, stride, flat.storage_offset() + offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +113,16 @@ class Mapping:
     def of(self, tensor: str) -> list[Slice]:
         """The slices of one checkpoint tensor."""
         return self._by_tensor.get(tensor, [])
+
+    def boxes(self, layout: Layout) -> dict[str, Box]:
+        """The smallest box of each checkpoint tensor that has all that is read of it; others are not in it."""
+        found: dict[str, Box] = {}
+        for tensor, slices in self._by_tensor.items():
+            shape = layout[tensor].shape
+            read = [item.box(shape) for item in slices if 0 not in item.size]
+            if read:
+                found[tensor] = functools.reduce(around, read)
+        return found
 
     def holds_for(self, model: torch.nn.Module) -> bool:
         """Whether the parameters are still where they were found."""

@@ -6,9 +6,11 @@ Guarantees:
   in it. What it hands out is memory of its own.
 * A :class:`Staged` is complete and verified (checksums of the relay, names and shapes of the model's checkpoint) and says
   which published attempt it is: a version that was published again is fetched again. Anything else is a :class:`Refusal`.
-* With a mapping only this rank's slices are kept, cast to the parameter's dtype, each with the digest that the live slice
-  must have after the update. On CPU the packed copies that layers compute with are made here, too: packing takes several
-  times as long as copying.
+* With a mapping only what this rank's slices are cut from is fetched, shard by shard, whatever the trainer's layout; only
+  the slices are kept, cast to the parameter's dtype, each with the digest that the live slice must have after the update.
+  On CPU the packed copies that layers compute with are made here, too: packing takes several times as long as copying.
+* Where versions travel as differences, what they are applied to stays on the host beside it (:class:`Resident`): this
+  rank's shards, once, as they were published.
 * Nothing here touches the model.
 """
 
@@ -18,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,8 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from orchestrator.api import CoserveError, RetryableError, RunError, ShardKey, WeightManifest
-from orchestrator.transfer import CorruptWeightsError, RelayEndpoint, Subscriber
+from orchestrator.api import CoserveError, RetryableError, RunError, WeightManifest
+from orchestrator.transfer import (
+    CorruptWeightsError,
+    DeltaCodec,
+    Region,
+    RelayEndpoint,
+    Resident,
+    StoredManifest,
+    Subscriber,
+)
+from orchestrator.transfer.routing import Box, extent, whole
 from vllm_rlplugin.digests import digest_for
 from vllm_rlplugin.mapping import Layout, Mapping, Slice, TensorSpec
 
@@ -63,7 +74,6 @@ class Plan:
     layout: Layout | None  # None: not known yet; whatever is published is taken
     tied: bool  # the head is the embedding, so that a published lm_head is ignored unless the checkpoint has one
     mapping: Mapping | None
-    alone: bool  # the engine has one rank: there is nothing that only others need
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +98,12 @@ class Staged:
     """A verified version: ``pieces`` (and what CPU layers pack of them) with a mapping, ``tensors`` otherwise."""
 
     version: int
-    checksum: str  # of the manifest: which published attempt
-    bytes: int  # of tensors, as fetched
+    checksum: str  # which published attempt, or which content where versions travel as differences
+    bytes: int  # as fetched
     plan: Plan
     pieces: list[Piece] = field(default_factory=list)
     packed: list[Packed] = field(default_factory=list)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -125,8 +135,12 @@ class Fetcher:
         self._thread = threading.Thread(target=self._work, name="rl-coserve-weights", daemon=True)
         self._thread.start()
 
+        self._codec = DeltaCodec()
+        self._differences = endpoint.snapshot_every > 0
+        self._resident: tuple[Plan, Resident] | None = None  # what differences are applied to, and for which plan
+
         def connect() -> None:
-            self._subscriber = Subscriber(endpoint)
+            self._subscriber = Subscriber(endpoint, codec=self._codec)
 
         try:
             self._submit(connect).result()
@@ -194,7 +208,7 @@ class Fetcher:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # not kept while waiting: it may hold a version
-        self._held = None
+        self._held = self._resident = None
         if self._subscriber is not None:
             self._subscriber.close()
 
@@ -205,11 +219,16 @@ class Fetcher:
             return Refusal("the relay is not connected", True)
         try:
             manifest = subscriber.manifest(version)
+            checksum = f"{manifest.content():016x}" if self._differences else manifest.checksum
             held = self._held
-            if held is not None and (held.version, held.checksum) == (version, manifest.checksum) and held.plan is plan:
+            if held is not None and (held.version, held.checksum) == (version, checksum) and held.plan is plan:
                 return held
             self._held = held = None  # two versions at a time would be too much memory
-            self._held = _fetch(subscriber, manifest, plan, cancel)
+            staging = _Staging(manifest, checksum, plan, cancel)
+            if self._differences:
+                self._held = staging.from_resident(self._resident_of(subscriber, staging))
+            else:
+                self._held = staging.from_snapshot(subscriber)
         except CoserveError as error:
             return _refusal(error, f"weight version {version}")
         except Exception as error:  # a rank that raises puts vLLM's executor out of step: told, not raised
@@ -217,40 +236,85 @@ class Fetcher:
             return Refusal(f"weight version {version}: {error!r}", False)
         return self._held
 
+    def _resident_of(self, subscriber: Subscriber, staging: _Staging) -> Resident:
+        """What this rank hosts, at the version that is wanted."""
+        if self._resident is None or self._resident[0] is not staging.plan:
+            self._resident = staging.plan, Resident(subscriber, staging.regions, self._codec)
+        resident = self._resident[1]
+        subscriber.hold(resident.version, fetching=staging.version)
+        resident.advance(staging.version, staging.check)
+        subscriber.hold(resident.version)
+        return resident
+
 
 def _refusal(error: CoserveError, what: str) -> Refusal:
     text = f"{what}: {error}" if isinstance(error, CorruptWeightsError) else str(error)
     return Refusal(text, isinstance(error, RetryableError | CorruptWeightsError))
 
 
-def _fetch(subscriber: Subscriber, manifest: WeightManifest, plan: Plan, cancel: threading.Event) -> Staged:
-    started = time.perf_counter()
-    ignored = match_layout(manifest, plan)
-    staged = Staged(manifest.version, manifest.checksum, 0, plan)
-    wanted = None
-    if plan.mapping is not None and not plan.alone:  # what no slice is taken of is some other rank's
-        wanted = frozenset(item.tensor for item in plan.mapping.slices)
-    cutter = None if plan.mapping is None else Cutter(plan.mapping, plan.device)
-    cutting = 0.0
-    with _own_stream(plan.device):
-        for name, tensor in whole_tensors(manifest, subscriber.fetch(manifest, wanted), wanted):
-            if cancel.is_set():
-                raise RetryableError(f"the fetch of weight version {manifest.version} was replaced by another")
-            staged.bytes += tensor.nbytes
-            since = time.perf_counter()
-            if name in ignored:
-                continue
-            if cutter is None:
-                staged.tensors[name] = tensor.clone()
-            else:
-                staged.pieces.extend(cutter.cut(name, tensor))
-            cutting += time.perf_counter() - since
+class _Staging:
+    """One version on its way: what is fetched of it, and what is made of that. Refuses what does not fit the plan."""
+
+    def __init__(self, manifest: StoredManifest, checksum: str, plan: Plan, cancel: threading.Event) -> None:
+        self.plan = plan
+        self.version = manifest.version
+        self._manifest = manifest
+        self._cancel = cancel
+        self._started = time.perf_counter()
+        self._cutting = 0.0
+        ignored = match_layout(manifest, plan)
+        self._published = specs(manifest)
+        if plan.mapping is None:
+            boxes = {name: whole(spec.shape) for name, spec in self._published.items() if name not in ignored}
+        else:
+            boxes = plan.mapping.boxes(self._published)
+        self.regions = [Region(name, box) for name, box in boxes.items()]
+        self._staged = Staged(manifest.version, checksum, 0, plan)
+        self._cutter = None if plan.mapping is None else Cutter(plan.mapping, plan.device)
+
+    def check(self) -> None:
+        """Raises RetryableError when it is not wanted any more."""
+        if self._cancel.is_set():
+            raise RetryableError(f"the fetch of weight version {self.version} was replaced by another")
+
+    def from_snapshot(self, subscriber: Subscriber) -> Staged:
+        """Nothing is kept but what the update needs."""
+        with _own_stream(self.plan.device):
+            for region, data in subscriber.fetch_regions(self._manifest, self.regions):
+                self.check()
+                self._staged.bytes += data.nbytes
+                self._add(region, data)
+            return self._finish()
+
+    def from_resident(self, resident: Resident) -> Staged:
+        """``resident`` stays what the next difference is applied to."""
+        self._staged.bytes = resident.fetched_bytes
+        with _own_stream(self.plan.device):
+            for region in self.regions:
+                self.check()
+                self._add(region, resident.region(region))
+            return self._finish()
+
+    def _add(self, region: Region, data: Bytes) -> None:
+        since = time.perf_counter()
+        spec = self._published[region.tensor]
+        part = torch.from_numpy(data).view(spec.dtype).view(extent(region.box))
+        if self._cutter is None:
+            self._staged.tensors[region.tensor] = part.clone()
+        else:
+            self._staged.pieces.extend(self._cutter.cut(region.tensor, part, spec.shape, region.box))
+        self._cutting += time.perf_counter() - since
+
+    def _finish(self) -> Staged:
         fetched = time.perf_counter()
-        if cutter is not None:
-            staged.packed = cutter.pack()
-    packing = time.perf_counter() - fetched
-    staged.seconds = {"fetch": fetched - started - cutting, "cut_and_digest": cutting, "pack": packing}
-    return staged
+        if self._cutter is not None:
+            self._staged.packed = self._cutter.pack()
+        self._staged.seconds = {
+            "fetch": fetched - self._started - self._cutting,
+            "cut_and_digest": self._cutting,
+            "pack": time.perf_counter() - fetched,
+        }
+        return self._staged
 
 
 class Cutter:
@@ -262,13 +326,18 @@ class Cutter:
         self._digest = digest_for(device)
         self._twins: dict[str, torch.Tensor] = {}
 
-    def cut(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
-        """The slices of one checkpoint tensor, cast as vLLM's loader casts."""
+    def cut(
+        self, name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None, box: Box = ()
+    ) -> Iterator[Piece]:
+        """The slices of one checkpoint tensor, cast as vLLM's loader casts.
+
+        ``tensor``: all of it, or with ``shape`` what lies in ``box`` of one of that shape.
+        """
         for item in self._mapping.of(name):
             live = self._mapping.live[item.parameter]
             offset = item.target.storage_offset() - live.storage_offset()
             source = self._twin(item.parameter).as_strided(item.target.size(), item.target.stride(), offset)
-            source.copy_(item.cut(tensor))
+            source.copy_(item.cut(tensor) if shape is None else item.cut_box(shape, box, tensor))
             yield Piece(item, source, self._digest(source.to(self._device)))
 
     def pack(self) -> list[Packed]:
@@ -296,10 +365,6 @@ class Cutter:
 
 def match_layout(manifest: WeightManifest, plan: Plan) -> frozenset[str]:
     """Refuse, before anything is fetched, what vLLM's loader would refuse half-way; returns the names to leave out."""
-    if manifest.base_version != -1:
-        raise RetryableError(
-            f"weight version {manifest.version} is a difference to {manifest.base_version}, not a full snapshot"
-        )
     published = specs(manifest)
     layout = plan.layout
     if layout is None:
@@ -333,44 +398,6 @@ def specs(manifest: WeightManifest) -> Layout:
             raise RetryableError(f"{key.tensor}: dtype {key.dtype!r} is not one of {', '.join(DTYPES)}")
         found[key.tensor] = TensorSpec(tuple(key.global_shape), dtype)
     return found
-
-
-def whole_tensors(
-    manifest: WeightManifest, shards: Iterable[tuple[ShardKey, Bytes]], wanted: frozenset[str] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors as they become whole; those of one shard are views of its data. Raises RetryableError for a gap.
-
-    ``wanted``: the tensors that must come; None: all of the manifest, and at least one.
-    """
-    partial: dict[str, torch.Tensor] = {}
-    covered: dict[str, int] = {}
-    whole: set[str] = set()
-    for key, data in shards:
-        dtype = DTYPES.get(key.dtype)
-        if dtype is None:
-            raise RetryableError(f"{key.tensor}: dtype {key.dtype!r} is not one of {', '.join(DTYPES)}")
-        shape = list(key.global_shape)
-        if key.dim >= 0:
-            shape[key.dim] = key.stop - key.start
-        piece = torch.from_numpy(data).view(dtype).view(shape)
-        if key.dim < 0:
-            whole.add(key.tensor)
-            yield key.tensor, piece
-            continue
-        tensor = partial.get(key.tensor)
-        if tensor is None:
-            tensor = partial[key.tensor] = torch.empty(key.global_shape, dtype=dtype)
-        tensor.narrow(key.dim, key.start, key.stop - key.start).copy_(piece)
-        covered[key.tensor] = covered.get(key.tensor, 0) + piece.numel()
-        if covered[key.tensor] == tensor.numel():
-            whole.add(key.tensor)
-            yield key.tensor, partial.pop(key.tensor)
-    expected = {key.tensor for key in manifest.shards} if wanted is None else wanted
-    missing = sorted((expected | partial.keys()) - whole)
-    if missing or not (whole or wanted is not None):
-        raise RetryableError(
-            f"weight version {manifest.version} is incomplete: {', '.join(missing[:8]) or 'no tensors'}"
-        )
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[Any]:

@@ -247,7 +247,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
                 self.fallback = str(error)
                 _logger.warning("weight updates go through vLLM's layerwise reload: %s", error)
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        return Plan(str(self.model_config.model), self.device, layout, tied, mapping, self.ranks.size == 1)
+        return Plan(str(self.model_config.model), self.device, layout, tied, mapping)
 
     def _apply(self, staged: Staged) -> str:
         """Load; returns what went wrong."""

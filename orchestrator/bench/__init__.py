@@ -21,6 +21,8 @@ _MODULES = {
     "learns": "orchestrator.bench.learns",
     "stream-equality": "orchestrator.bench.stream_equality",
     "merge-control": "orchestrator.bench.merge_control",
+    "delta-bytes": "orchestrator.bench.delta_bytes",
+    "delta-speed": "orchestrator.bench.delta_speed",
 }
 
 

@@ -15,6 +15,7 @@ from orchestrator.config import Config
 from orchestrator.hooks import versions
 from orchestrator.runtime import served
 from orchestrator.tasks.frozenlake import FrozenLakeTask
+from orchestrator.transfer import RelayEndpoint, open_relay
 
 _ARCHITECTURES = ("Qwen3ForCausalLM",)
 
@@ -35,6 +36,7 @@ def check(config: Config, task: Task) -> None:
     _function(config)
     _lengths(config, task)
     _heldout(config)
+    _relay(config)
     _port(config)
     served.check(config, task)
 
@@ -45,8 +47,14 @@ def _heldout(config: Config) -> None:
         raise ConfigError("evaluation.prompts", config.evaluation.prompts, fix)
 
 
+def _relay(config: Config) -> None:
+    if config.relay.kind == "fsspec" and config.relay.master:
+        endpoint = RelayEndpoint(job="preflight", kind="fsspec", master=config.relay.master)
+        open_relay(endpoint).close()
+
+
 def _port(config: Config) -> None:
-    if config.relay.master or not config.relay.port:
+    if config.relay.kind != "mooncake" or config.relay.master or not config.relay.port:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

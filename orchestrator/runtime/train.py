@@ -215,7 +215,9 @@ class _Assembly:
     async def _start_relay(self) -> RelayEndpoint:
         settings = self.config.relay
         address = settings.master
-        if not address:
+        if settings.kind == "fsspec":
+            address = address or f"file://{self.folder.path.absolute() / 'relay'}"
+        elif not address:
             master = MooncakeMaster(port=settings.port, log=self.folder.logs / "mooncake-master.log")
             await master.start()
             self.stack.push_async_callback(master.stop)
@@ -223,11 +225,13 @@ class _Assembly:
             address = master.address
         return RelayEndpoint(
             job=self.folder.path.name,
+            kind=settings.kind,
             master=address,
             metadata=str(self.folder.metadata.resolve()),  # servers have other working directories
             segment_bytes=settings.segment_mb << 20,
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,
+            snapshot_every=settings.snapshot_every,
         )
 
     async def _model(self, trainer: RayTrainer) -> str:

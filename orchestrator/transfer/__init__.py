@@ -1,7 +1,9 @@
-"""Weight transfer: publisher (trainer) -> relay (Mooncake Store) -> subscriber (engine). Full snapshots.
+"""Weight transfer: publisher (trainer) -> relay (Mooncake Store, file system) -> subscriber (engine).
+
+Full snapshots and differences to the version before; many ranks write one version, and every reader takes its part.
 
 What a reader gets is, bit for bit, what one publisher published under that version, or an error: objects are immutable
-and checksummed, every tensor has a digest, and a version exists only once its pointer moved by compare-and-set.
+and checksummed, every shard has a digest, and a version exists only once its pointer moved by compare-and-set.
 
 A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensors are uint8 arrays, never torch.
 
@@ -9,28 +11,50 @@ A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensor
     publisher.rollback(version)                  # once at each start or resume of a run: a new epoch
     publisher.publish(version, tensors)          # (name, shape, dtype, contiguous uint8 array) in any order
 
+    publisher = Publisher(endpoint, ranks=ranks, codec=DeltaCodec())    # one in every rank, each with its own shards
+    plan = publisher.plan(SnapshotPolicy())
+    publisher.publish_shards(version, shards, plan.base)         # (ShardKey, bytes now, bytes in the base or None)
+
     subscriber = Subscriber(endpoint)            # in an engine
     manifest = subscriber.manifest(subscriber.latest_version())
     for shard, data in subscriber.fetch(manifest): ...
+    for region, data in subscriber.fetch_regions(manifest, regions): ...    # only what this rank hosts
+
+    resident = Resident(subscriber, regions, codec)              # or: kept on the host, moved on by differences
+    resident.advance(version)
 """
 
+from orchestrator.transfer.codecs import Codec
+from orchestrator.transfer.compression import DeltaCodec
 from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.errors import CorruptWeightsError, RelayError, VersionTakenError
 from orchestrator.transfer.manifest import StoredManifest
 from orchestrator.transfer.memory import MemoryMetadata, MemoryRelay
 from orchestrator.transfer.mooncake import MooncakeRelay
-from orchestrator.transfer.publisher import Publisher
+from orchestrator.transfer.publisher import Plan, Publisher, Shard
+from orchestrator.transfer.ranks import Ranks
+from orchestrator.transfer.resident import Resident
+from orchestrator.transfer.retention import SnapshotPolicy
+from orchestrator.transfer.routing import Region
 from orchestrator.transfer.sqlite import SqliteMetadata
 from orchestrator.transfer.subscriber import Subscriber
 
 __all__ = [
+    "Codec",
     "CorruptWeightsError",
+    "DeltaCodec",
     "MemoryMetadata",
     "MemoryRelay",
     "MooncakeRelay",
+    "Plan",
     "Publisher",
+    "Ranks",
+    "Region",
     "RelayEndpoint",
     "RelayError",
+    "Resident",
+    "Shard",
+    "SnapshotPolicy",
     "SqliteMetadata",
     "StoredManifest",
     "Subscriber",

@@ -11,7 +11,9 @@ through an array whose owner is not an array), so a weak reference to it dies wi
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -34,6 +36,17 @@ class Registering(Protocol):
         """Before it is freed."""
 
 
+@runtime_checkable
+class Ranging(Protocol):
+    """A relay that can read parts of an object."""
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
+        """Fill ``buffer`` with (offset in the object, length, offset in the buffer); returns the bytes written.
+
+        Raises RetryableError when missing or failed.
+        """
+
+
 class _Buffer:
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, size)
@@ -44,20 +57,22 @@ class _Buffer:
 
 
 class BufferPool:
-    """Buffers of one publisher or subscriber. Not for use by several threads."""
+    """Buffers of one publisher or subscriber. The last view of one may die in any thread."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._buffers: list[_Buffer] = []
         self._closed = False
+        self._lock = threading.RLock()  # re-entrant: a garbage collection inside may end a view
 
     def acquire(self, size: int) -> Bytes:
         """An array of at least ``size`` bytes with undefined content, free again when its last view is gone."""
-        fitting = [buffer for buffer in self._buffers if buffer.idle() and len(buffer.memory) >= size]
-        buffer = min(fitting, key=lambda item: len(item.memory)) if fitting else self._new(size)
-        array: Bytes = np.frombuffer(buffer.memory, dtype=np.uint8)
-        buffer.lease = weakref.ref(array, lambda _: self._trim())
-        return array
+        with self._lock:
+            fitting = [buffer for buffer in self._buffers if buffer.idle() and len(buffer.memory) >= size]
+            buffer = min(fitting, key=lambda item: len(item.memory)) if fitting else self._new(size)
+            array: Bytes = np.frombuffer(buffer.memory, dtype=np.uint8)
+            buffer.lease = weakref.ref(array, lambda _: self._trim())
+            return array
 
     @property
     def bytes(self) -> int:
@@ -66,10 +81,11 @@ class BufferPool:
 
     def close(self) -> None:
         """Forget all buffers; those with living views are freed when these die."""
-        self._closed = True
-        for buffer in self._buffers:
-            self._unregister(buffer)
-        self._buffers.clear()
+        with self._lock:
+            self._closed = True
+            for buffer in self._buffers:
+                self._unregister(buffer)
+            self._buffers.clear()
 
     def _new(self, size: int) -> _Buffer:
         buffer = _Buffer(max(1, -(-size // GRANULE)) * GRANULE)
@@ -79,12 +95,13 @@ class BufferPool:
         return buffer
 
     def _trim(self) -> None:
-        if self._closed:
-            return
-        idle = [buffer for buffer in self._buffers if buffer.idle()]
-        for buffer in idle[: max(0, len(idle) - IDLE_BUFFERS)]:
-            self._unregister(buffer)
-            self._buffers.remove(buffer)
+        with self._lock:
+            if self._closed:
+                return
+            idle = [buffer for buffer in self._buffers if buffer.idle()]
+            for buffer in idle[: max(0, len(idle) - IDLE_BUFFERS)]:
+                self._unregister(buffer)
+                self._buffers.remove(buffer)
 
     def _unregister(self, buffer: _Buffer) -> None:
         if isinstance(self._relay, Registering):

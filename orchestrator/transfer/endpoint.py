@@ -17,6 +17,7 @@ from orchestrator.transfer.memory import MemoryMetadata, MemoryRelay
 MIB = 1 << 20
 SMALLEST_BUCKET_BYTES = 1024
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")  # goes into object keys, whose separator is "/"
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _MASTER = re.compile(r"[^\s:/]+:\d{1,5}")
 
 
@@ -24,10 +25,12 @@ _MASTER = re.compile(r"[^\s:/]+:\d{1,5}")
 class RelayEndpoint:
     """How to reach the relay of one job.
 
-    ``kind`` "mooncake": ``master`` is "host:port" of its mooncake_master. ``kind`` "memory": ``master`` is any name; all
+    ``kind`` "mooncake": ``master`` is "host:port" of its mooncake_master. ``kind`` "fsspec": it is the URL of a folder or
+    prefix (file:///mnt/shared/relay, s3://bucket/relay) that all processes reach. ``kind`` "memory": it is any name; all
     endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, or
     "memory" (same rule). ``host`` is the address this process is reached at. ``segment_bytes`` is what a publisher lends
-    to the store: room for ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing.
+    to the store, each of its ranks: room for ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers
+    lend nothing. ``snapshot_every``: versions travel as differences, with a full snapshot after so many; 0: always whole.
     """
 
     job: str
@@ -39,20 +42,23 @@ class RelayEndpoint:
     segment_bytes: int = 256 * MIB
     bucket_bytes: int = 64 * MIB
     keep_versions: int = 2
+    snapshot_every: int = 0
 
     def __post_init__(self) -> None:
         for name in ("job", "kind", "master", "metadata", "protocol", "host"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"relay.{name}", getattr(self, name), "must be a string")
-        for name in ("segment_bytes", "bucket_bytes", "keep_versions"):
+        for name in ("segment_bytes", "bucket_bytes", "keep_versions", "snapshot_every"):
             if type(getattr(self, name)) is not int:
                 raise ConfigError(f"relay.{name}", getattr(self, name), "must be an integer")
         if not _JOB.fullmatch(self.job):
             raise ConfigError("relay.job", self.job, "use 1 to 128 of A-Z a-z 0-9 . _ -")
-        if self.kind not in ("mooncake", "memory"):
-            raise ConfigError("relay.kind", self.kind, "must be 'mooncake' or 'memory'")
+        if self.kind not in ("mooncake", "fsspec", "memory"):
+            raise ConfigError("relay.kind", self.kind, "must be 'mooncake', 'fsspec' or 'memory'")
         if self.kind == "mooncake" and not _MASTER.fullmatch(self.master):
             raise ConfigError("relay.master", self.master, "write it as host:port of the mooncake_master")
+        if self.kind == "fsspec" and not _URL.fullmatch(self.master):
+            raise ConfigError("relay.master", self.master, "write it as a URL, for instance file:///mnt/shared/relay")
         if not self.metadata:
             raise ConfigError("relay.metadata", self.metadata, "give the path of a SQLite file, or 'memory'")
         if self.segment_bytes < 0:
@@ -61,6 +67,8 @@ class RelayEndpoint:
             raise ConfigError("relay.bucket_bytes", self.bucket_bytes, f"must be at least {SMALLEST_BUCKET_BYTES}")
         if self.keep_versions < 1:
             raise ConfigError("relay.keep_versions", self.keep_versions, "must be at least 1")
+        if self.snapshot_every < 0:
+            raise ConfigError("relay.snapshot_every", self.snapshot_every, "must be 0 (no differences) or more")
 
     def to_dict(self) -> dict[str, str | int]:
         """A plain dictionary; ``from_dict`` gives the same endpoint back."""
@@ -81,10 +89,14 @@ class RelayEndpoint:
 def open_relay(endpoint: RelayEndpoint, *, segment_bytes: int = 0) -> Relay:
     """Connect to the relay, lending it ``segment_bytes`` of this process's memory (0: pure client).
 
-    Raises ConfigError when Mooncake cannot be loaded, RelayError when the master does not answer.
+    Raises ConfigError when Mooncake or fsspec cannot be loaded, RelayError when the master does not answer.
     """
     if endpoint.kind == "memory":
         return MemoryRelay.shared(endpoint.master)
+    if endpoint.kind == "fsspec":
+        from orchestrator.transfer.filesystem import FsspecRelay
+
+        return FsspecRelay(endpoint.master)
     from orchestrator.transfer.mooncake import MooncakeRelay  # lazily: only who uses it needs a Mooncake variant
 
     return MooncakeRelay(endpoint.master, host=endpoint.host, protocol=endpoint.protocol, segment_bytes=segment_bytes)

@@ -1,32 +1,41 @@
-"""The manifest of a version: every tensor, where it is, and its digest. Checksummed, strictly decoded.
+"""The manifest of a version: every shard of every tensor, where it is, and its digest. Checksummed, strictly decoded.
 
     0  magic "RLCMAN01"      8  xxh3-64 of the rest, u64 little-endian      16  msgpack
 
 The head record in the metadata store holds its size and checksum, the manifest holds size of every bucket and digest of
-every tensor: one chain, so no single object can be exchanged unnoticed. Decoding checks every count, length and offset
-against limits before it is used; a decoded manifest is consistent in itself.
+every shard: one chain, so no single object can be exchanged unnoticed. Decoding checks every count, length and offset
+against limits before it is used; a decoded manifest is consistent in itself, and its shards are every tensor exactly once
+(:func:`orchestrator.transfer.routing.check_tiling`).
+
+A **difference** names its base version and the ``content`` of that base, so a chain can only be applied to what it was made
+from. ``content`` is a checksum over names, shapes and digests of all shards: equal for a snapshot and for a chain that
+ends in the same weights, cut alike.
+
+Several ranks write one version: each makes a :class:`Share`, one of them merges these (:func:`merge`).
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import msgpack
-import numpy as np
 import xxhash
 
 from orchestrator.api import ShardKey, WeightManifest
+from orchestrator.transfer.codecs import RAW
 from orchestrator.transfer.errors import CorruptWeightsError
+from orchestrator.transfer.head import FULL, kind_of
+from orchestrator.transfer.routing import box_of, check_tiling, elements, extent, label
 from orchestrator.transfer.wire import BODY_START, BucketName
 
 MAGIC = b"RLCMAN01"
-FORMAT = 1
-KIND = "full"
-ENCODING = "raw"
-MAX_MANIFEST_BYTES = 1 << 30  # about five million tensors
+FORMAT = 2
+MAX_MANIFEST_BYTES = 1 << 30  # about five million shards
 MAX_DIMENSIONS = 16
 MAX_BYTES = 1 << 50
 # Bytes per element of the dtypes that are known; others are only checked to be whole elements.
@@ -34,42 +43,72 @@ DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
+_MAX_U64 = (1 << 64) - 1
 _PREFIX = struct.Struct("<8sQ")
+_ENCODING = re.compile(r"[a-z0-9._-]{1,32}")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where one shard lies in the body of its bucket, and the xxh3-64 of its bytes."""
+    """Where one shard lies in the body of its bucket, encoded.
+
+    ``digest``: xxh3-64 of the shard's own bytes, as they are once it is decoded (and applied to its base); ``stored``: of
+    its bytes in the bucket, the same thing where it travels raw.
+    """
 
     offset: int
     length: int
     digest: int
+    stored: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredManifest(WeightManifest):
-    """A :class:`~orchestrator.api.WeightManifest` with what is needed to fetch it. ``pieces`` is parallel to ``shards``."""
+    """A :class:`~orchestrator.api.WeightManifest` with what is needed to fetch it. ``pieces`` is parallel to ``shards``.
+
+    ``bytes`` counts payload as it travels, encoded.
+    """
 
     job: str
     epoch: int
     attempt: int
-    buckets: tuple[int, ...]  # size of each bucket object
+    buckets: tuple[int, ...]  # size of each bucket object; 0: there is none of that number
     pieces: tuple[Piece, ...]
+    base_content: int = 0  # what the base must be, 0 of a full snapshot
 
     def bucket_name(self, bucket: int) -> BucketName:
         """What the bucket must say it is."""
-        return BucketName(self.job, self.epoch, self.version, KIND, self.attempt, bucket)
+        return BucketName(self.job, self.epoch, self.version, kind_of(self.base_version), self.attempt, bucket)
+
+    def content(self) -> int:
+        """Of the weights that this version ends in."""
+        return content_of(self.shards, self.pieces)
+
+
+@dataclass(slots=True)
+class Share:
+    """What one rank wrote of a version."""
+
+    buckets: dict[int, int] = field(default_factory=dict)  # number -> size
+    shards: list[ShardKey] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Payload."""
+        return sum(piece.length for piece in self.pieces)
+
+
+def content_of(shards: Iterable[ShardKey], pieces: Iterable[Piece]) -> int:
+    """A checksum of names, slices, shapes, dtypes and digests, whatever the order and the encoding."""
+    rows = sorted(
+        (label(key), list(key.global_shape), key.dtype, piece.digest) for key, piece in zip(shards, pieces, strict=True)
+    )
+    return int(xxhash.xxh3_64_intdigest(msgpack.packb(rows)))
 
 
 def encode_manifest(manifest: StoredManifest) -> bytes:
     """The object that is stored. ``checksum`` of the input is ignored: it is that of the result."""
-    shards = [
-        [
-            *(key.tensor, key.dim, key.start, key.stop, key.global_shape, key.dtype, key.encoding, key.bucket),
-            *(piece.offset, piece.length, piece.digest),
-        ]
-        for key, piece in zip(manifest.shards, manifest.pieces, strict=True)
-    ]
     payload: bytes = msgpack.packb(
         {
             "format": FORMAT,
@@ -77,11 +116,12 @@ def encode_manifest(manifest: StoredManifest) -> bytes:
             "epoch": manifest.epoch,
             "version": manifest.version,
             "attempt": manifest.attempt,
-            "kind": KIND,
+            "kind": kind_of(manifest.base_version),
             "base": manifest.base_version,
+            "base_content": manifest.base_content,
             "bytes": manifest.bytes,
             "buckets": list(manifest.buckets),
-            "shards": shards,
+            "shards": _rows(manifest.shards, manifest.pieces),
         }
     )
     return _PREFIX.pack(MAGIC, xxhash.xxh3_64_intdigest(payload)) + payload
@@ -93,9 +133,20 @@ def manifest_checksum(encoded: bytes) -> int:
 
 
 def decode_manifest(
-    encoded: memoryview, checksum: int, job: str, epoch: int, version: int, attempt: int
+    encoded: memoryview,
+    checksum: int,
+    job: str,
+    epoch: int,
+    version: int,
+    attempt: int,
+    base: int = FULL,
+    *,
+    only_raw: bool = True,
 ) -> StoredManifest:
-    """Check and decode; ``checksum`` is the one that the head record holds. Raises CorruptWeightsError."""
+    """Check and decode; ``checksum`` is the one that the head record holds. Raises CorruptWeightsError.
+
+    ``only_raw``: the reader has no codec, so that any other encoding is refused.
+    """
     if encoded.nbytes < _PREFIX.size:
         _bad(f"{encoded.nbytes} B are less than the prefix")
     magic, announced = _PREFIX.unpack_from(encoded)
@@ -103,19 +154,56 @@ def decode_manifest(
     found = int(xxhash.xxh3_64_intdigest(payload))
     if magic != MAGIC or announced != found or found != checksum:
         _bad(f"magic {magic!r}, xxh3-64 {found:016x}, announced {announced:016x}, published {checksum:016x}")
+    wanted = (FORMAT, job, epoch, version, attempt, kind_of(base), base)
     try:
         data: dict[str, Any] = msgpack.unpackb(payload)
         head = tuple(data[name] for name in ("format", "job", "epoch", "version", "attempt", "kind", "base"))
-        if head != (FORMAT, job, epoch, version, attempt, KIND, -1):
-            _bad(f"this is {head}, wanted {(FORMAT, job, epoch, version, attempt, KIND, -1)}")
-        buckets = tuple(_integer(size, BODY_START, MAX_BYTES) for size in data["buckets"])
-        shards, pieces = _decode_shards(data["shards"], buckets)
+        if head != wanted:
+            _bad(f"this is {head}, wanted {wanted}")
+        base_content = _integer(data["base_content"], 0, 0 if base == FULL else _MAX_U64)
+        buckets = tuple(_integer(size, 0, MAX_BYTES) for size in data["buckets"])
+        shards, pieces = _decode_shards(data["shards"], dict(enumerate(buckets)), only_raw)
         total = _integer(data["bytes"], 0, MAX_BYTES)
+        check_tiling(shards)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptWeightsError("manifest", f"cannot be read: {error!r}") from error
+    except CorruptWeightsError as error:
+        _bad(error.detail)
     if total != sum(piece.length for piece in pieces):
-        _bad(f"{total} B announced, the tensors have {sum(piece.length for piece in pieces)} B")
-    return StoredManifest(version, -1, shards, total, f"{found:016x}", job, epoch, attempt, buckets, pieces)
+        _bad(f"{total} B announced, the shards have {sum(piece.length for piece in pieces)} B")
+    return StoredManifest(
+        version, base, shards, total, f"{found:016x}", job, epoch, attempt, buckets, pieces, base_content
+    )
+
+
+def encode_share(share: Share) -> bytes:
+    """For the way from the rank that wrote it to the one that merges."""
+    packed: bytes = msgpack.packb(
+        {"buckets": [list(item) for item in share.buckets.items()], "shards": _rows(share.shards, share.pieces)}
+    )
+    return packed
+
+
+def merge(shares: Sequence[bytes]) -> Share:
+    """The shares of all ranks, in their order, as one. Raises CorruptWeightsError "manifest", and "layout" where tensors
+    are not covered exactly once."""
+    merged = Share()
+    for rank, encoded in enumerate(shares):
+        try:
+            data: dict[str, Any] = msgpack.unpackb(encoded)
+            rows = [(_integer(number, 0, MAX_BYTES), _integer(size, 0, MAX_BYTES)) for number, size in data["buckets"]]
+            buckets = dict(rows)
+            shards, pieces = _decode_shards(data["shards"], buckets, only_raw=False)
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            raise CorruptWeightsError("manifest", f"the share of rank {rank} cannot be read: {error!r}") from error
+        foreign = [number for number in buckets if number % len(shares) != rank]
+        if foreign or len(buckets) != len(rows):
+            _bad(f"the share of rank {rank} has buckets of others, or the same twice: {sorted(foreign)[:8]}")
+        merged.buckets |= buckets
+        merged.shards += shards
+        merged.pieces += pieces
+    check_tiling(merged.shards)
+    return merged
 
 
 def check_tensor(tensor: str, shape: tuple[int, ...], dtype: str, length: int) -> None:
@@ -131,24 +219,60 @@ def check_tensor(tensor: str, shape: tuple[int, ...], dtype: str, length: int) -
         raise ValueError(f"tensor {tensor}: {length} B are not {shape} of {dtype}")
 
 
-def _decode_shards(rows: list[Any], buckets: tuple[int, ...]) -> tuple[tuple[ShardKey, ...], tuple[Piece, ...]]:
+def shard_bytes(key: ShardKey) -> int:
+    """What a shard has, decoded. Raises CorruptWeightsError "layout" for a dtype whose size is not known."""
+    if key.dtype not in DTYPE_BYTES:
+        raise CorruptWeightsError("layout", f"tensor {key.tensor}: no size is known for dtype {key.dtype}")
+    return elements(box_of(key)) * DTYPE_BYTES[key.dtype]
+
+
+def check_shard(key: ShardKey, length: int) -> None:
+    """Raise ValueError unless ``length`` bytes can be this shard, decoded. Its slice is checked with the others'."""
+    if key.dim >= len(key.global_shape):
+        raise ValueError(f"tensor {key.tensor}: {key.global_shape} has no dimension {key.dim}")
+    check_tensor(key.tensor, extent(box_of(key)), key.dtype, length)
+
+
+def _rows(shards: Iterable[ShardKey], pieces: Iterable[Piece]) -> list[list[Any]]:
+    return [
+        [
+            *(key.tensor, key.dim, key.start, key.stop, key.global_shape, key.dtype, key.encoding, key.bucket),
+            *(piece.offset, piece.length, piece.digest, piece.stored),
+        ]
+        for key, piece in zip(shards, pieces, strict=True)
+    ]
+
+
+def _decode_shards(
+    rows: list[Any], buckets: dict[int, int], only_raw: bool
+) -> tuple[tuple[ShardKey, ...], tuple[Piece, ...]]:
     shards: list[ShardKey] = []
     pieces: list[Piece] = []
-    ends = np.zeros(len(buckets), dtype=np.int64)
-    names: set[str] = set()
-    for tensor, dim, start, stop, shape, dtype, encoding, bucket, offset, length, checksum in rows:
-        if not (isinstance(tensor, str) and isinstance(dtype, str)) or tensor in names:
-            raise ValueError(f"tensor {tensor!r:.100} of dtype {dtype!r:.100}: bad or twice")
-        names.add(tensor)
-        if (dim, start, stop, encoding) != (-1, 0, 0, ENCODING):
-            raise ValueError(f"tensor {tensor}: dim {dim}, {start}:{stop}, encoding {encoding!r} cannot be read yet")
-        check_tensor(tensor, tuple(shape), dtype, _integer(length, 0, MAX_BYTES))
-        _integer(bucket, 0, len(buckets) - 1)
+    ends = dict.fromkeys(buckets, 0)
+    for tensor, dim, start, stop, shape, dtype, encoding, bucket, offset, length, checksum, stored in rows:
+        if not all(isinstance(text, str) for text in (tensor, dtype, encoding)):
+            raise ValueError(f"tensor {tensor!r:.100} of dtype {dtype!r:.100}, encoding {encoding!r:.100}")
+        if not _ENCODING.fullmatch(encoding) or (only_raw and encoding != RAW):
+            raise ValueError(f"tensor {tensor:.100}: encoding {encoding:.100} cannot be read")
+        for bound in (start, stop, *shape):
+            _integer(bound, 0, MAX_BYTES)
+        key = ShardKey(
+            tensor, _integer(dim, -1, MAX_DIMENSIONS - 1), start, stop, tuple(shape), dtype, encoding, bucket
+        )
+        _integer(length, 0, MAX_BYTES)
+        if encoding == RAW:
+            check_shard(key, length)
+            if stored != checksum:
+                raise ValueError(f"tensor {tensor}: raw, with two digests")
+        else:
+            check_shard(key, shard_bytes(key))
+        if bucket not in buckets or type(bucket) is not int:
+            raise ValueError(f"tensor {tensor}: there is no bucket {bucket!r:.100}")
         # In order and disjoint within a bucket, and inside it: what the bucket's own directory must repeat.
-        _integer(offset, int(ends[bucket]), buckets[bucket] - BODY_START - length)
+        _integer(offset, ends[bucket], buckets[bucket] - BODY_START - length)
         ends[bucket] = offset + length
-        shards.append(ShardKey(tensor, -1, 0, 0, tuple(shape), dtype, encoding, bucket))
-        pieces.append(Piece(offset, length, _integer(checksum, 0, (1 << 64) - 1)))
+        shards.append(key)
+        pieces.append(Piece(offset, length, _integer(checksum, 0, _MAX_U64), _integer(stored, 0, _MAX_U64)))
     return tuple(shards), tuple(pieces)
 
 

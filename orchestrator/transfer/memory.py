@@ -7,6 +7,7 @@ time, the twin is told: :meth:`MemoryRelay.lease` and :meth:`MemoryRelay.release
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
@@ -64,6 +65,21 @@ class MemoryRelay:
             raise RelayError("buffer", f"{key} has {len(value)} B, the buffer {buffer.nbytes} B")
         buffer.cast("B")[: len(value)] = value
         return len(value)
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
+        """See :class:`orchestrator.transfer.buffers.Ranging`."""
+        value = self._open().data.get(key)
+        if value is None:
+            raise RelayError("missing", f"no object {key}")
+        target, written = buffer.cast("B"), 0
+        for offset, length, place in ranges:
+            if offset + length > len(value) or place + length > target.nbytes:
+                raise RelayError(
+                    "buffer", f"{key} has {len(value)} B, the buffer {target.nbytes} B: {offset}, {length}"
+                )
+            target[place : place + length] = value[offset : offset + length]
+            written += length
+        return written
 
     def size(self, key: str) -> int:
         value = self._open().data.get(key)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -67,7 +68,7 @@ def missing_library(message: str) -> ConfigError:
 
 
 class MooncakeRelay:
-    """Implements :class:`orchestrator.api.Relay`. One caller at a time."""
+    """Implements :class:`orchestrator.api.Relay`. One thread may transfer while another registers memory."""
 
     def __init__(
         self, master: str, *, host: str = "127.0.0.1", protocol: str = "tcp", segment_bytes: int = 0, devices: str = ""
@@ -108,6 +109,18 @@ class MooncakeRelay:
         if read < 0:
             raise _error(key, read, size)
         return read
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
+        """See :class:`orchestrator.transfer.buffers.Ranging`."""
+        store = self._open()
+        address, _ = _span(buffer)
+        sources, lengths, targets = ([item[at] for item in ranges] for at in range(3))
+        with _Registration(self, buffer):
+            found = store.get_into_ranges([address], [[key]], [[targets]], [[sources]], [[lengths]])[0][0]
+        failed = [code for code in found if code < 0]
+        if failed:
+            raise _error(key, failed[0], sum(lengths))
+        return int(sum(found))
 
     def size(self, key: str) -> int:
         found = int(self._open().get_size(key))
@@ -151,7 +164,8 @@ class MooncakeRelay:
 
     def covers(self, address: int, size: int) -> bool:
         """Whether this memory is registered."""
-        return any(start <= address and address + size <= start + length for start, length in self._registered.items())
+        known = list(self._registered.items())  # a copy: another thread may register
+        return any(start <= address and address + size <= start + length for start, length in known)
 
     def _open(self) -> Any:
         if self._store is None:

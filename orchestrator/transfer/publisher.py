@@ -1,45 +1,74 @@
-"""The publisher: turns a stream of tensors into one version on the relay. Lives in the trainer.
+"""The publisher: turns a stream of tensors, or of every rank's shards, into one version on the relay. Lives in the trainer.
 
 Guarantees: a version is visible to subscribers completely or not at all, because its pointer moves (one compare-and-set)
-only after every bucket and the manifest were written and read back by size. What was published is never written again:
-every attempt has keys of its own. Of two publishers of one version exactly one wins, the other gets
-:class:`VersionTakenError`. A run that resumes calls :meth:`Publisher.rollback`, which opens a new epoch: versions of the
-abandoned history vanish at once for readers, and the publisher that wrote them cannot publish any more.
+only after every bucket of every rank and the manifest were written and read back by size, and the ranks' shards were found
+to be every tensor exactly once. What was published is never written again: every attempt has keys of its own. Of two
+publishers of one version exactly one wins, the other gets :class:`VersionTakenError`. A run that resumes calls
+:meth:`Publisher.rollback`, which opens a new epoch: versions of the abandoned history vanish at once for readers, and the
+publisher that wrote them cannot publish any more.
 
-Garbage (versions beyond the last ``keep_versions``, abandoned epochs, failed attempts) is removed at the start of the
-next publication and by :meth:`Publisher.collect`: never by force, never under a reader, retried while leased. Nothing
-that can fail runs between the moved pointer and the return, so an error always means "not published".
+Garbage (what :func:`orchestrator.transfer.retention.retained` does not keep, abandoned epochs, failed attempts, those of
+ranks that died included) is removed at the start of the next publication and by :meth:`Publisher.collect`: never by force,
+never under a reader, retried while leased. Alone, nothing that can fail runs between the moved pointer and the return, so
+an error always means "not published". Of several ranks one may die there: the others then raise, the version exists, and
+who publishes it again is told so.
+
+Control messages of a version: two compare-and-sets and one manifest by rank 0, one more compare-and-set for every 64
+buckets of a rank, one gather and two broadcasts. How many tensors there are does not matter.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.api import ConfigError, MetadataStore, PublishResult, Relay, RunError, ShardKey
 from orchestrator.transfer import head as heads
+from orchestrator.transfer import ranks as crossing
 from orchestrator.transfer.buffers import BufferPool
+from orchestrator.transfer.codecs import RAW, Codec
 from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.errors import RelayError, VersionTakenError
-from orchestrator.transfer.head import Attempt, Head, Published
+from orchestrator.transfer.head import FULL, Attempt, Head, Published
+from orchestrator.transfer.leases import LeaseWatch
 from orchestrator.transfer.manifest import (
-    ENCODING,
-    KIND,
-    Piece,
+    Share,
     StoredManifest,
-    check_tensor,
+    content_of,
     encode_manifest,
+    encode_share,
     manifest_checksum,
+    merge,
 )
-from orchestrator.transfer.wire import BucketName, BucketWriter, Bytes, digest, room_for
+from orchestrator.transfer.ranks import Alone, Ranks
+from orchestrator.transfer.retention import SnapshotPolicy, retained
+from orchestrator.transfer.routing import label
+from orchestrator.transfer.wire import Bytes
+from orchestrator.transfer.writing import ShardWriter, store
 
 Tensor = tuple[str, tuple[int, ...], str, Bytes]  # name, shape, dtype, contiguous uint8 bytes
+Shard = tuple[ShardKey, Bytes, Bytes | None]  # where it belongs, its bytes, its bytes in the base version (if known)
 CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
+Cuts = dict[str, tuple[tuple[int, ...], str]]  # label -> shape and dtype: how a version is cut into shards
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to publish next. ``base``: the version to publish a difference to, or FULL: no difference. ``snapshot``:
+    publish a full snapshot, beside the difference if there is one."""
+
+    base: int
+    snapshot: bool
 
 
 class Publisher:
-    """One writer of one job. Closes only what it opened itself."""
+    """The writers of one job: alone, or one of several ``ranks`` that make the same calls in the same order.
+
+    ``codec``: how shards are encoded; None: as their own bytes. ``timer`` measures leases (monotonic seconds). Closes only
+    what it opened itself.
+    """
 
     def __init__(
         self,
@@ -47,6 +76,10 @@ class Publisher:
         relay: Relay | None = None,
         metadata: MetadataStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        ranks: Ranks | None = None,
+        codec: Codec | None = None,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoint = endpoint
         self._own_metadata = metadata is None
@@ -55,8 +88,12 @@ class Publisher:
         self._relay = relay if relay is not None else open_relay(endpoint, segment_bytes=endpoint.segment_bytes)
         self._pool = BufferPool(self._relay)
         self._clock = clock
+        self._ranks: Ranks = ranks if ranks is not None else Alone()
+        self._codec = codec
+        self._leases = LeaseWatch(self._metadata, endpoint.job, timer)
         self._epoch: int | None = None
         self._last: Attempt | None = None  # what this publisher committed last
+        self._cuts: Cuts = {}  # of ``_last``; on rank 0
         self._failed: list[Attempt] = []  # attempts of ours that ended in an error
 
     @property
@@ -67,13 +104,17 @@ class Publisher:
         return self._epoch
 
     def rollback(self, version: int) -> int:
-        """Open a new epoch whose first version is ``version`` or later; returns the epoch.
+        """Open a new epoch whose first version is ``version`` or later; returns the epoch. Called by every rank.
 
         Called once when a run starts or resumes, with the version that was restored. Until the next ``publish``
         subscribers see no version (-1). Any other publisher of the job is locked out from now on.
         """
-        self._last = None
-        self._epoch = self._update(lambda head: heads.open_epoch(head, version)).epoch
+
+        def first() -> int:
+            self._last, self._cuts = None, {}
+            return self._update(lambda head: heads.open_epoch(head, version)).epoch
+
+        self._epoch = int(self._first(first))
         return self._epoch
 
     def reset(self) -> int:
@@ -81,34 +122,61 @@ class Publisher:
         return self.rollback(0)
 
     def publish(self, version: int, tensors: Iterable[Tensor]) -> PublishResult:
-        """Publish a full snapshot. Each array is copied when it is taken from the iterable and may be reused after.
+        """Publish a full snapshot of whole tensors. Each array may be reused when the next one is taken.
+
+        Several ranks: each gives tensors of its own. Raises as :meth:`publish_shards`.
+        """
+        shards = ((ShardKey(name, -1, 0, 0, tuple(shape), dtype, RAW, 0), data) for name, shape, dtype, data in tensors)
+        return self.publish_shards(version, ((key, data, None) for key, data in shards))
+
+    def publish_shards(self, version: int, shards: Iterable[Shard], base: int = FULL) -> PublishResult:
+        """Publish this rank's shards; over all ranks they are every tensor exactly once. Called by every rank.
+
+        ``base``: the version, published last by this publisher and cut alike, that it is a difference to; FULL: a full
+        snapshot, which may follow a difference of the same version. The result counts the bytes of all ranks.
 
         Raises VersionTakenError (lost, do not retry), RelayError (retryable; nothing was published; ``relay_full`` is
-        back-pressure: subscribers still read old versions or the segment is too small), RunError (bad tensors).
+        back-pressure: subscribers still read old versions or the segment is too small), RunError (bad tensors). An error
+        of one rank is raised on all.
         """
         started = self._clock()
-        self._reopen_after_loss(version)
-        written = _Writing(self, self._begin(version))
+        attempt = Attempt(*self._first(lambda: _flat(self._begin(version, base))))
+        writer = ShardWriter(
+            self._relay,
+            self._pool,
+            self._endpoint.job,
+            attempt,
+            self._reserve,
+            bucket_bytes=self._endpoint.bucket_bytes,
+            codec=self._codec,
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+        )
+        failure: BaseException | None = None
         try:
-            self.collect()
-            for tensor, shape, dtype, data in tensors:
-                written.add(tensor, tuple(shape), dtype, data)
-            done, size, buckets = written.finish()
-            self._update(lambda head: heads.commit(head, done, self._endpoint.keep_versions))
-        except VersionTakenError:
-            # Whoever won may have collected this attempt already and not see what was written since: hand it in again.
-            self._update(lambda head: heads.discard(head, written.attempt))
-            raise
-        except BaseException:
-            self._failed.append(written.attempt)  # recorded as pending; becomes garbage before the next attempt
-            raise
-        self._last = done.attempt
+            for key, new, old in shards:
+                writer.add(key, new, None if base == FULL else old)
+            message = crossing.pack_answer(encode_share(writer.finish()))
+        except BaseException as error:  # noqa: BLE001  raised below, once the other ranks know
+            writer.abandon()
+            failure, message = error, crossing.pack_error(error)
+        conclude = self._lead if self._ranks.rank == 0 else self._follow
+        size, buckets = conclude(attempt, message, failure)
         return PublishResult(version, size, buckets, self._clock() - started)
 
+    def plan(self, policy: SnapshotPolicy) -> Plan:
+        """What to publish next; the same on all ranks, each of which calls it."""
+        base, snapshot = self._first(lambda: self._plan(policy))
+        return Plan(base, snapshot)
+
     def collect(self) -> int:
-        """Remove garbage that no reader leases; returns how many publications are still waiting to be removed."""
+        """Remove garbage that no reader leases; returns how many publications are still waiting to be removed.
+
+        What only subscribers needed that are gone now is garbage, too.
+        """
         failed = tuple(self._failed)
-        head = self._update(lambda head: _discard_all(head, failed))
+        retain = self._retain(self._head().epoch)
+        head = self._update(lambda head: heads.trim(_discard_all(head, failed), retain))
         del self._failed[: len(failed)]
         removed = tuple(item for item in head.garbage if self._remove(item))
         return len(self._update(lambda head: heads.drop_garbage(head, removed)).garbage)
@@ -121,33 +189,146 @@ class Publisher:
         if self._own_metadata:
             self._metadata.close()
 
-    def _begin(self, version: int) -> Attempt:
+    # -- what rank 0 does for all ----------------------------------------------------------------------------------------
+
+    def _first(self, action: Callable[[], Any]) -> Any:
+        """The answer of rank 0, on every rank; its error, on every rank."""
+        if self._ranks.rank:
+            return crossing.unpack(self._ranks.broadcast(b""), "rank 0")
+        try:
+            answer = action()
+        except Exception as error:
+            self._ranks.broadcast(crossing.pack_error(error))
+            raise
+        return crossing.unpack(self._ranks.broadcast(crossing.pack_answer(answer)), "rank 0")
+
+    def _begin(self, version: int, base: int) -> Attempt:
         if type(version) is not int or version < 0:
             raise ConfigError("version", version, "must be an integer of 0 or more")
+        self._reopen_after_loss(version, base)
+        if base != FULL and (self._last is None or self._last.version != base):
+            raise RunError(f"version {version}: its base {base} is not what this publisher published last")
         epoch = self.epoch
         begun: list[Attempt] = []
 
         def transition(head: Head) -> Head:
-            head, attempt = heads.begin(head, epoch, version)
+            head, attempt = heads.begin(head, epoch, version, base, self._ranks.size)
             begun.append(attempt)
             return head
 
         self._update(transition)
+        try:
+            self.collect()  # before any rank needs the room
+        except BaseException as error:
+            self._give_up(begun[-1], error)
+            raise
         return begun[-1]
 
-    def _reopen_after_loss(self, version: int) -> None:
+    def _reserve(self, before: Attempt, bucket: int) -> Attempt:
+        got: list[Attempt] = []
+
+        def transition(head: Head) -> Head:
+            head, attempt = heads.reserve(head, before, bucket, self._ranks.size)
+            got.append(attempt)
+            return head
+
+        self._update(transition)
+        return got[-1]
+
+    def _plan(self, policy: SnapshotPolicy) -> tuple[int, bool]:
+        last, head = self._last, self._head()
+        if last is None or last.epoch != head.epoch or head.version != last.version or self._lost(last):
+            return FULL, True
+        snapshot = policy.due(head.published, last.version)
+        return (FULL if policy.every == 0 else last.version), snapshot
+
+    def _follow(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int]:
+        self._ranks.gather(message)
+        answer = self._ranks.broadcast(b"")
+        if failure is not None:
+            raise failure
+        size, buckets = crossing.unpack(answer, "rank 0")
+        self._last = attempt
+        return size, buckets
+
+    def _lead(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int]:
+        """Merge what the ranks wrote, move the pointer, tell everybody: (payload bytes, buckets)."""
+        try:
+            messages = self._ranks.gather(message)
+        except BaseException as error:  # a rank died: there is nobody to tell
+            self._give_up(attempt, error)
+            raise
+        try:
+            if failure is not None:
+                raise failure
+            done = self._commit(attempt, messages)
+        except BaseException as error:
+            self._give_up(attempt, error)
+            self._ranks.broadcast(crossing.pack_error(error))
+            raise
+        self._ranks.broadcast(crossing.pack_answer(done))
+        return done
+
+    def _commit(self, attempt: Attempt, messages: list[bytes]) -> tuple[int, int]:
+        shares = [crossing.unpack(message, f"rank {rank}") for rank, message in enumerate(messages)]
+        share = merge(shares)
+        if not share.shards:
+            raise RunError(f"version {attempt.version} has no tensors")
+        cuts: Cuts = {label(key): (key.global_shape, key.dtype) for key in share.shards}
+        if attempt.base != FULL and cuts != self._cuts:
+            other = sorted(set(cuts.items()) ^ set(self._cuts.items()))[0][0]
+            raise RunError(f"version {attempt.version} and its base {attempt.base} are cut differently: {other}")
+        done = self._store_manifest(attempt, share)
+        retain = self._retain(attempt.epoch)
+        self._update(lambda head: heads.commit(head, done, retain))
+        self._last, self._cuts = done.attempt, cuts
+        return done.payload_bytes, len(share.buckets)
+
+    def _store_manifest(self, attempt: Attempt, share: Share) -> Published:
+        """All but the pointer."""
+        job, base = self._endpoint.job, attempt.base
+        attempt = replace(attempt, buckets=max(share.buckets) + 1)
+        parent = None if base == FULL else self._head().find(base)
+        if base != FULL and parent is None:
+            raise VersionTakenError("epoch_replaced", f"the base {base} of version {attempt.version} is gone")
+        encoded = encode_manifest(
+            StoredManifest(
+                attempt.version, base, tuple(share.shards), share.bytes, "", job, attempt.epoch, attempt.number,
+                tuple(share.buckets.get(number, 0) for number in range(attempt.buckets)), tuple(share.pieces),
+                0 if parent is None else parent.content,
+            )
+        )  # fmt: skip
+        store(self._relay, attempt.manifest_key(job), memoryview(encoded))
+        content = content_of(share.shards, share.pieces)
+        return Published(attempt, len(encoded), manifest_checksum(encoded), share.bytes, content)
+
+    def _retain(self, epoch: int) -> Callable[[tuple[Published, ...]], tuple[Published, ...]]:
+        """What of an epoch is kept, with the subscribers that are alive now."""
+        holders, keep = self._leases.live(epoch), self._endpoint.keep_versions
+        return lambda published: retained(published, keep, holders)
+
+    def _give_up(self, attempt: Attempt, error: BaseException) -> None:
+        if isinstance(error, VersionTakenError):
+            # Whoever won may have collected this attempt already and not see what was written since: hand it in again.
+            self._update(lambda head: heads.discard(head, attempt))
+        else:
+            self._failed.append(attempt)  # recorded as pending; becomes garbage before the next attempt
+
+    def _reopen_after_loss(self, version: int, base: int) -> None:
         """What this publisher published is gone (the relay restarted empty): publishing it again needs new keys."""
-        if self._last is None or self._last.version != version or self._last.epoch != self._epoch:
+        last = self._last
+        if last is None or last.epoch != self._epoch or base != FULL or last.version != version or not self._lost(last):
             return
-        if self._relay.size(self._last.manifest_key(self._endpoint.job)) < 0:
-            epoch = self._last.epoch
 
-            def transition(head: Head) -> Head:
-                if head.epoch != epoch:
-                    raise VersionTakenError("epoch_replaced", f"epoch {epoch} was replaced by epoch {head.epoch}")
-                return heads.open_epoch(head, version)
+        def transition(head: Head) -> Head:
+            if head.epoch != last.epoch:
+                raise VersionTakenError("epoch_replaced", f"epoch {last.epoch} was replaced by epoch {head.epoch}")
+            return heads.open_epoch(head, version)
 
-            self._epoch = self._update(transition).epoch
+        self._epoch = self._update(transition).epoch
+
+    def _lost(self, published: Attempt) -> bool:
+        return self._relay.size(published.manifest_key(self._endpoint.job)) < 0
 
     def _remove(self, attempt: Attempt) -> bool:
         job = self._endpoint.job
@@ -155,79 +336,11 @@ class Publisher:
         keys = [attempt.manifest_key(job), *(attempt.key(job, bucket) for bucket in range(attempt.buckets))]
         return all(self._relay.remove(key) for key in keys)
 
+    def _head(self) -> Head:
+        return self._update(lambda head: head)
+
     def _update(self, transition: Callable[[Head], Head]) -> Head:
         return update_head(self._metadata, self._endpoint.job, transition)
-
-
-class _Writing:
-    """One attempt in progress: fills buckets, stores them, collects the manifest."""
-
-    def __init__(self, publisher: Publisher, attempt: Attempt) -> None:
-        self._publisher = publisher
-        self.attempt = attempt
-        self._bucket_bytes = publisher._endpoint.bucket_bytes
-        self._writer: BucketWriter | None = None
-        self._sizes: list[int] = []
-        self._shards: list[ShardKey] = []
-        self._pieces: list[Piece] = []
-        self._names: set[str] = set()
-
-    def add(self, tensor: str, shape: tuple[int, ...], dtype: str, data: Bytes) -> None:
-        if data.dtype != "uint8" or data.ndim != 1 or not data.flags.c_contiguous:
-            raise RunError(f"tensor {tensor}: give its bytes as a contiguous one-dimensional uint8 array")
-        if tensor in self._names:
-            raise RunError(f"tensor {tensor} was given twice")
-        self._names.add(tensor)
-        try:
-            check_tensor(tensor, shape, dtype, data.nbytes)
-        except ValueError as error:
-            raise RunError(str(error)) from error
-        if self._writer is not None and not self._writer.fits(tensor, data.nbytes):
-            self._flush()
-        if self._writer is None:
-            size = max(self._bucket_bytes, room_for(tensor, data.nbytes))
-            self._writer = BucketWriter(self._publisher._pool.acquire(size)[:size])
-        offset = self._writer.add(tensor, data)
-        self._shards.append(ShardKey(tensor, -1, 0, 0, shape, dtype, ENCODING, len(self._sizes)))
-        self._pieces.append(Piece(offset, data.nbytes, digest(data)))
-
-    def finish(self) -> tuple[Published, int, int]:
-        """Store what is left and the manifest: all but the pointer."""
-        if not self._shards:
-            raise RunError(f"version {self.attempt.version} has no tensors")
-        self._flush()
-        job = self._publisher._endpoint.job
-        self.attempt = replace(self.attempt, buckets=len(self._sizes))
-        total = sum(piece.length for piece in self._pieces)
-        encoded = encode_manifest(
-            StoredManifest(
-                self.attempt.version, -1, tuple(self._shards), total, "", job, self.attempt.epoch, self.attempt.number,
-                tuple(self._sizes), tuple(self._pieces),
-            )
-        )  # fmt: skip
-        _store(self._publisher._relay, self.attempt.manifest_key(job), memoryview(encoded))
-        return Published(self.attempt, len(encoded), manifest_checksum(encoded)), total, len(self._sizes)
-
-    def _flush(self) -> None:
-        if self._writer is None:
-            return
-        bucket = len(self._sizes)
-        if bucket >= self.attempt.buckets:
-            self._reserve()
-        attempt, job = self.attempt, self._publisher._endpoint.job
-        sealed = self._writer.seal(BucketName(job, attempt.epoch, attempt.version, KIND, attempt.number, bucket))
-        _store(self._publisher._relay, attempt.key(job, bucket), sealed)
-        self._sizes.append(sealed.nbytes)
-        self._writer = None
-
-    def _reserve(self) -> None:
-        before = self.attempt
-
-        def transition(head: Head) -> Head:
-            head, self.attempt = heads.reserve(head, before)
-            return head
-
-        self._publisher._update(transition)
 
 
 def update_head(metadata: MetadataStore, job: str, transition: Callable[[Head], Head]) -> Head:
@@ -244,11 +357,8 @@ def update_head(metadata: MetadataStore, job: str, transition: Callable[[Head], 
     raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")
 
 
-def _store(relay: Relay, key: str, data: memoryview) -> None:
-    relay.put(key, data)
-    found = relay.size(key)  # a store may acknowledge what it did not keep
-    if found != data.nbytes:
-        raise RelayError("not_stored", f"{key}: {data.nbytes} B written, {found} B found")
+def _flat(attempt: Attempt) -> list[int]:
+    return [attempt.epoch, attempt.version, attempt.number, attempt.buckets, attempt.base]
 
 
 def _discard_all(head: Head, attempts: tuple[Attempt, ...]) -> Head:

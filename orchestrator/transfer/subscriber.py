@@ -1,37 +1,73 @@
-"""The subscriber: brings one published version into an engine. Pure client of the relay: lends it no memory.
+"""The subscriber: brings published versions into an engine. Pure client of the relay: lends it no memory.
 
-Guarantees: bytes are yielded only after the bucket they are in passed its checksum, named itself as the bucket that was
-asked for, agreed with the manifest about every tensor, and every tensor in it had the digest that was published. So
-truncated, flipped, foreign or replayed data ends in :class:`CorruptWeightsError`, and what is missing or cannot be
-transferred in a RelayError (retryable: the version may have been collected, or the relay restarted). Sizes are checked
-before memory is allocated. An array stays valid for as long as it is referenced (:mod:`orchestrator.transfer.buffers`).
+Guarantees: bytes are yielded only after they were verified. A bucket that was read as a whole passed its checksum, named
+itself as the bucket that was asked for, and agreed with the manifest about every shard; a shard that was read alone, and
+every shard of a whole bucket, had the digest that was published. So truncated, flipped, foreign or replayed data ends in
+:class:`CorruptWeightsError`, and what is missing or cannot be transferred in a RelayError (retryable: the version may have
+been collected, or the relay restarted). Sizes are checked before memory is allocated. An array stays valid for as long as
+it is referenced (:mod:`orchestrator.transfer.buffers`).
+
+A version costs one control message, one look at the manifest and one at each bucket that is needed; :meth:`Subscriber.hold`
+two more. How many tensors there are does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import itertools
+import os
+import socket
+from collections.abc import Collection, Container, Iterable, Iterator
 
-from orchestrator.api import MetadataStore, Relay, ShardKey, WeightManifest
-from orchestrator.transfer.buffers import BufferPool
+import numpy as np
+
+from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
+from orchestrator.transfer import leases
+from orchestrator.transfer.buffers import BufferPool, Ranging
+from orchestrator.transfer.codecs import RAW, Codec, decoded
 from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.errors import CorruptWeightsError, RelayError
-from orchestrator.transfer.head import Attempt, Head, Published, decode_head, head_key
-from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest
-from orchestrator.transfer.wire import Bytes, digest, open_bucket
+from orchestrator.transfer.head import FULL, Attempt, Head, Published, decode_head, head_key
+from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
+from orchestrator.transfer.retention import Holder, route
+from orchestrator.transfer.routing import Part, Region, ShardIndex, box_of, copy_part, elements, extent, label
+from orchestrator.transfer.wire import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
+
+LEASE_SECONDS = 600  # how long a subscriber's word is good for
+# A bucket is read in ranges, where the relay can, when that saves at least half of it and so many bytes: ranges cost time
+# of their own, and a small bucket is read faster than its parts.
+RANGES_BELOW = 0.5
+RANGES_SAVE = 1 << 20
+_numbers = itertools.count()  # of the subscribers of this process
 
 
 class Subscriber:
-    """One reader of one job. Closes only what it opened itself."""
+    """One reader of one job. Closes only what it opened itself.
+
+    ``codec``: the publisher's; without one, only raw shards can be read. ``name``: of its lease, unique in the job.
+    """
 
     def __init__(
-        self, endpoint: RelayEndpoint, relay: Relay | None = None, metadata: MetadataStore | None = None
+        self,
+        endpoint: RelayEndpoint,
+        relay: Relay | None = None,
+        metadata: MetadataStore | None = None,
+        *,
+        codec: Codec | None = None,
+        name: str = "",
+        lease_seconds: int = LEASE_SECONDS,
     ) -> None:
+        if len(name) > leases.MAX_NAME:
+            raise ConfigError("name", name, f"must have at most {leases.MAX_NAME} characters")
         self._endpoint = endpoint
         self._own_metadata = metadata is None
         self._own_relay = relay is None
         self._metadata = metadata if metadata is not None else open_metadata(endpoint)
         self._relay = relay if relay is not None else open_relay(endpoint)
         self._pool = BufferPool(self._relay)
+        self._codec = codec
+        self._name = name or f"{socket.gethostname()}/{os.getpid()}/{next(_numbers)}"
+        self._lease_seconds = lease_seconds
+        self._holding = False
 
     def latest_version(self) -> int:
         """The newest version of the present epoch; -1: none yet."""
@@ -42,7 +78,10 @@ class Subscriber:
         return self._head().epoch
 
     def manifest(self, version: int) -> StoredManifest:
-        """What a version consists of. RelayError "missing" when it is not, or no longer, published."""
+        """What a version consists of: its full snapshot, or, where there is none, its difference to ``base_version``.
+
+        RelayError "missing" when it is not, or no longer, published.
+        """
         head = self._head()
         found = head.find(version)
         if found is None:
@@ -50,24 +89,92 @@ class Subscriber:
             raise RelayError("missing", f"version {version} of job {self._endpoint.job}; epoch {head.epoch} has {kept}")
         return self._read_manifest(found)
 
+    def chain(self, target: int, held: int = -1, content: int = 0) -> list[StoredManifest]:
+        """What to fetch, in this order, to get to ``target``: differences to what is held, or a full snapshot and the
+        differences after it, whatever has fewer bytes.
+
+        ``held``: a version of the present epoch with that ``content``; -1: nothing. Raises RelayError "missing", and
+        CorruptWeightsError "chain" when what is published does not fit together.
+        """
+        head = self._head()
+        manifests = [self._read_manifest(item) for item in route(head.published, held, target)]
+        for manifest in manifests:
+            if manifest.base_version != FULL and (manifest.base_version, manifest.base_content) != (held, content):
+                detail = f"version {manifest.version} is a difference to {manifest.base_version} with content "
+                detail += f"{manifest.base_content:016x}; the one before it is {held} with {content:016x}"
+                raise CorruptWeightsError("chain", detail)
+            held, content = manifest.version, manifest.content()
+        return manifests
+
+    def hold(self, version: int, fetching: int = -1) -> None:
+        """Say what this subscriber holds (-1: nothing), and what it is about to fetch: neither is collected while it
+        lives. To be repeated within ``lease_seconds``. RelayError."""
+        holder = Holder(version, fetching)
+        leases.say(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
+        self._holding = True
+
     def fetch(self, manifest: WeightManifest, wanted: Container[str] | None = None) -> Iterator[tuple[ShardKey, Bytes]]:
-        """Yield every tensor, bucket by bucket, each bucket verified as a whole before its first tensor.
+        """Yield every shard of a full snapshot, bucket by bucket, each bucket verified as a whole before its first shard.
 
         ``wanted``: tensor names; buckets that hold none of them are left out, other tensors may come with them.
         A later bucket may still fail: use :meth:`fetch_all` where nothing may be applied unless all is right.
         """
         stored = self._stored(manifest)
-        needed = {key.bucket for key in stored.shards if wanted is None or key.tensor in wanted}
-        for bucket in range(len(stored.buckets)):
-            if bucket in needed or wanted is None:
-                yield from self._fetch_bucket(stored, bucket)
+        _require_full(stored)
+        by_bucket = _by_bucket(stored, range(len(stored.shards)))
+        for bucket, numbers in sorted(by_bucket.items()):
+            if wanted is None or any(stored.shards[number].tensor in wanted for number in numbers):
+                for number, view in self._fetch_bucket(stored, bucket, numbers):
+                    yield stored.shards[number], self._decoded(stored, number, view)
+
+    def fetch_shards(self, manifest: StoredManifest, needed: Collection[int]) -> Iterator[tuple[int, Bytes]]:
+        """Yield (place in ``manifest.shards``, its bytes as stored, encoded) of these shards and no others.
+
+        Where few shards of a bucket are needed and the relay can, only those are read.
+        """
+        everything = _by_bucket(manifest, range(len(manifest.shards)))
+        for bucket, numbers in sorted(_by_bucket(manifest, sorted(needed)).items()):
+            wanted = sum(manifest.pieces[number].length for number in numbers)
+            size = manifest.buckets[bucket]
+            worth = wanted < RANGES_BELOW * size and size - wanted >= RANGES_SAVE
+            if worth and isinstance(self._relay, Ranging):
+                yield from self._fetch_ranges(manifest, bucket, numbers)
+            else:
+                chosen = set(numbers)
+                fetched = self._fetch_bucket(manifest, bucket, everything[bucket])
+                yield from (item for item in fetched if item[0] in chosen)
+
+    def fetch_regions(self, manifest: StoredManifest, regions: Iterable[Region]) -> Iterator[tuple[Region, Bytes]]:
+        """Yield (region, its bytes, contiguous) of a full snapshot, each as soon as it is complete.
+
+        Only the shards that the regions intersect are fetched. Raises CorruptWeightsError "layout" for a region that was
+        not published.
+        """
+        _require_full(manifest)
+        index = ShardIndex(manifest.shards)
+        open_: dict[int, _Assembly] = {}
+        by_shard: dict[int, list[tuple[int, Part]]] = {}
+        for place, region in enumerate(regions):
+            parts = index.parts(region)
+            open_[place] = _Assembly(region, len(parts))
+            for part in parts:
+                by_shard.setdefault(part.shard, []).append((place, part))
+        for place in [place for place, assembly in open_.items() if not assembly.missing]:
+            yield open_.pop(place).region, np.empty(0, dtype=np.uint8)
+        for number, view in self.fetch_shards(manifest, by_shard):
+            data = self._decoded(manifest, number, view)
+            held = extent(box_of(manifest.shards[number]))
+            for place, part in by_shard[number]:
+                if open_[place].add(part, data, held):
+                    done = open_.pop(place)
+                    yield done.region, done.data
 
     def fetch_all(self, manifest: WeightManifest) -> list[tuple[ShardKey, Bytes]]:
         """Every tensor, or an error and nothing. Holds the whole version in memory."""
         return list(self.fetch(manifest))
 
     def close(self) -> None:
-        """Idempotent. Arrays that were handed out stay valid."""
+        """Idempotent. Arrays that were handed out stay valid. The lease, if there is one, stays until it runs out."""
         self._pool.close()
         if self._own_relay:
             self._relay.close()
@@ -92,33 +199,119 @@ class Subscriber:
         if not 0 < found.manifest_bytes <= MAX_MANIFEST_BYTES:
             raise CorruptWeightsError("manifest", f"{found.manifest_bytes} B announced, limit {MAX_MANIFEST_BYTES} B")
         data = self._read(attempt.manifest_key(job), found.manifest_bytes)
-        return decode_manifest(data.data, found.manifest_checksum, job, attempt.epoch, attempt.version, attempt.number)
+        return decode_manifest(
+            data.data,
+            found.manifest_checksum,
+            job,
+            attempt.epoch,
+            attempt.version,
+            attempt.number,
+            attempt.base,
+            only_raw=self._codec is None,
+        )
 
-    def _fetch_bucket(self, manifest: StoredManifest, bucket: int) -> list[tuple[ShardKey, Bytes]]:
-        attempt = Attempt(manifest.epoch, manifest.version, manifest.attempt, len(manifest.buckets))
-        data = self._read(attempt.key(self._endpoint.job, bucket), manifest.buckets[bucket])
+    def _decoded(self, manifest: StoredManifest, number: int, view: Bytes) -> Bytes:
+        key = manifest.shards[number]
+        if key.encoding == RAW:
+            return view
+        return decoded(self._codec, key, view, shard_bytes(key), manifest.pieces[number].digest)
+
+    def _fetch_bucket(self, manifest: StoredManifest, bucket: int, wanted: list[int]) -> list[tuple[int, Bytes]]:
+        """All shards of a bucket, as stored. ``wanted``: those that the manifest has in it."""
+        data = self._read(self._bucket_key(manifest, bucket), manifest.buckets[bucket])
         arrived = open_bucket(data, manifest.bucket_name(bucket))
-        wanted = [
-            (key, piece) for key, piece in zip(manifest.shards, manifest.pieces, strict=True) if key.bucket == bucket
+        expected = [
+            (label(manifest.shards[number]), manifest.pieces[number].offset, manifest.pieces[number].length)
+            for number in wanted
         ]
-        listed = [(entry.tensor, entry.offset, entry.length) for entry, _ in arrived]
-        if listed != [(key.tensor, piece.offset, piece.length) for key, piece in wanted]:
+        if [(entry.tensor, entry.offset, entry.length) for entry, _ in arrived] != expected:
             raise CorruptWeightsError("layout", f"bucket {bucket} and manifest of version {manifest.version} disagree")
-        for (key, piece), (_, view) in zip(wanted, arrived, strict=True):
-            found = digest(view)
-            if found != piece.digest:
-                detail = f"tensor {key.tensor}: xxh3-64 {found:016x}, published {piece.digest:016x}"
-                raise CorruptWeightsError("digest", detail)
-        return [(key, view) for (key, _), (_, view) in zip(wanted, arrived, strict=True)]
+        for number, (_, view) in zip(wanted, arrived, strict=True):
+            _check_digest(manifest, number, view)
+        return [(number, view) for number, (_, view) in zip(wanted, arrived, strict=True)]
+
+    def _fetch_ranges(self, manifest: StoredManifest, bucket: int, numbers: list[int]) -> list[tuple[int, Bytes]]:
+        """Some shards of a bucket, as stored, read alone."""
+        key = self._bucket_key(manifest, bucket)
+        self._check_size(key, manifest.buckets[bucket])
+        ranges: list[tuple[int, int, int]] = []
+        end = 0
+        for number in numbers:
+            piece = manifest.pieces[number]
+            ranges.append((BODY_START + piece.offset, piece.length, end))
+            end += -(-piece.length // ALIGNMENT) * ALIGNMENT
+        buffer = self._pool.acquire(end)
+        wanted = sum(length for _, length, _ in ranges)
+        relay = self._relay
+        assert isinstance(relay, Ranging)
+        asked = [item for item in ranges if item[1]]
+        read = relay.get_ranges(key, asked, buffer[:end].data) if asked else 0
+        if read != wanted:
+            raise CorruptWeightsError("truncated", f"{key}: {read} B of {wanted} B arrived")
+        views = [buffer[place : place + length] for _, length, place in ranges]
+        for number, view in zip(numbers, views, strict=True):
+            _check_digest(manifest, number, view)
+        return list(zip(numbers, views, strict=True))
+
+    def _bucket_key(self, manifest: StoredManifest, bucket: int) -> str:
+        number, base = manifest.attempt, manifest.base_version
+        attempt = Attempt(manifest.epoch, manifest.version, number, len(manifest.buckets), base)
+        return attempt.key(self._endpoint.job, bucket)
 
     def _read(self, key: str, size: int) -> Bytes:
-        found = self._relay.size(key)
-        if found < 0:
-            raise RelayError("missing", f"no object {key}: collected, or the relay lost its memory")
-        if found != size:  # before anything is allocated
-            raise CorruptWeightsError("truncated", f"{key} has {found} B, published were {size} B")
+        self._check_size(key, size)
         buffer = self._pool.acquire(size)
         read = self._relay.get_into(key, buffer[:size].data)
         if read != size:
             raise CorruptWeightsError("truncated", f"{key}: {read} B of {size} B arrived")
         return buffer[:size]
+
+    def _check_size(self, key: str, size: int) -> None:
+        """Before anything is allocated."""
+        found = self._relay.size(key)
+        if found < 0:
+            raise RelayError("missing", f"no object {key}: collected, or the relay lost its memory")
+        if found != size:
+            raise CorruptWeightsError("truncated", f"{key} has {found} B, published were {size} B")
+
+
+class _Assembly:
+    """A region that is being put together."""
+
+    def __init__(self, region: Region, missing: int) -> None:
+        self.region = region
+        self.missing = missing
+        self.data: Bytes = np.empty(0, dtype=np.uint8)
+
+    def add(self, part: Part, shard: Bytes, held: tuple[int, ...]) -> bool:
+        """Whether that was the last part."""
+        shape = extent(self.region.box)
+        if self.missing == 1 and not self.data.size and held == shape:
+            self.data = shard  # the very shard
+        else:
+            if not self.data.size:
+                itemsize = shard.nbytes // max(elements(tuple((0, size) for size in held)), 1)
+                self.data = np.empty(elements(self.region.box) * itemsize, dtype=np.uint8)
+            copy_part(part, shard, held, self.data, shape)
+        self.missing -= 1
+        return self.missing == 0
+
+
+def _by_bucket(manifest: StoredManifest, numbers: Iterable[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for number in numbers:
+        found.setdefault(manifest.shards[number].bucket, []).append(number)
+    return found
+
+
+def _require_full(manifest: StoredManifest) -> None:
+    if manifest.base_version != FULL:
+        detail = f"version {manifest.version} is a difference to {manifest.base_version}, not a full snapshot"
+        raise RelayError("missing", detail)
+
+
+def _check_digest(manifest: StoredManifest, number: int, view: Bytes) -> None:
+    found, expected = digest(view), manifest.pieces[number].stored
+    if found != expected:
+        detail = f"tensor {label(manifest.shards[number])}: xxh3-64 {found:016x}, published {expected:016x}"
+        raise CorruptWeightsError("digest", detail)

@@ -1,0 +1,111 @@
+"""Which versions stay on the relay, when the next full snapshot is due, and how a reader gets to a version. Pure functions.
+
+Guarantees of :func:`retained`: the last ``keep`` versions stay in every form they were published in, and can be read from
+nothing (each with its chain of differences back to a full snapshot); a live subscriber can go on from the version it holds
+by differences, as long as the chain was never broken; nothing else stays. Retention never makes anything unreadable that it
+says is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from orchestrator.api import ConfigError
+from orchestrator.transfer.errors import RelayError
+from orchestrator.transfer.head import FULL, Published
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A live subscriber: the version it has (-1: none), and the one it fetches now (-1: none)."""
+
+    version: int
+    fetching: int = -1
+
+
+def retained(published: tuple[Published, ...], keep: int, holders: Iterable[Holder] = ()) -> tuple[Published, ...]:
+    """What of ``published`` (ordered by version) is kept. ``keep``: versions, 1 or more."""
+    versions = sorted({item.attempt.version for item in published})
+    wanted = versions[-keep:]
+    kept = {place for place, item in enumerate(published) if item.attempt.version in wanted}
+    holding = list(holders)
+    for target in (*wanted, *(holder.fetching for holder in holding)):
+        kept |= _places(published, from_snapshot(published, target) or ())
+    for held in {holder.version for holder in holding}:
+        kept |= _places(published, by_differences(published, held, versions[-1]) or ())
+    return tuple(item for place, item in enumerate(published) if place in kept)
+
+
+def route(published: Sequence[Published], held: int, target: int) -> list[Published]:
+    """What to fetch, in order, to get from version ``held`` (-1: nothing) to ``target``: the way with fewer bytes.
+
+    Raises RelayError "missing" when there is none.
+    """
+    if held == target:
+        return []
+    ways = [by_differences(published, held, target) if held >= 0 else None, from_snapshot(published, target)]
+    found = [way for way in ways if way is not None]
+    if not found:
+        there = [(item.attempt.version, item.attempt.kind) for item in published]
+        raise RelayError("missing", f"version {target}: no chain leads to it from a full snapshot; there are {there}")
+    return min(found, key=lambda way: sum(item.payload_bytes for item in way))
+
+
+def from_snapshot(published: Sequence[Published], target: int) -> list[Published] | None:
+    """The nearest full snapshot and the chain of differences after it."""
+    way: list[Published] = []
+    while True:
+        entries = [item for item in published if item.attempt.version == target]
+        entry = min(entries, key=lambda item: item.attempt.base, default=None)  # FULL is the smallest
+        if entry is None:
+            return None
+        way.insert(0, entry)
+        if entry.attempt.base == FULL:
+            return way
+        target = entry.attempt.base  # smaller than its version, so this ends
+
+
+def by_differences(published: Sequence[Published], held: int, target: int) -> list[Published] | None:
+    """The chain from ``held`` to ``target``."""
+    way: list[Published] = []
+    while target > held:
+        entry = next((i for i in published if i.attempt.version == target and i.attempt.base != FULL), None)
+        if entry is None:
+            return None
+        way.insert(0, entry)
+        target = entry.attempt.base
+    return way if target == held else None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """When a full snapshot is published beside the difference.
+
+    ``every``: after so many differences at the latest (0: with every version, no differences at all). ``weight``: as soon as
+    the chain that a newcomer must fetch after the snapshot has this share of the snapshot's bytes.
+    """
+
+    every: int = 32
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 0:
+            raise ConfigError("relay.snapshot_every", self.every, "must be an integer of 0 or more")
+        if not self.weight > 0:
+            raise ConfigError("relay.snapshot_weight", self.weight, "must be above 0")
+
+    def due(self, published: Sequence[Published], newest: int) -> bool:
+        """Whether the version after ``newest`` needs a full snapshot."""
+        way = from_snapshot(published, newest)
+        if way is None or self.every == 0:
+            return True
+        snapshot, *chain = way
+        return len(chain) >= self.every or sum(item.payload_bytes for item in chain) >= (
+            self.weight * snapshot.payload_bytes
+        )
+
+
+def _places(published: tuple[Published, ...], way: Iterable[Published]) -> set[int]:
+    wanted = list(way)
+    return {place for place, item in enumerate(published) if any(item is other for other in wanted)}

@@ -1,0 +1,81 @@
+"""The benchmarks of weight changes measure what they say: made-up deltas are an optimizer's, bounds bound, real ones are read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.bench import delta_bytes, delta_real
+from orchestrator.bench.delta_synthetic import LAYOUTS, Layout, Pool, bf16, entropy_bound
+from orchestrator.transfer.delta import steps_between
+
+
+def test_layouts_have_the_parameters_of_the_models() -> None:
+    assert sum(count for _, count in LAYOUTS["qwen3-8b"].tensors()) == 8_190_735_360
+    assert sum(count for _, count in LAYOUTS["qwen3-32b"].tensors()) == 32_762_123_264
+
+
+def test_a_made_up_step_is_an_optimizers() -> None:
+    pool = Pool(0.01, 1 << 20)
+    assert pool.density == pytest.approx(0.01, rel=0.1)
+    assert 3e-7 < pool.rate < 3e-6
+    changed = pool.old != pool.new
+    steps = steps_between(pool.old[changed], pool.new[changed])
+    assert 0.6 < (abs(steps.astype(int)) == 1).mean() < 0.95
+    assert abs((steps > 0).mean() - 0.5) < 0.02
+    old, new = pool.cut(3 << 20)
+    assert old.size == new.size == 3 << 20
+    values = np.array([1.0, 1.00390625, 1.01171875, -2.5], np.float32)  # ties go to even
+    assert bf16(values).tolist() == [0x3F80, 0x3F80, 0x3F82, 0xC020]
+
+
+def test_the_bound_of_independent_changes_is_the_entropy_of_a_coin() -> None:
+    random = np.random.default_rng(0)
+    old = random.integers(0, 1000, 1 << 20).astype(np.uint16)
+    new = old + (random.random(old.size) < 0.05) * random.choice(np.array([1, 65535], np.uint16), old.size)
+    bound = entropy_bound(old, new.astype(np.uint16))
+    coin = -(0.05 * math.log2(0.05) + 0.95 * math.log2(0.95)) / 0.05
+    assert bound["gaps"] == pytest.approx(coin / 8, rel=0.01)
+    assert bound["steps"] == pytest.approx(1 / 8, rel=0.15)  # around -0 and +0 a step is another
+    assert entropy_bound(old, old)["bound"] == 0.0
+
+
+def test_a_model_streams_exactly_and_below_the_bar() -> None:
+    layout = Layout("tiny", 64, 128, 2, 2, 1, vocab=20_000)
+    row = delta_bytes._stream(layout, Pool(0.02, 1 << 18))
+    assert row["bit_exact"]
+    assert row["weights"] == sum(count for _, count in layout.tensors())
+    assert row["bytes_per_change"] < 1.4
+
+
+def version(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+    header, data = {}, b""
+    for name, (dtype, array) in tensors.items():
+        begin = len(data)
+        data += array.tobytes()
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, len(data)]}
+    text = json.dumps({"__metadata__": {}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_snapshots_are_read_in_order_and_compared(tmp_path: Path) -> None:
+    pool = Pool(0.02, 1 << 16)
+    norm = np.ones(100, np.float32)
+    for name, words, scale in (("v10", pool.new, 2), ("v9", pool.old, 1)):
+        version(tmp_path / f"{name}.safetensors", {"w": ("BF16", words), "norm": ("F32", norm * np.float32(scale))})
+    pairs = delta_real.measure(tmp_path)["pairs"]
+    assert [(pair["from"], pair["to"]) for pair in pairs] == [("v9.safetensors", "v10.safetensors")]
+    rows = {row["tensor"]: row for row in pairs[0]["tensors"]}
+    assert pairs[0]["bit_exact"]
+    assert rows["w"]["changed"] == np.count_nonzero(pool.old != pool.new)
+    assert rows["w"]["encoding"] == "delta-sparse"
+    assert rows["norm"]["changed"] == 100
+    assert pairs[0]["elements"] == pool.old.size + 100
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ConfigError):
+        delta_real.measure(tmp_path / "nothing")
