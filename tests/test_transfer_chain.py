@@ -27,7 +27,6 @@ from orchestrator.transfer import (
     routing,
 )
 from orchestrator.transfer import head as heads
-from orchestrator.transfer import subscriber as subscribers
 from orchestrator.transfer.head import FULL, Attempt, Published
 from orchestrator.transfer.publisher import Plan
 from orchestrator.transfer.retention import Holder, by_differences, from_snapshot, retained, route
@@ -210,6 +209,23 @@ def test_the_policy_asks_for_a_snapshot_every_k_differences_or_when_the_chain_ou
     for wrong in ({"every": -1}, {"every": True}, {"weight": 0}, {"weight": float("nan")}):
         with pytest.raises(ConfigError, match=r"relay\.snapshot"):
             SnapshotPolicy(**wrong)
+
+
+def test_a_subscriber_for_whom_no_chain_leads_anywhere_gets_a_snapshot_with_the_next_version() -> None:
+    rig, policy = twins.Rig(), SnapshotPolicy()
+    chained(rig, 0, 2)
+    lost = rig.resident(name="lost")
+    rig.relay.remove(objects(rig, 0)[0])  # a part of the store went away with the machine that lent it
+    with pytest.raises(RelayError, match="missing"):
+        lost.advance(2)
+    assert rig.publishers[0].plan(policy) == Plan(2, False)
+    lost._subscriber.ask_snapshot()
+    assert rig.publishers[0].plan(policy) == Plan(2, True)
+    chained(rig, 3, 3, snapshots=(3,))
+    lost.advance(3)
+    assert holds(lost, rig.model[3])
+    lost._subscriber.hold(3)
+    assert rig.publishers[0].plan(policy) == Plan(3, False)
 
 
 # --- retention
@@ -532,51 +548,6 @@ def test_a_pull_that_ends_at_any_read_leaves_the_old_weights(error: Exception) -
             assert holds(resident, rig.model[resident.version])
     else:
         pytest.fail("it never got through")
-
-
-# --- ranges
-
-
-def test_few_shards_of_a_bucket_are_read_alone_and_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscribers, "RANGES_SAVE", 1000)
-    rig = twins.Rig(bucket_bytes=1 << 20)
-    rig.publish(0, twins.weights(0))
-    reads: list[int] = []
-
-    class Counting(MemoryRelay):
-        def get_ranges(self, key: str, ranges: Any, buffer: memoryview) -> int:
-            reads.append(sum(length for _, length, _ in ranges))
-            return super().get_ranges(key, ranges, buffer)
-
-    relay = Counting()
-    relay._shared = rig.relay._shared
-    subscriber = Subscriber(rig.endpoint, relay, rig.metadata)
-    region = Region("norm", ((2, 6),))
-    [(found, data)] = subscriber.fetch_regions(subscriber.manifest(0), [region])
-    assert found == region
-    assert np.array_equal(data.view(np.uint16), twins.weights(0)["norm"][2:6])
-    assert reads == [32]
-    place = rig.relay._shared.data["rlc/job/1/0/full/0"].index(twins.weights(0)["norm"][:16].tobytes())
-    value = bytearray(rig.relay._shared.data["rlc/job/1/0/full/0"])
-    value[place + 5] ^= 1
-    rig.relay.tamper("rlc/job/1/0/full/0", bytes(value))
-    with pytest.raises(CorruptWeightsError) as caught:
-        list(subscriber.fetch_regions(subscriber.manifest(0), [region]))
-    assert caught.value.reason == "digest"
-    rig.relay.tamper("rlc/job/1/0/full/0", bytes(value[:-1]))
-    with pytest.raises(CorruptWeightsError) as caught:
-        list(subscriber.fetch_regions(subscriber.manifest(0), [region]))
-    assert caught.value.reason == "truncated"
-
-
-def test_a_region_that_was_not_published_is_refused_before_anything_is_fetched() -> None:
-    rig = twins.Rig()
-    rig.publish(0, twins.weights(0))
-    subscriber = rig.subscriber()
-    manifest = subscriber.manifest(0)
-    rig.relay._shared.data.clear()
-    with pytest.raises(CorruptWeightsError, match="tensor x is wanted"):
-        list(subscriber.fetch_regions(manifest, [Region("norm", ((0, 32),)), Region("x", ((0, 8),))]))
 
 
 # --- the head record

@@ -35,6 +35,7 @@ from orchestrator.transfer import (
     DeltaCodec,
     Region,
     RelayEndpoint,
+    RelayError,
     Resident,
     StoredManifest,
     Subscriber,
@@ -242,7 +243,12 @@ class Fetcher:
             self._resident = staging.plan, Resident(subscriber, staging.regions, self._codec)
         resident = self._resident[1]
         subscriber.hold(resident.version, fetching=staging.version)
-        resident.advance(staging.version, staging.check)
+        try:
+            resident.advance(staging.version, staging.check)
+        except (CorruptWeightsError, RelayError) as error:
+            if isinstance(error, CorruptWeightsError) or error.reason == "missing":
+                subscriber.ask_snapshot()  # the way there is gone: the next version must bring one
+            raise
         subscriber.hold(resident.version)
         return resident
 

@@ -54,7 +54,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         **describe_machine(),
         "detail": {
             "quick": quick,
-            "native": delta.native_status(),
+            "native": delta.native_status()["live"],
             "rows": rows,
             "samples": rounds * len(rows),
             "load_average": os.getloadavg(),

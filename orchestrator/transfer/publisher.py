@@ -239,7 +239,8 @@ class Publisher:
         last, head = self._last, self._head()
         if last is None or last.epoch != head.epoch or head.version != last.version or self._lost(last):
             return FULL, True
-        snapshot = policy.due(head.published, last.version)
+        waiting = any(holder.waits for holder in self._leases.live(head.epoch))
+        snapshot = waiting or policy.due(head.published, last.version)
         return (FULL if policy.every == 0 else last.version), snapshot
 
     def _follow(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int]:

@@ -18,10 +18,16 @@ from orchestrator.transfer.head import FULL, Published
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A live subscriber: the version it has (-1: none), and the one it fetches now (-1: none)."""
+    """A live subscriber: the version it has (-1: none), and the one it fetches now (-1: none). Neither: it has found no
+    chain to go along, and waits for a full snapshot."""
 
     version: int
     fetching: int = -1
+
+    @property
+    def waits(self) -> bool:
+        """For a full snapshot."""
+        return self.version < 0 and self.fetching < 0
 
 
 def retained(published: tuple[Published, ...], keep: int, holders: Iterable[Holder] = ()) -> tuple[Published, ...]:

@@ -67,7 +67,6 @@ class Subscriber:
         self._codec = codec
         self._name = name or f"{socket.gethostname()}/{os.getpid()}/{next(_numbers)}"
         self._lease_seconds = lease_seconds
-        self._holding = False
 
     def latest_version(self) -> int:
         """The newest version of the present epoch; -1: none yet."""
@@ -107,11 +106,17 @@ class Subscriber:
         return manifests
 
     def hold(self, version: int, fetching: int = -1) -> None:
-        """Say what this subscriber holds (-1: nothing), and what it is about to fetch: neither is collected while it
-        lives. To be repeated within ``lease_seconds``. RelayError."""
+        """Say what this subscriber holds (-1: nothing), and what it is about to fetch (-1: nothing): neither is collected
+        while it lives. To be repeated within ``lease_seconds``. RelayError."""
         holder = Holder(version, fetching)
         leases.say(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
-        self._holding = True
+
+    def ask_snapshot(self) -> None:
+        """Say that no chain leads anywhere from what this subscriber has: the next version comes with a full snapshot.
+
+        Stands until the next :meth:`hold`. RelayError.
+        """
+        self.hold(-1)
 
     def fetch(self, manifest: WeightManifest, wanted: Container[str] | None = None) -> Iterator[tuple[ShardKey, Bytes]]:
         """Yield every shard of a full snapshot, bucket by bucket, each bucket verified as a whole before its first shard.

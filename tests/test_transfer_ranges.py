@@ -1,0 +1,69 @@
+"""Reading parts of buckets: only where it saves something, and never less verified."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.transfer import CorruptWeightsError, MemoryRelay, Subscriber
+from orchestrator.transfer import subscriber as subscribers
+from orchestrator.transfer.routing import Region
+
+
+def _twins() -> Any:
+    """Beside the tests, which are no package."""
+    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+twins = _twins()
+
+
+def test_few_shards_of_a_bucket_are_read_alone_and_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribers, "RANGES_SAVE", 1000)
+    rig = twins.Rig(bucket_bytes=1 << 20)
+    rig.publish(0, twins.weights(0))
+    reads: list[int] = []
+
+    class Counting(MemoryRelay):
+        def get_ranges(self, key: str, ranges: Any, buffer: memoryview) -> int:
+            reads.append(sum(length for _, length, _ in ranges))
+            return super().get_ranges(key, ranges, buffer)
+
+    relay = Counting()
+    relay._shared = rig.relay._shared
+    subscriber = Subscriber(rig.endpoint, relay, rig.metadata)
+    region = Region("norm", ((2, 6),))
+    [(found, data)] = subscriber.fetch_regions(subscriber.manifest(0), [region])
+    assert found == region
+    assert np.array_equal(data.view(np.uint16), twins.weights(0)["norm"][2:6])
+    assert reads == [32]
+    place = rig.relay._shared.data["rlc/job/1/0/full/0"].index(twins.weights(0)["norm"][:16].tobytes())
+    value = bytearray(rig.relay._shared.data["rlc/job/1/0/full/0"])
+    value[place + 5] ^= 1
+    rig.relay.tamper("rlc/job/1/0/full/0", bytes(value))
+    with pytest.raises(CorruptWeightsError) as caught:
+        list(subscriber.fetch_regions(subscriber.manifest(0), [region]))
+    assert caught.value.reason == "digest"
+    rig.relay.tamper("rlc/job/1/0/full/0", bytes(value[:-1]))
+    with pytest.raises(CorruptWeightsError) as caught:
+        list(subscriber.fetch_regions(subscriber.manifest(0), [region]))
+    assert caught.value.reason == "truncated"
+
+
+def test_a_region_that_was_not_published_is_refused_before_anything_is_fetched() -> None:
+    rig = twins.Rig()
+    rig.publish(0, twins.weights(0))
+    subscriber = rig.subscriber()
+    manifest = subscriber.manifest(0)
+    rig.relay._shared.data.clear()
+    with pytest.raises(CorruptWeightsError, match="tensor x is wanted"):
+        list(subscriber.fetch_regions(manifest, [Region("norm", ((0, 32),)), Region("x", ((0, 8),))]))
