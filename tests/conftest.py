@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-START_LIMIT = 240.0  # seconds; it takes 25 on an idle machine with two cores
+START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one
 
 
 def named_as_users_have_it(folder: Path) -> str:

@@ -151,7 +151,7 @@ def test_the_worker_contract_holds_on_a_served_engine(served: Served, check: Cal
         async def publish_next() -> int:
             return served.publish(served.version % 2)
 
-        await check(Rig(worker, publish_next, limit=120.0))
+        await check(Rig(worker, publish_next, long_tokens=200, limit=120.0))
 
     served.run(scenario)
 
