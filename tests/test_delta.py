@@ -141,6 +141,9 @@ def test_dense_is_taken_where_it_is_smaller() -> None:
     assert change.encoding == "dense-planes"
     assert change.data.size < 0.75 * new.size
     assert delta.encode(None, new, "bfloat16").encoding == "dense-planes"
+    hit = random.random(old.size // 2) < 0.3
+    replaced = as_bytes(np.where(hit, new.view(np.uint16), old.view(np.uint16)))
+    assert delta.encode(old, replaced, "bfloat16").encoding == "delta-xor"
     masters = random.normal(0, 0.02, 50_000).astype(np.float32)
     moved = masters + random.normal(0, 1e-6, masters.size).astype(np.float32)
     assert delta.encode(as_bytes(masters), as_bytes(moved), "float32").encoding == "delta-xor"

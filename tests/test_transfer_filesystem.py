@@ -165,6 +165,31 @@ def test_what_a_killed_writer_left_goes_with_the_object(local: FsspecRelay, tmp_
     assert [path.name for path in (tmp_path / "a").iterdir()] == [".k2.host-1-2-3.tmp"]
 
 
+def test_empty_folders_go_and_a_writer_that_loses_its_folder_makes_it_again(
+    local: FsspecRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.put("a/1/full/0", memoryview(b"value"))
+    local.put("a/2/full/0", memoryview(b"value"))
+    local.remove("a/1/full/0")
+    local.remove("a/1/full/manifest")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["2"]
+    link, left = os.link, [2]
+
+    def collected(source: Path, target: Path) -> None:
+        if left[0]:
+            left[0] -= 1
+            source.unlink()
+            source.parent.rmdir()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", collected)
+    local.put("a/3/0", memoryview(b"value"))
+    assert local.size("a/3/0") == 5
+    local.remove("a/3/0")
+    local.remove("a/2/full/0")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_system_without_hard_links_will_do(
     local: FsspecRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

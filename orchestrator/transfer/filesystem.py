@@ -29,6 +29,7 @@ from orchestrator.transfer.errors import RelayError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_MKDIR_TRIES = 8
 _numbers = itertools.count()  # of this process's temporary files
 
 
@@ -108,6 +109,7 @@ class FsspecRelay:
                 left = Path(path)
                 for one in (left, *left.parent.glob(f".{left.name}.*.tmp")):
                     one.unlink(missing_ok=True)
+                self._drop_empty(left.parent)
                 return True
             try:
                 self._fs.rm_file(path)
@@ -118,7 +120,27 @@ class FsspecRelay:
     def close(self) -> None:
         self._closed = True
 
+    def _drop_empty(self, folder: Path) -> None:
+        """A long run has thousands of versions."""
+        while folder != Path(self._root) and Path(self._root) in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
+                return
+            folder = folder.parent
+
     def _put_file(self, path: Path, data: memoryview) -> None:
+        for _ in range(_MKDIR_TRIES - 1):
+            try:
+                self._write_file(path, data)
+                return
+            except FileNotFoundError:  # somebody removed the last object beside it, and with it the folder
+                continue
+        self._write_file(path, data)
+
+    def _write_file(self, path: Path, data: memoryview) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}-{next(_numbers)}"
         aside = path.with_name(f".{path.name}.{writer}.tmp")

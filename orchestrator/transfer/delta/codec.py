@@ -81,7 +81,7 @@ def encode(old: Bytes | None, new: Bytes, dtype: str, *, threads: int = 1, backe
     best: Change | None = None
     if old is not None and dtype in ON_THE_LINE:
         best = _encode_sparse(old.view(np.uint16), new.view(np.uint16), threads, work)
-        if best.data.size <= raw // 2:
+        if best.data.size <= raw // 8:  # 30 % of the weights changed by an optimizer are below that
             return best
     for base in (old, None) if old is not None else (None,):
         found = _encode_planes(base, new, width, threads, work)
