@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError
 from orchestrator.transfer import CorruptWeightsError, delta
 from orchestrator.transfer.delta import codec, rans, sparse
+from orchestrator.transfer.delta import format as wire
 from orchestrator.transfer.delta.backend import Backend, Reference
 from orchestrator.transfer.delta.line import advance, line, retreat, steps_between, unzigzag, zigzag
 from orchestrator.transfer.delta.native import native
@@ -276,6 +277,28 @@ def test_no_number_of_a_header_is_believed(at: int, width: int, value: int) -> N
     data, old = sample("sparse")
     data[at : at + width] = np.frombuffer(value.to_bytes(width, "little"), np.uint8)
     assert all(refused(sealed_again(data.copy()), old, backend) for backend in BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("log", "segments", "elements", "changed", "payload"),
+    [
+        (11, 4, 8192, 0, 0),
+        (25, 1, 100, 0, 0),
+        (12, 1, 8192, 0, 0),
+        (12, 3, 8192, 0, 0),
+        (12, 2, 8192, 8193, 0),
+        (12, 2, 8192, 0, 1),
+    ],
+)
+def test_numbers_that_do_not_fit_one_another_are_refused_when_opened(
+    log: int, segments: int, elements: int, changed: int, payload: int
+) -> None:
+    def sealed(header: delta.Header) -> Bytes:
+        return wire.seal(header, np.zeros(header.segments, np.uint32), [np.zeros(header.payload, np.uint8)])
+
+    assert delta.open_change(sealed(delta.Header("delta-sparse", 2, 12, 2, 8192, 0, 0))).payload.size == 0
+    with pytest.raises(CorruptWeightsError):
+        delta.open_change(sealed(delta.Header("delta-sparse", 2, log, segments, elements, changed, payload)))
 
 
 def test_a_change_for_another_array_is_refused() -> None:
