@@ -301,6 +301,23 @@ def test_numbers_that_do_not_fit_one_another_are_refused_when_opened(
         delta.open_change(sealed(delta.Header("delta-sparse", 2, log, segments, elements, changed, payload)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
+def test_escapes_must_fit_their_symbols(backend: Backend) -> None:
+    data = np.frombuffer(sparse.encode_segment(np.array([1, 2, 9]), np.array([300, 1, -1], np.int16)), np.uint8)
+    symbols = data.size - 2 - 3  # three symbols as they are, one escape
+    assert data[symbols:-2].tolist() == [255, 1, 0]
+    assert backend.sparse_decode(data, 10)[1].tolist() == [300, 1, -1]
+    for at, value in ((symbols, 7), (symbols + 1, 255), (data.size - 1, 0), (12, 0)):
+        forged = data.copy()
+        forged[at] = value
+        with pytest.raises(CorruptWeightsError):
+            backend.sparse_decode(forged, 10)
+    forged[12:] = data[12:]
+    forged[-2:] = 0xFF  # 65535 is no symbol
+    with pytest.raises(CorruptWeightsError):
+        backend.sparse_decode(forged, 10)
+
+
 def test_a_change_for_another_array_is_refused() -> None:
     data, old = sample("sparse")
     for other in (old[:-2].copy(), np.append(old, old)):
