@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError
 from orchestrator.transfer import CorruptWeightsError, delta
 from orchestrator.transfer.delta import codec, rans, sparse
+from orchestrator.transfer.delta import format as wire
 from orchestrator.transfer.delta.backend import Backend, Reference
 from orchestrator.transfer.delta.line import advance, line, retreat, steps_between, unzigzag, zigzag
 from orchestrator.transfer.delta.native import native
@@ -276,6 +277,45 @@ def test_no_number_of_a_header_is_believed(at: int, width: int, value: int) -> N
     data, old = sample("sparse")
     data[at : at + width] = np.frombuffer(value.to_bytes(width, "little"), np.uint8)
     assert all(refused(sealed_again(data.copy()), old, backend) for backend in BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("log", "segments", "elements", "changed", "payload"),
+    [
+        (11, 4, 8192, 0, 0),
+        (25, 1, 100, 0, 0),
+        (12, 1, 8192, 0, 0),
+        (12, 3, 8192, 0, 0),
+        (12, 2, 8192, 8193, 0),
+        (12, 2, 8192, 0, 1),
+    ],
+)
+def test_numbers_that_do_not_fit_one_another_are_refused_when_opened(
+    log: int, segments: int, elements: int, changed: int, payload: int
+) -> None:
+    def sealed(header: delta.Header) -> Bytes:
+        return wire.seal(header, np.zeros(header.segments, np.uint32), [np.zeros(header.payload, np.uint8)])
+
+    assert delta.open_change(sealed(delta.Header("delta-sparse", 2, 12, 2, 8192, 0, 0))).payload.size == 0
+    with pytest.raises(CorruptWeightsError):
+        delta.open_change(sealed(delta.Header("delta-sparse", 2, log, segments, elements, changed, payload)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
+def test_escapes_must_fit_their_symbols(backend: Backend) -> None:
+    data = np.frombuffer(sparse.encode_segment(np.array([1, 2, 9]), np.array([300, 1, -1], np.int16)), np.uint8)
+    symbols = data.size - 2 - 3  # three symbols as they are, one escape
+    assert data[symbols:-2].tolist() == [255, 1, 0]
+    assert backend.sparse_decode(data, 10)[1].tolist() == [300, 1, -1]
+    for at, value in ((symbols, 7), (symbols + 1, 255), (data.size - 1, 0), (12, 0)):
+        forged = data.copy()
+        forged[at] = value
+        with pytest.raises(CorruptWeightsError):
+            backend.sparse_decode(forged, 10)
+    forged[12:] = data[12:]
+    forged[-2:] = 0xFF  # 65535 is no symbol
+    with pytest.raises(CorruptWeightsError):
+        backend.sparse_decode(forged, 10)
 
 
 def test_a_change_for_another_array_is_refused() -> None:

@@ -44,9 +44,10 @@ class Layout:
     def tensors(self, every: int = 1) -> Iterator[tuple[str, int]]:
         """Name and number of elements, in the order of a checkpoint; of the layers, which are alike, each ``every``-th.
 
-        The head, which is like the embeddings, only when all layers are wanted.
+        Embeddings and head, of the same made-up weights, only when all layers are wanted.
         """
-        yield "model.embed_tokens.weight", self.vocab * self.hidden
+        if every == 1:
+            yield "model.embed_tokens.weight", self.vocab * self.hidden
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         for layer in range(0, self.layers, every):
             at = f"model.layers.{layer}"
