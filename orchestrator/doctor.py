@@ -395,6 +395,16 @@ def _sqlite() -> Finding:
     return Finding("ok", f"{sqlite3.sqlite_version}, write-ahead log and compare-and-set work")
 
 
+def _weight_codec() -> Finding:
+    from orchestrator.transfer.delta.native import native_status
+
+    found = native_status()
+    if found["live"] == "numpy":
+        fix = "install a C compiler, then install rl-coserve again"
+        return Finding("warn", f"NumPy, exact but slow: {found['reason']}", fix)
+    return Finding("ok", f"native, {found['live']}")
+
+
 def _libraries() -> Finding:
     from orchestrator.transfer.mooncake import APT_PACKAGES
 
@@ -477,6 +487,7 @@ CHECKS: tuple[Check, ...] = (
     Check("mooncake store", _mooncake, limit=90, isolated=True),
     Check("local ray", _ray, limit=120, isolated=True),
     Check("sqlite", _sqlite),
+    Check("weight codec", _weight_codec),
     Check("system libraries", _libraries),
     Check("disk", _disk),
     Check("memory", _memory),
