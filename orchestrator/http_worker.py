@@ -357,7 +357,8 @@ class HttpWorker:
         if self._session is None:
             # Its own limits are off: asyncio.timeout bounds every call as a whole.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                # vLLM's server closes a connection that was idle for 5 s: one used in that moment is lost with its call.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
                 trust_env=False,  # no proxy gets the token

@@ -279,7 +279,8 @@ def test_a_trainer_that_cannot_take_the_device_leaves_the_engine_as_it_was(rig: 
     rig.run(main())
 
 
-@pytest.mark.parametrize("command", ["release", pytest.param("reclaim", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["release", "reclaim"])
 def test_a_worker_that_dies_in_a_hand_over_is_restarted_with_the_right_weights(rig: Rig, command: str) -> None:
     async def main() -> None:
         samples = await rig.samples()

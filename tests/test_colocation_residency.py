@@ -300,7 +300,7 @@ def spawn(folder: Path, world: int, path: str) -> list[dict[str, Any]]:
     [
         pytest.param(1, False, id="one rank"),
         pytest.param(2, False, id="two ranks"),
-        pytest.param(2, True, id="two ranks, Megatron-Core 0.19.2"),
+        pytest.param(2, True, id="two ranks, Megatron-Core 0.19.2", marks=pytest.mark.long),
     ],
 )
 def test_no_sequence_of_moves_changes_a_bit_and_each_level_frees_what_it_says(

@@ -226,8 +226,12 @@ OTHER = [DENSE[2], DENSE[5], MIXTURES[0], MIXTURES[2]]
 
 @pytest.mark.parametrize(
     ("version", "world", "cases"),
-    [("", 2, DENSE), ("", 2, MIXTURES), ("", 4, FOUR), ("0.19.2", 2, OTHER)],
-    ids=["dense", "mixtures", "four-ranks", "0.19.2"],
+    [
+        pytest.param("", 2, DENSE, id="dense"),
+        pytest.param("", 2, MIXTURES, id="mixtures"),
+        pytest.param("", 4, FOUR, id="four-ranks", marks=pytest.mark.long),
+        pytest.param("0.19.2", 2, OTHER, id="0.19.2"),
+    ],
 )
 def test_every_layout_computes_what_transformers_computes(
     tmp_path: Path, version: str, world: int, cases: list[tuple[str, str, dict[str, Any]]]

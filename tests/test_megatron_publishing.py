@@ -61,7 +61,7 @@ LAYOUTS = {
 }
 
 
-ALWAYS = "tensor and pipeline parallel"  # it has all there is to get wrong but experts; each takes seconds a rank
+ALWAYS = "tensor parallel"  # shards to cut and copies to divide; a layout takes many seconds
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,7 @@ def test_a_replay_with_and_without_streaming_ends_with_the_weights_of_the_run_bi
     assert weights[tmp_path / "streamed"] != (asynchronous / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_a_killed_engine_is_restarted_and_the_run_completes(tmp_path: Path) -> None:
     run = tmp_path / "t-001"
     with running(started(tmp_path, "run.steps=6")) as process:
@@ -245,10 +246,14 @@ def test_a_killed_engine_is_restarted_and_the_run_completes(tmp_path: Path) -> N
     assert summary["ledger"]["failed"] == 0  # its requests were sent again, no trajectory was lost
 
 
-def test_a_killed_trainer_ends_in_one_clear_error_and_then_a_killed_run_resumes(tmp_path: Path) -> None:
+def test_a_run_survives_its_engine_names_its_dead_trainer_and_resumes_after_its_own_death(tmp_path: Path) -> None:
     run = tmp_path / "t-001"
-    with running(started(tmp_path, "run.steps=8")) as process:
-        wait_for(run, "step", 2, process)
+    with running(started(tmp_path, "run.steps=10")) as process:
+        wait_for(run, "step", 1, process)
+        os.kill(process_of(run, "vllm-0"), signal.SIGKILL)
+        wait_for(run, "recovered", 1, process)
+        before = len(of(run, "step"))
+        wait_for(run, "step", before + 1, process)
         os.kill(process_of(run, "trainer"), signal.SIGKILL)
         output = finish(process)
     assert process.returncode == 1, output
@@ -267,10 +272,10 @@ def test_a_killed_trainer_ends_in_one_clear_error_and_then_a_killed_run_resumes(
     resumes = [event["resumed_from"] for event in of(run, "run_start")]
     assert resumes[0] is None
     assert all(isinstance(step, int) and step >= 1 for step in resumes[1:])
-    summary = check_books(run, 8)
+    summary = check_books(run, 10)
     assert summary["ledger"]["in_flight"] == 0
     versions = [event["version"] for event in of(run, "step")]
-    assert versions[-1] == 8
+    assert versions[-1] == 10
 
 
 @pytest.mark.long

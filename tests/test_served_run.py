@@ -70,6 +70,7 @@ def asked(server: Any, path: str, body: dict[str, Any] | None = None) -> dict[st
     return found
 
 
+@pytest.mark.long
 def test_two_runs_train_one_after_the_other_on_a_served_worker_and_leave_it_to_its_users(
     server: Any, tmp_path: Path
 ) -> None:
