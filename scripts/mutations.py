@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         "KV: the version is not part of the cache salt",
         "vllm_rlplugin/versioning.py",
-        'f"rl-coserve:v{version}|{user_salt}" if user_salt else f"rl-coserve:v{version}"',
-        "user_salt",
+        'return f"{own}|{user_salt}" if user_salt else own',
+        "return user_salt",
         "tests/test_vllm_scheduler.py",
     ),
     Mutation(
