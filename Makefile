@@ -7,6 +7,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 CONFIG ?= examples/frozenlake.toml
 PYTEST_ARGS ?=
+# Tests run in two processes, file by file; JOBS=0 runs them in one, where a debugger or `-s` is wanted.
+JOBS ?= 2
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +27,7 @@ types: venv ## mypy
 	@$(BIN)/mypy
 
 test: lint types ## Lint, types and the test suite (what CI runs; PYTEST_ARGS='-k ledger' for a part)
-	@$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+	@$(BIN)/pytest -m "not long" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # pytest's exit code 5 says that no test is marked so: true, and no failure.
 test-long: venv ## Soaks, kills, many seeds
