@@ -10,7 +10,7 @@ Two kinds, because each is fast in one place only: ``xxh3`` (CPU: 10 GB/s a core
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import xxhash
@@ -29,12 +29,22 @@ def digest_for(device: torch.device) -> Digest:
     return xxh3 if device.type == "cpu" else mixsum
 
 
+def digest_of_parts(device: torch.device) -> Callable[[Iterable[torch.Tensor]], int]:
+    """The same kind, of a tensor that comes in parts; all but the last have a multiple of 8 bytes."""
+    return xxh3_of_parts if device.type == "cpu" else mixsum_of_parts
+
+
 def xxh3(tensor: torch.Tensor) -> int:
     """xxh3-64 of the bytes."""
-    data = _bytes(tensor)
-    if data.device.type != "cpu":
-        data = data.cpu()
-    return int(xxhash.xxh3_64_intdigest(data.numpy().data))
+    return int(xxhash.xxh3_64_intdigest(_on_host(tensor).numpy().data))
+
+
+def xxh3_of_parts(parts: Iterable[torch.Tensor]) -> int:
+    """:func:`xxh3` of all of them, one after the other."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(_on_host(part).numpy().data)
+    return int(state.intdigest())
 
 
 def mixsum(tensor: torch.Tensor) -> int:
@@ -42,20 +52,40 @@ def mixsum(tensor: torch.Tensor) -> int:
 
     For a given position the mixer is a bijection, so a change within one word always shows.
     """
-    data = _bytes(tensor)
-    size = data.numel()
-    total = _mix_int(size)
+    return mixsum_of_parts((tensor,))
+
+
+def mixsum_of_parts(parts: Iterable[torch.Tensor]) -> int:
+    """:func:`mixsum` of all of them, one after the other. Raises ValueError for a part in the middle that ends in half a word."""
+    total = size = 0
+    for part in parts:
+        if size % 8:
+            raise ValueError(f"a part begins at byte {size}, in the middle of a word")
+        data = _bytes(part)
+        total += _mix_bytes(data, size // 8)
+        size += data.numel()
+    return (total + _mix_int(size)) & _MASK
+
+
+def _mix_bytes(data: torch.Tensor, first: int) -> int:
+    """Of words at positions ``first`` and on."""
+    total, size = 0, data.numel()
     whole = size // 8 * 8
     # A slice may start at any element: words need an aligned start, which only a copy gives then.
     body = data[:whole] if data.data_ptr() % 8 == 0 else data[:whole].clone()
     words = body.view(torch.int64)
     for start in range(0, words.numel(), _CHUNK_WORDS):
-        total += int(_mix(words[start : start + _CHUNK_WORDS], start).sum().item())
+        total += int(_mix(words[start : start + _CHUNK_WORDS], first + start).sum().item())
     if whole < size:
         tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
         tail[: size - whole] = data[whole:]
-        total += int(_mix(tail.view(torch.int64), words.numel()).sum().item())
-    return total & _MASK
+        total += int(_mix(tail.view(torch.int64), first + words.numel()).sum().item())
+    return total
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    data = _bytes(tensor)
+    return data if data.device.type == "cpu" else data.cpu()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

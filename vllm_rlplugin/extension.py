@@ -42,6 +42,12 @@ class WorkerExtension:
 
         return weights.verify(self)
 
+    def rl_forget_weights(self) -> None:
+        """The live weights will be discarded: the next version is taken whole."""
+        from vllm_rlplugin import weights
+
+        weights.forget(self)
+
     def rl_give_back_kv(self) -> int:
         """On CPU: return the memory of the KV cache to the system. Bytes that were in memory and are not now."""
         from vllm_rlplugin.release import give_back

@@ -4,7 +4,9 @@
 :class:`Reloaded` goes through vLLM's layerwise reload where no mapping exists (its tensors are verified before loading);
 the digests are then those of the parameters as they came out, good for finding what changes later.
 
-Both: ``load`` raises when the model is not, element by element, what was staged; it is then in no defined state.
+Both: ``load`` raises when the model is not, element by element, what was staged; it is then in no defined state. Where a
+version was followed by differences (:mod:`vllm_rlplugin.following`) only the places that change are written and only what they
+are part of is read, and ``undo`` brings back what was there: the old bits, proved by the digests they had.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from vllm_rlplugin.cutting import pack
 from vllm_rlplugin.digests import digest_for
+from vllm_rlplugin.following import Followed
 from vllm_rlplugin.mapping import Fill, Mapping, Slice
 from vllm_rlplugin.staging import Staged
 
@@ -42,6 +46,9 @@ class Loaded(Protocol):
     def load(self, staged: Staged) -> dict[str, float]:
         """Put a version into the model; returns seconds of each phase. See the module for what it raises."""
 
+    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+        """Take back what ``load`` wrote, whether it raised or not. What is not as it was; None: it cannot be taken back."""
+
     def mismatches(self) -> list[dict[str, str]]:
         """Recompute every live digest; what differs from what was loaded. Before any ``load``: from the first look."""
 
@@ -61,14 +68,15 @@ class Mapped:
         self._expected: dict[Slice | Fill, int] = {}
 
     def load(self, staged: Staged) -> dict[str, float]:
+        if staged.followed is not None:
+            return self._follow(staged.followed)
         marks = [time.perf_counter()]
         with torch.no_grad():
             for piece in staged.pieces:
                 piece.slice.target.copy_(piece.source, non_blocking=True)
             for fill in self.mapping.fills:
                 fill.target.fill_(fill.value)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        self._synchronize()
         marks.append(time.perf_counter())
         self._expected = {piece.slice: piece.digest for piece in staged.pieces}
         self._expected.update({fill: self._fill_digest(fill) for fill in self.mapping.fills})
@@ -83,18 +91,66 @@ class Mapped:
         marks.append(time.perf_counter())
         return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
 
+    def _follow(self, followed: Followed) -> dict[str, float]:
+        """Write what changes, compare what it is part of, pack anew what computes with it."""
+        marks = [time.perf_counter()]
+        with torch.no_grad():
+            for touched in followed.touched:
+                touched.write()
+        self._synchronize()
+        marks.append(time.perf_counter())
+        if found := self._differing((proof.slice, proof.view, proof.digest) for proof in followed.proofs):
+            raise Mismatch(describe(found))
+        marks.append(time.perf_counter())
+        self._pack_again(followed)
+        self._expected = {**self._expected, **followed.digests}
+        marks.append(time.perf_counter())
+        return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
+
+    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+        followed = staged.followed
+        if followed is None:
+            return None
+        with torch.no_grad():
+            for touched in followed.touched:
+                touched.restore()
+        self._synchronize()
+        before = {item: followed.base.digests[item] for item in followed.digests}
+        self._pack_again(followed)
+        self._expected = {**self._expected, **before}
+        return self._differing((item, item.target, digest) for item, digest in before.items())
+
+    @property
+    def digests(self) -> dict[Slice | Fill, int]:
+        """Of what was loaded last, or of what was there at the first look."""
+        return dict(self._expected)
+
     def mismatches(self) -> list[dict[str, str]]:
         if not self._expected:
             parts: tuple[Slice | Fill, ...] = (*self.mapping.slices, *self.mapping.fills)
             self._expected = {item: self._digest(item.target) for item in parts}
             return []
+        return self._differing((item, item.target, expected) for item, expected in self._expected.items())
+
+    def _differing(self, parts: Iterable[tuple[Slice | Fill, torch.Tensor, int]]) -> list[dict[str, str]]:
         found = []
-        for item, expected in self._expected.items():
-            live = self._digest(item.target)
+        for item, view, expected in parts:
+            live = self._digest(view)
             if live != expected:
                 tensor = item.tensor if isinstance(item, Slice) else f"(constant {item.value})"
                 found.append(_mismatch(tensor, item.parameter, live, expected))
         return found
+
+    def _pack_again(self, followed: Followed) -> None:
+        """A layer at a time: the copy that is replaced goes before the next one is made."""
+        parameters = {item.slice.parameter for item in followed.touched}
+        for layer, parameter in self.mapping.packed:
+            if parameter in parameters:
+                layer.cpu_linear = pack(layer, self.mapping.live[parameter]).linear
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def slices(self) -> dict[str, list[list[Any]]]:
         rows: dict[str, list[list[Any]]] = {}
@@ -133,6 +189,9 @@ class Reloaded:
         loaded_at = time.perf_counter()
         self._expected = self._digests()
         return {"reload": loaded_at - started, "verify": time.perf_counter() - loaded_at}
+
+    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+        return None
 
     def mismatches(self) -> list[dict[str, str]]:
         live = self._digests()

@@ -55,6 +55,8 @@ class Releaser:
             raise CommandError("released", "its weights sleep on the host; reclaim before they are dropped")
         preempted = len(self._core.scheduler.running)
         self._core._reset_caches()
+        if level == "dropped":
+            self._rpc("rl_forget_weights")  # no difference can be applied to what is no longer there
         freed, how = self._pages() if self._on_cpu else self._sleep(level)
         before = self._result
         self._result = ReleaseResult(level, before.bytes + freed, before.preempted + preempted, 0.0, how)

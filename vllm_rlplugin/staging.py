@@ -9,9 +9,11 @@ Guarantees:
 * With a mapping only what this rank's slices are cut from is fetched, shard by shard, whatever the trainer's layout; only
   the slices are kept, cast to the parameter's dtype, each with the digest that the live slice must have after the update.
   On CPU the packed copies that layers compute with are made here, too: packing takes several times as long as copying.
-* Where versions travel as differences, what they are applied to stays on the host beside it (:class:`Resident`): this
-  rank's shards, once, as they were published.
-* Nothing here touches the model.
+* Where versions travel as differences and there is a mapping, a version is followed from what is live
+  (:mod:`vllm_rlplugin.following`): what is staged is as large as the change. Where that cannot be (the first update, damaged
+  weights, a chain that is gone, a full snapshot that is smaller) all of it is staged, and nothing stays behind. Without a
+  mapping what differences are applied to stays on the host (:class:`Resident`): this rank's shards, once, as published.
+* Nothing here writes to the model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -40,9 +42,12 @@ from orchestrator.transfer import (
     StoredManifest,
     Subscriber,
 )
-from orchestrator.transfer.routing import Box, extent, whole
-from vllm_rlplugin.digests import digest_for
-from vllm_rlplugin.mapping import Layout, Mapping, Slice, TensorSpec
+from orchestrator.transfer.head import FULL
+from orchestrator.transfer.routing import extent, whole
+from vllm_rlplugin.cutting import Cutter, Packed, Piece
+from vllm_rlplugin.following import Base, Followed, Following, Origin, origin_of
+from vllm_rlplugin.mapping import Layout, Mapping, TensorSpec
+from vllm_rlplugin.places import Places
 
 # ShardKey.dtype (numpy's and torch's common names) -> torch. What a checkpoint may hold; vLLM casts on load.
 DTYPES: dict[str, torch.dtype] = {
@@ -77,26 +82,9 @@ class Plan:
     mapping: Mapping | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """One slice, ready to be copied into its target, and the digest it must have there."""
-
-    slice: Slice
-    source: torch.Tensor  # a part of a twin of the live parameter: same shape, dtype and strides
-    digest: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """What a CPU layer will compute with."""
-
-    layer: torch.nn.Module
-    linear: Callable[..., torch.Tensor]
-
-
 @dataclass(slots=True, eq=False)
 class Staged:
-    """A verified version: ``pieces`` (and what CPU layers pack of them) with a mapping, ``tensors`` otherwise."""
+    """A verified version: with a mapping ``followed``, or ``pieces`` and what CPU layers pack of them; else ``tensors``."""
 
     version: int
     checksum: str  # which published attempt, or which content where versions travel as differences
@@ -106,6 +94,19 @@ class Staged:
     packed: list[Packed] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
     seconds: dict[str, float] = field(default_factory=dict)
+    followed: Followed | None = None  # by differences from what was live when it was made
+    origin: Origin | None = None  # what differences of the next version can be applied to, once this one is live
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory held, the packed copies not counted."""
+        if self.followed is not None:
+            return self.followed.bytes
+        return sum(x.nbytes for x in (*(piece.source for piece in self.pieces), *self.tensors.values()))
+
+    def follows(self, base: Base | None) -> bool:
+        """Whether it can be put onto what is live."""
+        return self.followed is None or self.followed.base is base
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,9 @@ class Fetcher:
 
         self._codec = DeltaCodec()
         self._differences = endpoint.snapshot_every > 0
-        self._resident: tuple[Plan, Resident] | None = None  # what differences are applied to, and for which plan
+        self._resident: tuple[Plan, list[Region], Resident] | None = (
+            None  # what is kept of what was published, for which plan
+        )
 
         def connect() -> None:
             self._subscriber = Subscriber(endpoint, codec=self._codec)
@@ -149,13 +152,16 @@ class Fetcher:
             self.close()
             raise
 
-    def begin(self, version: int, plan: Plan) -> None:
-        """Start fetching; replaces what is being fetched or held for another version. Returns at once."""
+    def begin(self, version: int, plan: Plan, base: Base | None = None) -> None:
+        """Start fetching; replaces what is being fetched or held for another version. Returns at once.
+
+        ``base``: what is live and stays so meanwhile, where differences can be applied to it.
+        """
         if self._version != version:
             self._cancel.set()
         self._cancel, self._version = threading.Event(), version
         cancel = self._cancel
-        self._prepared = self._submit(lambda: self._obtain(version, plan, cancel))
+        self._prepared = self._submit(lambda: self._obtain(version, plan, base, cancel))
 
     def state(self) -> dict[str, Any]:
         """{"state": "none" | "fetching" | "ready" | "failed", "version", "error", "seconds"} of the last ``begin``."""
@@ -168,12 +174,12 @@ class Fetcher:
             found["seconds"] = dict(outcome.seconds)
         return found
 
-    def take(self, version: int, plan: Plan) -> Staged | Refusal:
-        """The version, prepared or fetched now. It is the caller's afterwards."""
+    def take(self, version: int, plan: Plan, base: Base | None = None) -> Staged | Refusal:
+        """The version, prepared or fetched now. It is the caller's afterwards. ``base``: see :meth:`begin`."""
         if self._version != version:
             self._cancel.set()  # what is being fetched is not wanted
         cancel = threading.Event()
-        outcome: Staged | Refusal = self._submit(lambda: self._obtain(version, plan, cancel)).result()
+        outcome: Staged | Refusal = self._submit(lambda: self._obtain(version, plan, base, cancel)).result()
         self.drop()
         return outcome
 
@@ -186,6 +192,18 @@ class Fetcher:
             self._held = None
 
         self._submit(forget)
+
+    def loaded(self, version: int) -> None:
+        """Say that this version is live now, so that the way on from it is kept. Returns at once."""
+
+        def hold() -> None:
+            if self._subscriber is not None and self._differences:
+                try:
+                    self._subscriber.hold(version)
+                except CoserveError as error:  # a lease only saves a full snapshot; the next fetch says it again
+                    _logger.warning("the relay was not told that weight version %d is live: %s", version, error)
+
+        self._submit(hold)
 
     def close(self) -> None:
         """Idempotent. A transfer in flight is waited for, for a limited time."""
@@ -213,7 +231,7 @@ class Fetcher:
         if self._subscriber is not None:
             self._subscriber.close()
 
-    def _obtain(self, version: int, plan: Plan, cancel: threading.Event) -> Staged | Refusal:
+    def _obtain(self, version: int, plan: Plan, base: Base | None, cancel: threading.Event) -> Staged | Refusal:
         """In the thread: what is held if it is the very thing, else a fetch."""
         subscriber = self._subscriber
         if subscriber is None:
@@ -222,12 +240,13 @@ class Fetcher:
             manifest = subscriber.manifest(version)
             checksum = f"{manifest.content():016x}" if self._differences else manifest.checksum
             held = self._held
-            if held is not None and (held.version, held.checksum) == (version, checksum) and held.plan is plan:
+            same = held is not None and (held.version, held.checksum) == (version, checksum)
+            if held is not None and same and held.plan is plan and held.follows(base):
                 return held
             self._held = held = None  # two versions at a time would be too much memory
             staging = _Staging(manifest, checksum, plan, cancel)
             if self._differences:
-                self._held = staging.from_resident(self._resident_of(subscriber, staging))
+                self._held = self._from_differences(subscriber, staging, base)
             else:
                 self._held = staging.from_snapshot(subscriber)
         except CoserveError as error:
@@ -237,20 +256,45 @@ class Fetcher:
             return Refusal(f"weight version {version}: {error!r}", False)
         return self._held
 
-    def _resident_of(self, subscriber: Subscriber, staging: _Staging) -> Resident:
-        """What this rank hosts, at the version that is wanted."""
-        if self._resident is None or self._resident[0] is not staging.plan:
-            self._resident = staging.plan, Resident(subscriber, staging.regions, self._codec)
-        resident = self._resident[1]
-        subscriber.hold(resident.version, fetching=staging.version)
+    def _from_differences(self, subscriber: Subscriber, staging: _Staging, base: Base | None) -> Staged:
+        """The version, by differences or whole. Says to the relay what is live meanwhile."""
+        kept = self._resident_of(subscriber, staging)
+        live = base.origin.version if base is not None else -1
+        subscriber.hold(live if staging.places is not None or kept is None else kept.version, fetching=staging.version)
         try:
-            resident.advance(staging.version, staging.check)
+            if kept is not None:
+                kept.advance(staging.version, staging.check)
+            found = None if base is None else self._follow(subscriber, staging, base, kept)
+            return found or staging.from_anything(subscriber, self._codec, kept)
         except (CorruptWeightsError, RelayError) as error:
             if isinstance(error, CorruptWeightsError) or error.reason == "missing":
                 subscriber.ask_snapshot()  # the way there is gone: the next version must bring one
             raise
-        subscriber.hold(resident.version)
-        return resident
+
+    def _follow(self, subscriber: Subscriber, staging: _Staging, base: Base, kept: Resident | None) -> Staged | None:
+        """By differences from what is live; None where that cannot be."""
+        origin = base.origin
+        if staging.places is None or origin.epoch != subscriber.epoch() or origin.version == staging.version:
+            return None
+        try:
+            chain = subscriber.chain(staging.version, origin.version, origin.content)
+            if not chain or chain[0].base_version == FULL:
+                return None
+            return staging.from_live(subscriber, self._codec, base, chain, kept)
+        except (CorruptWeightsError, RelayError) as error:
+            if isinstance(error, RelayError) and error.reason != "missing":
+                raise
+            _logger.warning("weight version %d is taken whole, not by differences: %s", staging.version, error)
+            return None
+
+    def _resident_of(self, subscriber: Subscriber, staging: _Staging) -> Resident | None:
+        """What holds the published values that are not where they could be followed in place; None: there are none."""
+        if not staging.kept:
+            self._resident = None
+            return None
+        if self._resident is None or self._resident[0] is not staging.plan or self._resident[1] != staging.kept:
+            self._resident = staging.plan, staging.kept, Resident(subscriber, staging.kept, self._codec)
+        return self._resident[2]
 
 
 def _refusal(error: CoserveError, what: str) -> Refusal:
@@ -275,6 +319,9 @@ class _Staging:
         else:
             boxes = plan.mapping.boxes(self._published)
         self.regions = [Region(name, box) for name, box in boxes.items()]
+        self.places = None if plan.mapping is None else Places(plan.mapping, self._published)
+        direct = set() if self.places is None else {*self.places.direct}
+        self.kept = [region for region in self.regions if region.tensor not in direct]
         self._staged = Staged(manifest.version, checksum, 0, plan)
         self._cutter = None if plan.mapping is None else Cutter(plan.mapping, plan.device)
 
@@ -286,20 +333,67 @@ class _Staging:
     def from_snapshot(self, subscriber: Subscriber) -> Staged:
         """Nothing is kept but what the update needs."""
         with _own_stream(self.plan.device):
-            for region, data in subscriber.fetch_regions(self._manifest, self.regions):
-                self.check()
-                self._staged.bytes += data.nbytes
-                self._add(region, data)
+            self._add_snapshot(subscriber, self.regions)
             return self._finish()
 
-    def from_resident(self, resident: Resident) -> Staged:
-        """``resident`` stays what the next difference is applied to."""
-        self._staged.bytes = resident.fetched_bytes
+    def from_anything(self, subscriber: Subscriber, codec: DeltaCodec, kept: Resident | None) -> Staged:
+        """All of it, by whatever there is: a full snapshot, or one and the differences after it, put together here."""
+        known = {region.tensor for region in self.kept}
+        others = [region for region in self.regions if region.tensor not in known]
         with _own_stream(self.plan.device):
-            for region in self.regions:
-                self.check()
-                self._add(region, resident.region(region))
+            if kept is not None:
+                self._add_resident(kept, self.kept)
+            if self._manifest.base_version == FULL:
+                self._add_snapshot(subscriber, others)
+            elif others:
+                made = Resident(subscriber, others, codec)
+                made.advance(self.version, self.check)
+                self._add_resident(made, others)
+            if self.places is not None:
+                self._staged.origin = origin_of(self._manifest, self.places.of(self._manifest.shards))
             return self._finish()
+
+    def from_live(
+        self,
+        subscriber: Subscriber,
+        codec: DeltaCodec,
+        base: Base,
+        chain: Sequence[StoredManifest],
+        kept: Resident | None,
+    ) -> Staged:
+        """By differences to what is live. Nothing of this staging is touched when it raises."""
+        places = self.places
+        assert places is not None
+        with _own_stream(self.plan.device):
+            following = Following(base, places, codec, self.plan.device, self.check)
+            following.chain(subscriber, chain)
+            fetched = time.perf_counter()
+            if kept is not None:
+                following.compare(kept, self._published, self.kept)
+            followed = following.prove()
+        last = chain[-1]
+        received = following.fetched_bytes + (0 if kept is None else kept.fetched_bytes)
+        return Staged(
+            self.version,
+            self._staged.checksum,
+            received,
+            self.plan,
+            seconds={"fetch": fetched - self._started, "prove": time.perf_counter() - fetched},
+            followed=followed,
+            origin=origin_of(last, places.of(last.shards)),
+        )
+
+    def _add_snapshot(self, subscriber: Subscriber, regions: Sequence[Region]) -> None:
+        for region, data in subscriber.fetch_regions(self._manifest, regions):
+            self.check()
+            self._staged.bytes += data.nbytes
+            self._add(region, data)
+
+    def _add_resident(self, resident: Resident, regions: Sequence[Region]) -> None:
+        self._staged.bytes += resident.fetched_bytes
+        for region in regions:
+            self.check()
+            self._add(region, resident.region(region))
 
     def _add(self, region: Region, data: Bytes) -> None:
         since = time.perf_counter()
@@ -321,52 +415,6 @@ class _Staging:
             "pack": time.perf_counter() - fetched,
         }
         return self._staged
-
-
-class Cutter:
-    """Makes this rank's slices of one version, in twins of the live parameters (CUDA: pinned), each with its digest."""
-
-    def __init__(self, mapping: Mapping, device: torch.device) -> None:
-        self._mapping = mapping
-        self._device = device
-        self._digest = digest_for(device)
-        self._twins: dict[str, torch.Tensor] = {}
-
-    def cut(
-        self, name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None, box: Box = ()
-    ) -> Iterator[Piece]:
-        """The slices of one checkpoint tensor, cast as vLLM's loader casts.
-
-        ``tensor``: all of it, or with ``shape`` what lies in ``box`` of one of that shape.
-        """
-        for item in self._mapping.of(name):
-            live = self._mapping.live[item.parameter]
-            offset = item.target.storage_offset() - live.storage_offset()
-            source = self._twin(item.parameter).as_strided(item.target.size(), item.target.stride(), offset)
-            source.copy_(item.cut(tensor) if shape is None else item.cut_box(shape, box, tensor))
-            yield Piece(item, source, self._digest(source.to(self._device)))
-
-    def pack(self) -> list[Packed]:
-        """Once all tensors were cut: the packed copies of CPU layers, made by vLLM's own functions on a stand-in."""
-        for fill in self._mapping.fills:
-            offset = fill.target.storage_offset() - self._mapping.live[fill.parameter].storage_offset()
-            self._twin(fill.parameter).as_strided(fill.target.size(), fill.target.stride(), offset).fill_(fill.value)
-        packed = []
-        for layer, parameter in self._mapping.packed:
-            stand_in = torch.nn.Module()
-            stand_in.weight = torch.nn.Parameter(self._twin(parameter), requires_grad=False)
-            layer.quant_method.process_weights_after_loading(stand_in)
-            packed.append(Packed(layer, stand_in.cpu_linear))
-        return packed
-
-    def _twin(self, parameter: str) -> torch.Tensor:
-        twin = self._twins.get(parameter)
-        if twin is None:
-            live = self._mapping.live[parameter]
-            pinned = self._device.type == "cuda"
-            twin = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype, pin_memory=pinned)
-            self._twins[parameter] = twin
-        return twin
 
 
 def match_layout(manifest: WeightManifest, plan: Plan) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Full weight updates from the relay, as a backend of vLLM's own weight-transfer factory (name ``rl_coserve``).
+"""Weight updates from the relay, whole or by differences: a backend of vLLM's weight-transfer factory, ``rl_coserve``.
 
 Guarantees:
 
@@ -7,9 +7,12 @@ Guarantees:
   model is touched, and no rank touches it unless all have the same published attempt at hand. When ``update_weights``
   raises, the model is as it was.
 * Only ``finish_weight_update`` writes. Afterwards every live slice has the digest of the staged one; if not, or if
-  anything raised on any rank, the weights are unusable (``damaged``) until an update succeeds, and it raises.
+  anything raised on any rank, the weights are unusable (``damaged``) until an update succeeds, and it raises. A version that
+  was followed by differences is taken back instead, on all ranks, bit for bit; only if that cannot be proved are they damaged.
 * The fetch can overlap generation (:func:`prepare`); the pause is then a copy in place and its verification. Where the
   loader is more than copies of views, vLLM's layerwise reload does it (``report()["verified"]`` says so).
+* Differences are applied to the live weights themselves (:mod:`vllm_rlplugin.following`), of which there is no other copy:
+  only the tensors and elements that change are written (``report()["touched"]`` counts them).
 
 The functions below take vLLM's worker, as ``collective_rpc`` passes it, and return plain data: errors too, because they
 would cross vLLM's processes as text, and with several ranks put its executor out of step (:mod:`vllm_rlplugin.ranks`).
@@ -33,10 +36,12 @@ from vllm.distributed.weight_transfer.base import (
 
 from orchestrator.api import CoserveError, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
+from vllm_rlplugin.cutting import Cutter
+from vllm_rlplugin.following import Base
 from vllm_rlplugin.loaded import Loaded, Mapped, Reloaded, describe
 from vllm_rlplugin.mapping import Layout, NoMappingError, TensorSpec, discover
 from vllm_rlplugin.ranks import Ranks
-from vllm_rlplugin.staging import Cutter, Fetcher, Plan, Refusal, Staged
+from vllm_rlplugin.staging import Fetcher, Plan, Refusal, Staged
 
 _SAFETENSORS: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -85,6 +90,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.checksum = ""  # of its manifest
         self.received_bytes = 0  # of the last version that was received
         self.seconds: dict[str, float] = {}
+        self.touched: dict[str, Any] = {}  # by the last version that was loaded
         self.fallback = ""  # why there is no mapping
         self.ranks = Ranks(self.parallel_config)
         self._fetcher: Fetcher | None = None
@@ -95,6 +101,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         )
         self._plan: Plan | None = None
         self._loaded: Loaded | None = None
+        self._live: Base | None = None  # what differences can be applied to, unless the weights are damaged
         self._broken = False  # vLLM's reload failed half-way: its bookkeeping is in no defined state either
         self._worker: weakref.ref[Any] | None = None
         self._session_left_open = False
@@ -133,6 +140,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
     def finish_weight_update(self) -> None:
         """Load what was staged, in place (tensor storages stay, so CUDA graphs stay valid), and verify it."""
         staged, self._staged = self._staged, None
+        if staged is not None and not staged.follows(self._base()):
+            self.refusal = RetryableError(f"weight version {staged.version} was made for other weights than are live")
+            staged = None
         if not self.ranks.agree(staged is not None, staged.checksum if staged else "0") or staged is None:
             if self.ranks.size == 1 and self.refusal is None:
                 self.refusal = RunError("finish_weight_update without received weights")
@@ -140,15 +150,18 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             self._refuse()
             return
         self.damage = f"the update to version {staged.version} did not end"
-        self.damage = self._apply(staged)
-        if not self.ranks.agree(not self.damage):
-            self.damage = self.damage or "another rank of this engine could not load the version; its report says why"
-            self.refusal = RunError(self.damage)
+        failure = self._apply(staged)
+        if not self.ranks.agree(not failure):
+            self._take_back(
+                staged, failure or "another rank of this engine could not load the version; its report says why"
+            )
             staged = None
             self._refuse()
             return
+        self.damage = ""
         self.version, self.checksum = staged.version, staged.checksum
         self.refusal = None
+        self._note(staged)
 
     def shutdown(self) -> None:
         """Close the relay connection. Idempotent."""
@@ -182,11 +195,16 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
                 self._loaded = Mapped(mapping, self.device)
         return self._loaded
 
+    def forget(self) -> None:
+        """The live weights are, or will be, others than those that were loaded: the next version is taken whole."""
+        self._live = None
+
     def prepare(self, version: int) -> None:
         """Begin to fetch; returns at once. Failures are told by :meth:`prepared`."""
         self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
         if self._fetcher is not None:
-            self._fetcher.begin(version, self.plan())
+            plan = self.plan()
+            self._fetcher.begin(version, plan, self._base())
 
     def prepared(self, version: int) -> dict[str, Any]:
         """{"state", "error", ...} of what was prepared; "none" when it is another version."""
@@ -204,6 +222,51 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     # Parts.
 
+    def _base(self) -> Base | None:
+        """What is live and known to be."""
+        live, mapping = self._live, self.plan().mapping
+        return live if live is not None and not self.damage and live.mapping is mapping else None
+
+    def _note(self, staged: Staged) -> None:
+        """What is live now."""
+        loaded, origin, followed = self.loaded(), staged.origin, staged.followed
+        self._live = None
+        if isinstance(loaded, Mapped) and origin is not None:
+            self._live = Base(origin, loaded.mapping, loaded.digests)
+        if followed is not None:
+            counts = {"tensors": followed.tensors, "elements": followed.positions, "staged_bytes": followed.bytes}
+            self.touched = {"how": "differences", **counts}
+        else:
+            tensors = len({piece.slice.tensor for piece in staged.pieces}) or len(staged.tensors)
+            elements = sum(piece.source.numel() for piece in staged.pieces)
+            elements = elements or sum(tensor.numel() for tensor in staged.tensors.values())
+            self.touched = {
+                "how": "whole",
+                "tensors": tensors,
+                "elements": elements,
+                "staged_bytes": staged.staged_bytes,
+            }
+        if self._fetcher is not None:
+            self._fetcher.loaded(staged.version)
+
+    def _take_back(self, staged: Staged, failure: str) -> None:
+        """Bring back the weights of before, where that can be done; all ranks come here together."""
+        problem = failure
+        if staged.followed is not None:
+            try:
+                found = self.loaded().undo(staged)
+                problem = describe(found) if found else ""
+            except Exception as error:  # as in _apply
+                _logger.exception("weight version %d could not be taken back", staged.version)
+                problem = str(error) or type(error).__name__
+            problem = problem and f"{failure}; and it could not be taken back: {problem}"
+        if self.ranks.agree(not problem):
+            self.damage = ""
+            self.refusal = RetryableError(f"{failure}; the weights of before are back")
+            return
+        self.damage = problem or f"{failure}; another rank could not take it back"
+        self.refusal = RunError(self.damage)
+
     def _take(self, version: int) -> Staged | None:
         """The staged version, or None with the reason noted."""
         if self._broken:
@@ -213,7 +276,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             self.refusal = RetryableError(_NOT_CONNECTED)
             return None
         plan = self.plan()
-        outcome = self._fetcher.take(version, plan)
+        outcome = self._fetcher.take(version, plan, self._base())
         if isinstance(outcome, Refusal):
             self.refusal = outcome.exception()
             return None
@@ -335,7 +398,8 @@ def report(worker: Any) -> dict[str, Any]:
 
     ``state`` is "intact" (the version named by ``version``; -1: what the engine was started with) or "unusable";
     ``error`` and ``kind`` ("retryable", "fatal") say what went wrong last; ``seconds`` are of the phases of the last
-    update; ``slices`` are {checkpoint tensor: [[offset, size, stride, dtype, digest], ...]} in elements.
+    update; ``touched`` says what it wrote: {"how": "differences" or "whole", "tensors", "elements", "staged_bytes": memory
+    held for it until then}; ``slices`` are {checkpoint tensor: [[offset, size, stride, dtype, digest], ...]} in elements.
     """
     engine = _engine(worker)
     if engine is None:
@@ -362,6 +426,7 @@ def report(worker: Any) -> dict[str, Any]:
             "slices": 0 if mapping is None else len(mapping.slices),
         },
         "seconds": dict(engine.seconds),
+        "touched": dict(engine.touched),
         "shapes": {name: list(spec.shape) for name, spec in layout.items()},
         "slices": loaded.slices(),
         "unused": [] if mapping is None else list(mapping.unused),
@@ -384,6 +449,13 @@ def verify(worker: Any) -> dict[str, Any]:
         "mismatches": found,
         "slices": engine.loaded().slices(),
     }
+
+
+def forget(worker: Any) -> None:
+    """The live weights will be discarded or written by somebody else: the next version is taken whole."""
+    engine = _engine(worker)
+    if engine is not None:
+        engine.forget()
 
 
 _NOT_CONNECTED = "the weight-transfer engine was not initialised with a relay endpoint"

@@ -6,14 +6,18 @@ a shard whose encoding would not be smaller travels raw.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+
+import numpy as np
 
 from orchestrator.api import ConfigError
 from orchestrator.transfer import delta
 from orchestrator.transfer.codecs import RAW
 from orchestrator.transfer.errors import CorruptWeightsError
 from orchestrator.transfer.wire import Bytes
+
+_PIECE = 1 << 16  # elements at a time where a shard travels raw
 
 
 class DeltaCodec:
@@ -36,10 +40,37 @@ class DeltaCodec:
 
     def apply(self, encoding: str, data: Bytes, base: Bytes) -> Callable[[], None]:
         try:
-            found = delta.open_change(data).header.encoding
-            if found != encoding:
-                raise CorruptWeightsError("format", f"a change of encoding {found}, the manifest says {encoding}")
-            log = delta.apply(data, base, threads=self._threads)
+            log = delta.apply(_opened(encoding, data), base, threads=self._threads)
         except ConfigError as error:  # the header does not fit this shard
             raise CorruptWeightsError("layout", str(error)) from error
         return partial(delta.undo, log)
+
+    def edits(
+        self, encoding: str, data: Bytes, elements: int, width: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[delta.Edit]:
+        """What a stored shard of ``elements`` of ``width`` bytes does to its base, a piece at a time; RAW ones, too.
+
+        Only positions in ``[start, stop)``. Raises CorruptWeightsError, at the latest before what is damaged is yielded.
+        """
+        if encoding == RAW:
+            if data.nbytes != elements * width:
+                raise CorruptWeightsError("layout", f"{data.nbytes} B for {elements} elements of {width} B")
+            values = data.view(f"<u{width}") if data.ctypes.data % width == 0 else data.copy().view(f"<u{width}")
+            last = elements if stop is None else min(stop, elements)
+            for begin in range(max(start, 0), last, _PIECE):
+                piece = values[begin : min(begin + _PIECE, last)]
+                yield delta.Edit(np.arange(begin, begin + piece.size), piece, encoding)
+            return
+        opened = _opened(encoding, data)
+        if (opened.header.elements, opened.header.width) != (elements, width):
+            raise CorruptWeightsError("layout", f"{opened.header} for {elements} elements of {width} B")
+        yield from delta.edits(opened, start, stop)
+
+
+def _opened(encoding: str, data: Bytes) -> delta.Opened:
+    """Checked, once. Raises CorruptWeightsError."""
+    opened = delta.open_change(data)
+    if opened.header.encoding != encoding:
+        detail = f"a change of encoding {opened.header.encoding}, the manifest says {encoding}"
+        raise CorruptWeightsError("format", detail)
+    return opened

@@ -4,11 +4,24 @@ change = encode(old, new, "bfloat16")        # uint8 arrays; change.encoding goe
 log = apply(change.data, base)               # in place, all or nothing
 undo(log)                                    # the old bits
 
-for positions, step in steps(change.data): ...   # for a reader that hosts a slice; advance(values, step)
+for edit in edits(change.data): ...          # for a reader that hosts a slice: edit.positions, edit.new(old values)
+opened = open_change(change.data)            # checks it once: all of these take it instead of the bytes
 """
 
-from orchestrator.transfer.delta.codec import Change, UndoLog, apply, changes, encode, encode_steps, sizes, steps, undo
-from orchestrator.transfer.delta.format import ENCODINGS, NEEDS_BASE, Header, open_change
+from orchestrator.transfer.delta.codec import (
+    Change,
+    Edit,
+    UndoLog,
+    apply,
+    changes,
+    edits,
+    encode,
+    encode_steps,
+    sizes,
+    steps,
+    undo,
+)
+from orchestrator.transfer.delta.format import ENCODINGS, NEEDS_BASE, Header, Opened, open_change
 from orchestrator.transfer.delta.line import advance, retreat, steps_between
 from orchestrator.transfer.delta.native import native_status
 
@@ -16,11 +29,14 @@ __all__ = [
     "ENCODINGS",
     "NEEDS_BASE",
     "Change",
+    "Edit",
     "Header",
+    "Opened",
     "UndoLog",
     "advance",
     "apply",
     "changes",
+    "edits",
     "encode",
     "encode_steps",
     "native_status",

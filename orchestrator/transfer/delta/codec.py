@@ -1,4 +1,4 @@
-"""Encode a shard's change, apply it in place, take it back; or read the changes one segment at a time.
+"""Encode a shard's change, apply it in place, take it back; or read what it does one segment at a time.
 
 Guarantees: what was encoded is what is applied, bit for bit, for every bit pattern; the smallest of the encodings is taken where
 the sparse one does not clearly win; a change that is damaged raises CorruptWeightsError and leaves the base as it was.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -165,14 +165,14 @@ def _log(changed: int, elements: int) -> int:
 # -- apply -------------------------------------------------------------------------------------------------------------
 
 
-def apply(data: Bytes, base: Bytes, *, threads: int = 1, backend: Backend | None = None) -> UndoLog:
-    """Change ``base`` (uint8, contiguous, writable) in place; returns what :func:`undo` needs.
+def apply(data: Bytes | Opened, base: Bytes, *, threads: int = 1, backend: Backend | None = None) -> UndoLog:
+    """Change ``base`` (uint8, contiguous, writable) in place; returns what :func:`undo` needs. ``data``: or the change opened.
 
     The log holds a copy of a sparse change, which is as good as the old values at a fifth of their size, or the old array
     where all of it was replaced. ``data`` is not needed any more. Raises CorruptWeightsError, and then base is as before;
     ConfigError when base is no array that can be changed.
     """
-    opened = wire.open_change(data)
+    opened = _opened(data)
     header = opened.header
     _check_array("base", base, header.width)
     if not base.flags.writeable:
@@ -238,7 +238,7 @@ def _apply_segments(opened: Opened, base: Bytes, sign: int, first: int, last: in
 
 
 def steps(
-    data: Bytes, start: int = 0, stop: int | None = None, *, backend: Backend | None = None
+    data: Bytes | Opened, start: int = 0, stop: int | None = None, *, backend: Backend | None = None
 ) -> Iterator[tuple[Positions, Steps]]:
     """Positions (int64, in the shard, ascending) and steps of a sparse change, a segment at a time; no base needed.
 
@@ -246,10 +246,10 @@ def steps(
     Only positions in ``[start, stop)``; segments outside are not decoded. Raises CorruptWeightsError, at the latest before
     the segment that is damaged is yielded, and ConfigError for another encoding.
     """
-    opened = wire.open_change(data)
+    opened = _opened(data)
     header = opened.header
     if header.encoding != wire.SPARSE:
-        raise ConfigError("encoding", header.encoding, "only a sparse change has steps; apply it, or read its changes")
+        raise ConfigError("encoding", header.encoding, "only a sparse change has steps; apply it, or read its edits")
     stop = header.elements if stop is None else min(stop, header.elements)
     work = backend or default_backend()
     total = 0
@@ -268,43 +268,86 @@ def steps(
         raise CorruptWeightsError("format", f"{header.changed} changes announced, {total} found")
 
 
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What a change does to some elements: ``positions`` (int64, in the shard, ascending), and how they get their values."""
+
+    positions: Positions
+    operand: npt.NDArray[Any]  # steps on the line, bits to flip, or the new values
+    encoding: str
+
+    def new(self, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The new values of these elements from their old ones: unsigned integers of the tensor's width."""
+        if self.encoding == wire.SPARSE:
+            return advance(old, self.operand)
+        found: npt.NDArray[Any] = old ^ self.operand if self.encoding == wire.XOR else self.operand
+        return found
+
+    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Edit:
+        """Some of them."""
+        return Edit(self.positions[chosen], self.operand[chosen], self.encoding)
+
+
+def edits(
+    data: Bytes | Opened, start: int = 0, stop: int | None = None, *, backend: Backend | None = None
+) -> Iterator[Edit]:
+    """Any change, a segment at a time, without the base: for a reader that knows where each element lies in its own storage.
+
+    Only positions in ``[start, stop)``; segments outside are not decoded. Of the encodings that need no base every position
+    comes, of the others those that change. Raises CorruptWeightsError, at the latest before what is damaged is yielded.
+    """
+    opened = _opened(data)
+    header = opened.header
+    if header.encoding == wire.SPARSE:
+        for positions, found in steps(opened, start, stop, backend=backend):
+            yield Edit(positions, found, wire.SPARSE)
+        return
+    stop = header.elements if stop is None else min(stop, header.elements)
+    work, log = backend or default_backend(), header.log or wire.PLANES_LOG
+    for index in range(max(start, 0) >> log, wire.segments_of(max(stop, 0), log)):
+        begin, end = index << log, min(header.elements, (index + 1) << log)
+        if header.encoding == wire.RAW:
+            now = opened.payload[begin * header.width : end * header.width].copy()  # aligned
+        else:
+            now = np.zeros((end - begin) * header.width, np.uint8)
+            lengths, segment = opened.lengths[index : index + 1], opened.segments(index, index + 1)
+            done = work.planes_apply(segment, lengths, now, header.width, log, 0, 1, False)
+            if done.error is not None:
+                raise done.error
+        values = now.view(f"<u{header.width}")
+        low, high = max(start - begin, 0), min(stop, end) - begin
+        values = values[low:high]
+        where = np.flatnonzero(values) if header.encoding == wire.XOR else np.arange(values.size)
+        yield Edit(where + (begin + low), values[where] if header.encoding == wire.XOR else values, header.encoding)
+
+
 def changes(
-    data: Bytes, old: Bytes, *, backend: Backend | None = None
+    data: Bytes | Opened, old: Bytes, *, backend: Backend | None = None
 ) -> Iterator[tuple[Positions, npt.NDArray[np.unsignedinteger]]]:
     """Positions (int64, ascending) and new values of any change, a segment at a time; ``old`` is only read.
 
     Values are unsigned integers of the tensor's width. Whatever the encoding, positions that did not change are left out.
     Raises CorruptWeightsError before the damaged segment is yielded.
     """
-    opened = wire.open_change(data)
+    opened = _opened(data)
     header = opened.header
-    work = backend or default_backend()
     if old.size != header.elements * header.width:
         raise CorruptWeightsError("layout", f"{header.elements} elements of {header.width} B for {old.size} B")
     values = old.view(f"<u{header.width}")
-    if header.encoding == wire.SPARSE:
-        for positions, found in steps(data, backend=work):
-            yield positions, advance(values[positions], found)
-        return
-    log = header.log or wire.PLANES_LOG
-    for index in range(wire.segments_of(header.elements, log)):
-        begin, end = index << log, min(header.elements, (index + 1) << log)
-        if header.encoding == wire.RAW:
-            now = opened.payload[begin * header.width : end * header.width].copy()
-        else:
-            now = old[begin * header.width : end * header.width].copy()
-            lengths, data_of = opened.lengths[index : index + 1], opened.segments(index, index + 1)
-            xor = header.encoding == wire.XOR
-            done = work.planes_apply(data_of, lengths, now, header.width, header.log, 0, 1, xor)
-            if done.error is not None:
-                raise done.error
-        fresh = now.view(f"<u{header.width}")
-        where = np.flatnonzero(fresh != values[begin:end])
-        if where.size:
-            yield where + begin, fresh[where]
+    for edit in edits(opened, backend=backend):
+        before = values[edit.positions]
+        fresh = edit.new(before)
+        moved = fresh != before
+        if moved.any():
+            yield edit.positions[moved], fresh[moved]
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _opened(change: Bytes | Opened) -> Opened:
+    """Checked once: what was opened before is taken as it is."""
+    return change if isinstance(change, Opened) else wire.open_change(change)
 
 
 def _in_threads(work: Callable[[int, int], T], segments: int, threads: int) -> list[T]:
