@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rlplugin.residency import Residency
 from megatron_rlplugin.trainer import MegatronTrainer
-from orchestrator.api import PublishResult, ResidencyResult, RunError, TrainBatch, TrainMetrics, TrainSample
+from orchestrator.api import Meeting, PublishResult, ResidencyResult, RunError, TrainBatch, TrainMetrics, TrainSample
 
 
 class ColocatedTrainer(MegatronTrainer):
@@ -32,6 +32,7 @@ class ColocatedTrainer(MegatronTrainer):
 
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
         """See the protocol. The figures are this rank's; policy and critic move one after the other, the peak is the larger."""
+        self._finish_sending()
         everyone = replicas is None or set(replicas) >= set(range(self._replicas.count))
         concerned = everyone or self._replicas.index in (replicas or ())
         results = [part.to(level) for part in self._parts_here()] if concerned else []
@@ -60,6 +61,11 @@ class ColocatedTrainer(MegatronTrainer):
         """See the protocol."""
         self._require_level("stream")
         return await super().publish()
+
+    async def send(self, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> tuple[Meeting, ...]:
+        """See the base class."""
+        self._require_level("stream")
+        return await super().send(receivers, limit, anew, host)
 
     async def save(self, folder: str) -> None:
         """See the protocol."""

@@ -49,21 +49,32 @@ def serving_shards(
     ``ShardKey.bucket`` numbers the buckets of this rank that they fill, from 0. Parts of an unchanged model are the same in
     every call.
     """
+    for _, cuts in groupby(_cuts(chunks, dtype, bucket_bytes), key=lambda cut: cut[1].piece):
+        value: Tensor | None = None
+        for piece, part, key in cuts:
+            if value is None:
+                value = piece.read()
+            yield key, _cut(value, piece, part).to(getattr(torch, key.dtype)).contiguous()
+        del value  # not alive while the next piece is read
+
+
+def serving_keys(
+    chunks: Sequence[Any], dtype: str | None = "bfloat16", *, bucket_bytes: int = BUCKET_BYTES
+) -> list[ShardKey]:
+    """The keys of :func:`serving_shards`, in its order. Nothing of the weights is read."""
+    return [key for _, _, key in _cuts(chunks, dtype, bucket_bytes)]
+
+
+def _cuts(chunks: Sequence[Any], dtype: str | None, bucket_bytes: int) -> Iterator[tuple[Piece, Part, ShardKey]]:
     mine = list(pieces(chunks))
     dtypes = [piece.parameter.dtype if dtype is None else _dtype(dtype) for piece in mine]
     bucket = filled = 0
-    cut = own_parts(mine, [wanted.itemsize for wanted in dtypes], bucket_bytes)
-    for number, parts in groupby(cut, key=lambda part: part.piece):
-        piece, wanted = mine[number], dtypes[number]
-        named = str(wanted).removeprefix("torch.")
-        value = piece.read()
-        for part in parts:
-            if filled and filled + part.bytes > bucket_bytes:
-                bucket, filled = bucket + 1, 0
-            filled += part.bytes
-            key = ShardKey(piece.name, part.dim, part.start, part.stop, piece.shape, named, ENCODING, bucket)
-            yield key, _cut(value, piece, part).to(wanted).contiguous()
-        del value  # not alive while the next piece is read
+    for part in own_parts(mine, [wanted.itemsize for wanted in dtypes], bucket_bytes):
+        piece, named = mine[part.piece], str(dtypes[part.piece]).removeprefix("torch.")
+        if filled and filled + part.bytes > bucket_bytes:
+            bucket, filled = bucket + 1, 0
+        filled += part.bytes
+        yield piece, part, ShardKey(piece.name, part.dim, part.start, part.stop, piece.shape, named, ENCODING, bucket)
 
 
 def own_parts(mine: Sequence[Piece], itemsize: int | Sequence[int], bucket_bytes: int) -> list[Part]:

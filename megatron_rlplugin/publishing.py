@@ -94,7 +94,7 @@ class WeightPublisher:
         if self._policy.every:
             self._keep()
         total, buckets = sum(item.bytes for item in results), sum(item.buckets for item in results)
-        return PublishResult(version, total, buckets, sum(item.seconds for item in results))
+        return PublishResult(version, total, buckets, sum(item.seconds for item in results), results[-1].content)
 
     def close(self) -> None:
         """Idempotent."""

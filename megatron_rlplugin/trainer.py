@@ -18,7 +18,8 @@ Guarantees
 
 Several ranks (tensor * pipeline * data parallel) are one trainer: every rank gets the same calls with the same arguments,
 computes its share, and answers with the same metrics. Each publishes its own shards of the weights, all as one version
-(:mod:`megatron_rlplugin.publishing`); rank 0 writes the weights of a checkpoint after gathering them.
+(:mod:`megatron_rlplugin.publishing`), and may send them to workers meanwhile (:mod:`megatron_rlplugin.collective`). Rank 0
+writes the weights of a checkpoint after gathering them.
 
 Methods are coroutines because the port's are (the trainer lives in a Ray actor); they compute without yielding.
 """
@@ -51,6 +52,7 @@ from megatron_rlplugin.batching import (
     supervised_row,
     usable,
 )
+from megatron_rlplugin.collective import Sender, sender_of
 from megatron_rlplugin.critic import install_value_head
 from megatron_rlplugin.experience import Experience
 from megatron_rlplugin.feeder import Feeder
@@ -63,7 +65,7 @@ from megatron_rlplugin.replicas import Replicas
 from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.step import Stepper, StepReport
 from megatron_rlplugin.vocab import logprobs
-from orchestrator.api import ConfigError, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
+from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
 from orchestrator.transfer import RelayEndpoint
 
 _log = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class MegatronTrainer:
         self._temperature = temperature
         self._endpoint = RelayEndpoint.from_dict(relay) if relay is not None else None
         self._publisher: WeightPublisher | None = None
+        self._sender: Sender | None = None
         torch.set_num_threads(settings_.threads)
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
@@ -144,6 +147,7 @@ class MegatronTrainer:
         """See the protocol."""
         started = time.perf_counter()
         self._require_rl("train_step")
+        self._finish_sending()
         if batch.version != self._version:
             raise RunError(f"a batch for version {batch.version}, but the trainer is at version {self._version}")
         usable_samples = self._usable(batch.samples)  # malformed ones stop the run before anything changed
@@ -171,6 +175,7 @@ class MegatronTrainer:
         """See the protocol. Without ``stream``, and for a version that is not the present one, it is ignored."""
         self._require_rl("feed")
         if self._settings.stream and version == self._version and samples:
+            self._finish_sending()  # what is fed may be compared with the reference, which then stands in for the weights
             self._feeder.feed(samples, version)
 
     async def publish(self) -> PublishResult:
@@ -182,6 +187,13 @@ class MegatronTrainer:
             self._publisher = WeightPublisher(self._endpoint, self._learner.chunks, self._version)
         return self._publisher.publish(self._version)
 
+    async def send(self, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> tuple[Meeting, ...]:
+        """See :class:`orchestrator.api.CollectiveTrainer`; the meeting of this rank alone, whose address is ``host``."""
+        self._require_rl("send")
+        if self._sender is None:
+            self._sender = sender_of(self._learner.chunks, device())
+        return (self._sender.begin(self._version, receivers, limit, anew, host),)
+
     async def save(self, folder: str) -> None:
         """See the protocol. Every rank writes its optimizer's part, rank 0 the weights; all see the same folder."""
         self._require_rl("save")
@@ -190,6 +202,7 @@ class MegatronTrainer:
     async def load(self, folder: str) -> int:
         """See the protocol. What this process published before belongs to the abandoned history."""
         self._feeder.drop()
+        self._finish_sending()
         parts = self._parts()
         position = checkpoint.load(parts, folder)
         self._experience.reference = parts.reference
@@ -201,6 +214,9 @@ class MegatronTrainer:
 
     async def close(self) -> None:
         """See the protocol."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -268,6 +284,7 @@ class MegatronTrainer:
             "faulty": list(self._faulty[:_NAMED]),
             "step": self._step,
             "version": self._version,
+            "sending_failed": "" if self._sender is None else self._sender.error,
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -377,6 +394,11 @@ class MegatronTrainer:
         return checkpoint.Parts(
             self._learner, self._critic, self._experience.reference, self._generator, self._replicas
         )
+
+    def _finish_sending(self) -> None:
+        """Before the weights change, or others take their place for a while."""
+        if self._sender is not None:
+            self._sender.finish()
 
     def _require_rl(self, what: str) -> None:
         if self._warming_up:

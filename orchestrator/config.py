@@ -98,6 +98,8 @@ class RolloutSection(Section):
     trajectory_timeout: PositiveSeconds = 120.0
     worker_restarts: Annotated[int, Field(ge=0)] = 2
     stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
+    weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
+    collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSection = EngineSection()
 
     @model_validator(mode="after")
@@ -114,6 +116,9 @@ class RolloutSection(Section):
         if not (self.workers or self.served):
             fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
             found.append(("workers", 0, fix))
+        if self.weights == "collective" and self.served and not self.workers:
+            fix = "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
+            found.append(("weights", self.weights, fix))
         if found:
             raise ValidationError.from_exception_data("rollout", [_violation(*item) for item in found])
         return self
@@ -284,6 +289,11 @@ class Config(Section):
                 "not compare the members of a group (set it to false, or use grpo, dapo, rloo or gspo)"
             )
         return self
+
+    @property
+    def collective_limit(self) -> float | None:
+        """Seconds for the collective to deliver a version; None: it is not used."""
+        return self.rollout.collective_timeout if self.rollout.weights == "collective" else None
 
     @property
     def batch_trajectories(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from orchestrator.api import Completion, GenerationRequest, ManagedWorker, ReleaseResult
+from orchestrator.api import Completion, GenerationRequest, ManagedWorker, ReleaseResult, UpdateResult
 
 
 @dataclass(slots=True)
@@ -23,13 +23,15 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """How a worker was lent or taken back. ``error`` empty: it was. ``moved``: requests that went on elsewhere."""
+    """How a worker was lent or taken back. ``error`` empty: it was. ``moved``: requests that went on elsewhere;
+    ``update``: what it loaded when it was taken back."""
 
     name: str
     error: str
     seconds: float
     moved: int = 0
     released: ReleaseResult | None = None
+    update: UpdateResult | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -32,14 +32,14 @@ from orchestrator.api import (
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import Config
+from orchestrator.delivery import Delivery
 from orchestrator.evaluation import evaluate
 from orchestrator.events import EventLog
-from orchestrator.feeding import Feeder
+from orchestrator.feeding import Feeder, sample_of
 from orchestrator.ledger import Ledger
 from orchestrator.rollout import Rollout
 
 Answer = TypeVar("Answer")
-_PUBLISH_PAUSES = (1.0, 2.0, 4.0)  # seconds between tries; leases of Mooncake end after 5
 
 
 class Store(Protocol):
@@ -109,7 +109,10 @@ class Pipeline:
             trajectories=self.position.trajectories,
         )
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
+        self.delivery = Delivery(parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit)
         self._training: asyncio.Task[None] | None = None
+        self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
+        self._settling: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
         self._stop = ""
         self._trainer_call = ""  # what the trainer is asked for now
@@ -145,24 +148,25 @@ class Pipeline:
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
             note.waiting_for = "" if self._training is None else "rollout and training"
-        await self._finish_training()
+        await (self._settled() if sync else self._finish_training(early=True))
         if sync:
             self.rollout.close_starts()
             await self.rollout.end_members("aborted_redundant", "")
-        batch = TrainBatch(step, self.position.version, tuple(_sample(item.trajectory) for item in taken))
+        batch = TrainBatch(step, self.position.version, tuple(sample_of(item.trajectory) for item in taken))
         self._note_uniform(step)
         self.rollout.buffer.hand_over()
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
         if sync:
             self.feeder.close()
-            await self._train(step, taken, batch)
-            await self._sync_weights(step)
+            self._start_training(step, taken, batch)
+            await self._until_trained()
+            await self._sync_weights(step, leave=True)
             await self._evaluate_if_due(step + 1)
         else:
             await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
             self.feeder.close()  # before anything of the next batch is taken
-            self._training = asyncio.create_task(self._train(step, taken, batch), name=f"train step {step}")  # (6)
+            self._start_training(step, taken, batch)  # (6)
             await self._evaluate_if_due(step)
 
     async def _get_batch(self) -> list[Taken]:
@@ -171,11 +175,12 @@ class Pipeline:
         batch = asyncio.ensure_future(self.rollout.buffer.get_batch(wanted, self._on_take))
         try:
             while not batch.done():
-                training = self._training
-                if training is not None and training.done():
-                    training.result()  # raises what ended it
-                    training = None
-                watched: list[asyncio.Future[Any]] = [batch] if training is None else [batch, training]
+                watched: list[asyncio.Future[Any]] = [batch]
+                for beside in (self._training, self._settling):
+                    if beside is not None and beside.done():
+                        beside.result()  # raises what ended it
+                    elif beside is not None:
+                        watched.append(beside)
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             return batch.result()
         finally:
@@ -184,50 +189,42 @@ class Pipeline:
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
         if self.config.trainer.stream:
-            self.feeder.take([_sample(trajectory) for trajectory in group])
+            self.feeder.take([sample_of(trajectory) for trajectory in group])
 
     async def _feed(self, samples: Sequence[TrainSample], version: int) -> None:
         await self._ask("feed", self.parts.trainer.feed(samples, version))
 
-    async def _sync_weights(self, step: int) -> None:
-        """Steps 2 to 4: bring the rollout workers to the trainer's version. They stand still only while they load it."""
-        version, proxy, events = self.position.version, self.rollout.proxy, self.parts.events
-        if proxy.version == version:
+    async def _sync_weights(self, step: int, *, leave: bool = False) -> None:
+        """Steps 2 to 4: bring the workers to the trainer's version. They stand still only while they load it; those that
+        got it from the trainer itself do not wait until it is on the relay. ``leave``: nor does the caller, if there are
+        any; then :meth:`_settled` waits for the rest."""
+        version = self.position.version
+        if self.rollout.proxy.version == version:
             return
-        with events.stage("prepare", step) as note:
-            note.waiting_for = f"weights of version {version} from the relay"
-            await proxy.prepare(version)
-        with events.stage("suspend", step) as note:
-            note.waiting_for = "the engine step in progress"
-            await proxy.suspend()
-        with events.stage("update", step) as note:
-            note.waiting_for = f"weights of version {version} to be loaded"
-            results = await proxy.update(version)
-        with events.stage("resume", step):
-            await proxy.resume()
-        for result in results:
-            events.emit(
-                "update", version=version, bytes=result.bytes, seconds=result.seconds, preempted=result.preempted
-            )
-        for name, stats in await proxy.stats():
-            events.emit(
-                "worker",
-                name=name,
-                running=stats.running,
-                waiting=stats.waiting,
-                kv_used=stats.kv_used,
-                kv_capacity=stats.kv_capacity,
-                preemptions=stats.preemptions,
-                outranked=stats.outranked,
-                prefix_queries=stats.prefix_queries,
-                prefix_hits=stats.prefix_hits,
-                oldest_wait=round(stats.oldest_wait, 3),
-                tokens_per_s=round(stats.tokens_per_s, 3),
-                version=stats.version,
-            )
+        await self.delivery.lead(step, version)
+        if leave and self.rollout.proxy.version == version:
+            self._settling = asyncio.create_task(self._settle(step, version), name=f"settle {version}")
+        else:
+            await self._finish_training()
+            await self._settle(step, version)
+
+    async def _settle(self, step: int, version: int) -> None:
+        if self._training is not None:
+            await asyncio.shield(self._training)
+            self._training = None
+        await self.delivery.follow(step, version)
+
+    async def _settled(self) -> None:
+        """Until the version is on the relay, and with all workers."""
+        if self._settling is not None:
+            with self.parts.events.stage("wait_train", self.position.step) as note:
+                note.waiting_for = "the weights to be on the relay, and with all workers"
+                await asyncio.shield(self._settling)
+            self._settling = None
 
     async def _train(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
-        """Step 6: train, publish, account, checkpoint. Afterwards the trainer may be fed the next batch."""
+        """Step 6: train, publish, account, checkpoint; some of it beside the workers' update. Afterwards the trainer may be
+        fed the next batch."""
         events, parts, position = self.parts.events, self.parts, self.position
         await self.feeder.idle()
         begun = events.time()
@@ -236,14 +233,19 @@ class Pipeline:
         for place, item in enumerate(taken):
             parts.ledger.end(item.trajectory.id, "trained", step=step)
             parts.store.append(item.trajectory, step, "trained", position=place)
-        await self._publish(step)
+        await self.delivery.begin(step, metrics.version)
         position.step, position.version = step + 1, metrics.version
         self.rollout.buffer.set_version(metrics.version)
         self.rollout.poke()
         self._report_step(step, taken, batch, metrics, begun)
         parts.ledger.check()
-        if (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.run.steps:
-            await self._checkpoint()
+        due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.run.steps
+        state = self._run_state() if due else None
+        if self.delivery.under_way and self._trained is not None:
+            self._trained.set_result(None)
+            await self.delivery.finish()
+        if state is not None:
+            await self._checkpoint(state)
         self.feeder.open(position.step, position.version)
 
     async def _call(self, what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
@@ -265,28 +267,26 @@ class Pipeline:
         except RetryableError as error:
             raise RunError(f"the trainer failed in {what}: {error}") from error
 
-    async def _publish(self, step: int) -> None:
-        """Publish what was trained. A failed publication left nothing behind, so it may be tried again: a full relay frees
-        itself when leases end (back-pressure)."""
-        with self.parts.events.stage("publish", step) as note:
-            for pause in (*_PUBLISH_PAUSES, None):
-                try:
-                    await self._call("publish", self.parts.trainer.publish())
-                    return
-                except RetryableError as error:
-                    if pause is None:
-                        raise RunError(f"the trainer failed in publish: {error}") from error
-                    note.waiting_for = f"room on the relay: {str(error).splitlines()[0]}"
-                    self.rollout.proxy.note_fault("publish", str(error))
-                    await asyncio.sleep(pause)
+    def _start_training(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
+        self._trained = asyncio.get_running_loop().create_future()
+        self._training = asyncio.create_task(self._train(step, taken, batch), name=f"train step {step}")
 
-    async def _finish_training(self) -> None:
-        """Wait for the training step in progress; its failure is the run's."""
+    async def _until_trained(self) -> None:
+        """Until the step in progress is made and its version is published or on its way; its failure is the run's."""
+        if self._training is not None and self._trained is not None:
+            await asyncio.wait([self._training, self._trained], return_when=asyncio.FIRST_COMPLETED)
+            if self._training.done():
+                self._training.result()
+                self._training = None
+
+    async def _finish_training(self, *, early: bool = False) -> None:
+        """Wait for all that the training step in progress does, or as :meth:`_until_trained`."""
         if self._training is not None:
             with self.parts.events.stage("wait_train", self.position.step) as note:
                 note.waiting_for = "the training step in progress"
-                await asyncio.shield(self._training)
-            self._training = None
+                await (self._until_trained() if early else asyncio.shield(self._training))
+            if not early:
+                self._training = None
 
     def _steps_training(self) -> int:
         """1 while a step is in training and not yet counted in the position."""
@@ -300,18 +300,19 @@ class Pipeline:
 
     async def _prepare(self) -> None:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
-        await self._publish(self.position.step)
+        await self.delivery.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
         self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
         self.rollout.next_version = self.position.version
         if self.position.step == 0:
             await self._evaluate("start")
-            await self._checkpoint()
+            await self._checkpoint(self._run_state())
         self.feeder.open(self.position.step, self.position.version)
 
     async def _conclude(self) -> None:
         """The last step is trained; what is still under way is not needed any more."""
         self.rollout.close_starts()
+        await self._settled()
         await self._finish_training()
         self.feeder.close()
         await self.feeder.idle()
@@ -326,9 +327,11 @@ class Pipeline:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
         await self.rollout.end_members("failed", "interrupted")
-        if self._training is not None:
-            self._training.cancel()
-            await asyncio.gather(self._training, return_exceptions=True)
+        under_way = [task for task in (self._settling, self._training) if task is not None]
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await self.delivery.close()
         await self.rollout.proxy.close()
         self.parts.store.flush()
         self.parts.ledger.check()
@@ -336,6 +339,7 @@ class Pipeline:
     async def _evaluate_if_due(self, step: int) -> None:
         every = self.config.evaluation.every
         if every and step and step % every == 0 and step < self.config.run.steps:
+            await self._settled()
             await self._evaluate("mid")
 
     async def _evaluate(self, phase: str) -> None:
@@ -349,22 +353,26 @@ class Pipeline:
         self.parts.events.emit("evaluation", step=version, version=version, phase=phase, **result.as_dict())
         self.parts.display.update(success=result.success, low=result.low, high=result.high, phase=phase)
 
-    async def _checkpoint(self) -> None:
-        checkpoints, position = self.parts.checkpoints, self.position
+    def _run_state(self) -> RunState:
+        """What a resume from now on needs, but for the trainer's own state."""
+        position = self.position
+        return RunState(
+            position.step,
+            position.version,
+            self.parts.ledger.sequence,
+            self.parts.events.time(),
+            tuple(self.rollout.buffer.stored()),
+            tuple(position.success_history),
+        )
+
+    async def _checkpoint(self, state: RunState) -> None:
+        checkpoints = self.parts.checkpoints
         if checkpoints is None:
             return
-        with self.parts.events.stage("checkpoint", position.step):
-            partial = checkpoints.begin(position.step)
+        with self.parts.events.stage("checkpoint", state.step):
+            partial = checkpoints.begin(state.step)
             await self._ask("save", self.parts.trainer.save(str(partial / "trainer")))
             self.parts.store.flush()
-            state = RunState(
-                position.step,
-                position.version,
-                self.parts.ledger.sequence,
-                self.parts.events.time(),
-                tuple(self.rollout.buffer.stored()),
-                tuple(position.success_history),
-            )
             checkpoints.commit(partial, state)
 
     # -- control -----------------------------------------------------------------------------------------------------
@@ -411,8 +419,8 @@ class Pipeline:
     def waiting_for(self) -> str:
         """What the next batch waits for, in words."""
         wanted, have = self.config.rollout.groups_per_step, self.rollout.buffer.ready_groups
-        if self.rollout.proxy.waiting_for:
-            return self.rollout.proxy.waiting_for
+        if self.rollout.proxy.waiting_for or self.delivery.waiting_for:
+            return self.rollout.proxy.waiting_for or self.delivery.waiting_for
         if self._trainer_call and (have >= wanted or not self.rollout.open):
             return f"the trainer: {self._trainer_call}"
         return f"{have} of {wanted} groups complete; {self.rollout.waits()}"
@@ -484,17 +492,3 @@ class Pipeline:
 
 def _histogram(values: list[int]) -> dict[str, int]:
     return {str(value): values.count(value) for value in sorted(set(values))}
-
-
-def _sample(trajectory: Trajectory) -> TrainSample:
-    if trajectory.reward is None:
-        raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
-    return TrainSample(
-        trajectory.id,
-        trajectory.group_id,
-        trajectory.token_ids,
-        trajectory.loss_mask,
-        trajectory.logprobs,
-        trajectory.versions,
-        trajectory.reward,
-    )

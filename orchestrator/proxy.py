@@ -51,13 +51,15 @@ class LLMProxy:
         *,
         stall_timeout: float,
         restarts: int,
+        current_only: bool = False,
         routing: CacheAffineRouting | None = None,
         on_fatal: Callable[[RunError], None],
     ) -> None:
-        self._lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
+        self.lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
         self._events = events
         self._stall_timeout = stall_timeout
         self._restarts = restarts
+        self._current_only = current_only  # no request goes to a worker with older weights
         self._routing = routing or CacheAffineRouting()
         self._on_fatal = on_fatal
         self._pending: dict[str, Pending] = {}
@@ -66,6 +68,7 @@ class LLMProxy:
         self._preparing = -1  # the version that workers fetch, -1: none
         self._watch: asyncio.Task[None] | None = None
         self.version = -1  # none yet
+        self.unpublished = -1  # the version that is not on the relay yet, -1: none
         self.tokens = 0  # generated so far
         self.faults = 0
 
@@ -73,13 +76,13 @@ class LLMProxy:
 
     def start(self) -> None:
         """Begin to pump completions. The workers are up."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             self._open_lane(lane)
         self._watch = asyncio.create_task(self._watchdog(), name="proxy watchdog")
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
-        tasks = [self._watch] + [task for lane in self._lanes for task in (lane.pump, lane.sender, lane.reviver)]
+        tasks = [self._watch] + [task for lane in self.lanes for task in (lane.pump, lane.sender, lane.reviver)]
         alive = [task for task in tasks if task is not None]
         for task in alive:
             task.cancel()
@@ -110,7 +113,7 @@ class LLMProxy:
         """Choose a worker, or leave the request waiting: :meth:`_redispatch` sends it when a worker is there."""
         if self._suspended:
             return
-        loads = [WorkerLoad(lane.usable, len(lane.sent)) for lane in self._lanes]
+        loads = [WorkerLoad(lane.usable and self._fits(lane), len(lane.sent)) for lane in self.lanes]
         choice = self._routing.choose(loads, self._holder.get(pending.request.trajectory_id))
         if choice is None:
             return
@@ -118,7 +121,7 @@ class LLMProxy:
         if request is None:
             pending.answer.set_result(joined(pending.request, pending.parts, None))
             return
-        lane = self._lanes[choice]
+        lane = self.lanes[choice]
         self._holder[pending.request.trajectory_id] = choice
         if not lane.sent:
             lane.last_progress = asyncio.get_running_loop().time()
@@ -128,6 +131,9 @@ class LLMProxy:
         lane.outbox.append(request)
         lane.wake.set()
 
+    def _fits(self, lane: Lane) -> bool:
+        return lane.version == self.version or not self._current_only
+
     def _redispatch(self) -> None:
         for pending in list(self._pending.values()):
             if pending.worker is None and not pending.answer.done():
@@ -136,8 +142,8 @@ class LLMProxy:
     # -- the six-step protocol's commands ----------------------------------------------------------------------------
 
     async def prepare(self, version: int) -> None:
-        """Let every live worker fetch ``version`` while it generates. A failure costs only time: ``update`` fetches what
-        was not prepared, and a worker that died in it is noticed by its completions."""
+        """Let every live worker without ``version`` fetch it while it generates. A failure costs only time: ``update``
+        fetches what was not prepared, and a worker that died in it is noticed by its completions."""
 
         async def one(lane: Lane) -> None:
             why = ""
@@ -153,17 +159,17 @@ class LLMProxy:
 
         self._preparing = version
         try:
-            await asyncio.gather(*(one(lane) for lane in self._lanes if lane.usable))
+            await asyncio.gather(*(one(lane) for lane in self.lanes if lane.usable and lane.version != version))
         finally:
             self._preparing = -1
 
-    async def suspend(self) -> None:
-        """Hold new requests, and stop every live worker between two steps."""
+    async def suspend(self, only: Sequence[int] | None = None) -> None:
+        """Hold new requests, and stop every live worker (None: of all, else of these) between two steps."""
         self._suspended = True
-        await self._each(lambda lane: lane.worker.suspend())
+        await self._each(lambda lane: lane.worker.suspend(), only)
 
-    async def update(self, version: int) -> list[UpdateResult]:
-        """Load ``version`` into every live worker; one that is being revived loads it when it is back."""
+    async def update(self, version: int, only: Sequence[int] | None = None) -> list[UpdateResult]:
+        """Load ``version`` into every live worker, of all or of these; one that is being revived loads it when it is back."""
         self.version = version
         results: list[UpdateResult] = []
 
@@ -171,15 +177,15 @@ class LLMProxy:
             results.append(await lane.worker.update(version))
             lane.version = version
 
-        await self._each(update_one)
+        await self._each(update_one, only)
         return results
 
-    async def resume(self) -> None:
+    async def resume(self, only: Sequence[int] | None = None) -> None:
         """Let workers go on, and send what was held."""
-        await self._each(lambda lane: lane.worker.resume())
+        await self._each(lambda lane: lane.worker.resume(), only)
         self._suspended = False
         now = asyncio.get_running_loop().time()
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.last_progress = now
             lane.wake.set()
         self._redispatch()
@@ -190,7 +196,7 @@ class LLMProxy:
         """Let these workers release their memory (``level`` of RELEASE_LEVELS), in order of ``indices``; not while a weight
         update is in progress. Each is suspended, and gets neither requests nor commands until :meth:`take_back`, also
         when its loan has an ``error``: then its memory may still be held."""
-        lanes = [self._lanes[index] for index in indices]
+        lanes = [self.lanes[index] for index in indices]
         for lane in lanes:
             lane.lent = True
         return list(await asyncio.gather(*(self._lend(lane, level) for lane in lanes)))
@@ -210,7 +216,7 @@ class LLMProxy:
                     raise CommandError("no_sleep_mode", f"{lane.worker.name} cannot release its memory")
                 async with lane.sending:
                     await lane.worker.suspend()
-                    if any(other.usable for other in self._lanes):
+                    if any(other.usable for other in self.lanes):
                         moved = await self._move_requests(lane)
                     released = await lane.worker.release(level)
                 if level == "dropped":
@@ -243,14 +249,14 @@ class LLMProxy:
         first. One that fails is restarted in the background, as ever; its loan says so."""
         if version is not None:
             self.version = version
-        lanes = [lane for lane in self._lanes if lane.lent or (lane.alive and lane.version != self.version)]
+        lanes = [lane for lane in self.lanes if lane.lent or (lane.alive and lane.version != self.version)]
         loans = await asyncio.gather(*(self._take_back(lane) for lane in lanes))
         self._redispatch()
         return list(loans)
 
     async def _take_back(self, lane: Lane) -> Loan:
         loop = asyncio.get_running_loop()
-        begun, why, life = loop.time(), "", lane.lives
+        begun, why, life, result = loop.time(), "", lane.lives, None
         if lane.removed:
             lane.lent = False
             return Loan(lane.worker.name, "", 0.0)
@@ -262,7 +268,7 @@ class LLMProxy:
                 if lane.lent and isinstance(lane.worker, ReleasingWorker):
                     await lane.worker.reclaim()
                 if lane.version != self.version:
-                    await lane.worker.update(self.version)
+                    result = await lane.worker.update(self.version)
                     lane.version = self.version
                 await lane.worker.resume()
         except _LOST as error:
@@ -276,7 +282,7 @@ class LLMProxy:
             elif lane.reviver is None or lane.reviver.done():
                 lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
         lane.wake.set()
-        return Loan(lane.worker.name, why, loop.time() - begun)
+        return Loan(lane.worker.name, why, loop.time() - begun, update=result)
 
     async def stats(self) -> list[tuple[str, WorkerStats]]:
         """A snapshot of each live worker."""
@@ -288,8 +294,8 @@ class LLMProxy:
         await self._each(one)
         return sorted(rows, key=lambda row: row[0])
 
-    async def _each(self, call: Callable[[Lane], Awaitable[object]]) -> None:
-        """Run a command on all live workers at once. A worker that fails it, or hangs in it, is revived."""
+    async def _each(self, call: Callable[[Lane], Awaitable[object]], only: Sequence[int] | None = None) -> None:
+        """Run a command on all live workers at once, or on some. A worker that fails it, or hangs in it, is revived."""
 
         async def guarded(lane: Lane) -> None:
             life = lane.lives
@@ -304,7 +310,8 @@ class LLMProxy:
             if why is not None and lane.lives == life:  # else it says something about a process that is gone already
                 self._lost(lane, why)
 
-        await asyncio.gather(*(guarded(lane) for lane in self._lanes if lane.usable))
+        meant = [lane for lane in self.lanes if lane.usable and (only is None or lane.index in only)]
+        await asyncio.gather(*(guarded(lane) for lane in meant))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -414,7 +421,7 @@ class LLMProxy:
             self._redispatch()
             return
         lane.removed = True
-        if all(other.removed for other in self._lanes):
+        if all(other.removed for other in self.lanes):
             self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}"))
 
     async def _bring_up(self, lane: Lane) -> None:
@@ -423,8 +430,8 @@ class LLMProxy:
             await lane.worker.restart()
         loaded = -1
         while loaded != self.version or self._suspended:
-            # the version may move while we load it, and a suspended proxy is about to move it
-            if loaded != self.version:
+            # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
+            if loaded != self.version != self.unpublished:
                 loaded = self.version
                 async with asyncio.timeout(self._stall_timeout):
                     await lane.worker.suspend()
@@ -438,7 +445,7 @@ class LLMProxy:
         """Whether another worker is up, or is being restarted by us."""
         return any(
             other.alive or not (other.removed or isinstance(other.worker, BorrowedWorker))
-            for other in self._lanes
+            for other in self.lanes
             if other is not lane
         )
 
@@ -449,9 +456,13 @@ class LLMProxy:
             await asyncio.sleep(self._stall_timeout / 4)
             if self._suspended:
                 continue
-            for lane in self._lanes:
+            for lane in self.lanes:
                 if lane.usable and lane.sent and loop.time() - lane.last_progress > self._stall_timeout:
                     self._lost(lane, f"{len(lane.sent)} requests, no completion for {self._stall_timeout} s")
+
+    def distrust(self, index: int, why: str) -> None:
+        """Bring a worker up anew, like one that died."""
+        self._lost(self.lanes[index], why)
 
     def note_fault(self, what: str, detail: str) -> None:
         """Record something that went wrong and was handled."""
@@ -463,14 +474,19 @@ class LLMProxy:
     @property
     def waiting_for(self) -> str:
         """In words, what generation waits for, "" when nothing is unusual."""
-        reviving = [lane.worker.name for lane in self._lanes if not lane.alive and not lane.removed]
+        reviving = [lane.worker.name for lane in self.lanes if not lane.alive and not lane.removed]
         if reviving:
             return f"worker {', '.join(reviving)} to come back"
         if self._suspended:
             return "weight update"
-        if all(lane.lent for lane in self._lanes):
+        if all(lane.lent for lane in self.lanes):
             return "the trainer, which has the devices"
         return f"weights of version {self._preparing} to reach the workers" if self._preparing >= 0 else ""
+
+    @property
+    def behind(self) -> bool:
+        """Whether a live worker has another version than ``version``."""
+        return any(lane.usable and lane.version != self.version for lane in self.lanes)
 
     @property
     def in_flight(self) -> int:

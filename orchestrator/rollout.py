@@ -66,7 +66,12 @@ class Rollout:
             bound, self._on_evict, settings.max_filtered_groups if settings.dynamic_sampling else 0
         )
         self.proxy = LLMProxy(
-            workers, events, stall_timeout=settings.stall_timeout, restarts=settings.worker_restarts, on_fatal=fail
+            workers,
+            events,
+            stall_timeout=settings.stall_timeout,
+            restarts=settings.worker_restarts,
+            current_only=settings.alpha == 0,
+            on_fatal=fail,
         )
         self.environments = EnvManager(
             task,

@@ -159,7 +159,7 @@ class Colocated:
         assert self.ledger.counts.in_flight == 0
         await asyncio.sleep(200.0)  # restarts in the background
         assert self.fatal == []
-        for lane in self.proxy._lanes:
+        for lane in self.proxy.lanes:
             worker = lane.worker
             assert not lane.lent
             assert lane.alive, f"{worker.name} was not brought back"

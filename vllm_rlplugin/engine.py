@@ -19,7 +19,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from orchestrator.api import (
     CompletionTiming,
     ConfigError,
     GenerationRequest,
+    Meeting,
     ReleaseResult,
     RetryableError,
     Sampling,
@@ -297,6 +298,20 @@ class Engine:
         if all(answer["state"] == "ready" for answer in found):
             return  # if it was published anew meanwhile, ``update`` finds that, and fetches it
         self._before_loading(version, "rl_prepare", args=(version,))
+
+    def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> None:
+        """Begin to receive and verify ``version`` from the trainer in the vLLM workers; returns at once."""
+        told = [asdict(meeting) for meeting in meetings]
+        self._before_loading(version, "rl_receive", args=(version, told, place, limit))
+
+    def content(self, version: int) -> str:
+        """Of the ``version`` that is prepared: a checksum in hexadecimal. Raises RetryableError where ranks differ."""
+        found = sorted(
+            {str(answer["checksum"]) for answer in self._before_loading(version, "rl_prepared", args=(version,))}
+        )
+        if len(found) != 1 or not found[0]:
+            raise RetryableError(f"weights of version {version}: the ranks of the engine have {found}")
+        return found[0]
 
     def is_prepared(self, version: int) -> bool:
         """Whether every vLLM worker has ``version`` at hand. Raises RetryableError when it will not come by itself."""

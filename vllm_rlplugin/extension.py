@@ -24,6 +24,12 @@ class WorkerExtension:
 
         weights.prepare(self, version)
 
+    def rl_receive(self, version: int, meetings: list[dict[str, Any]], place: int, limit: float) -> None:
+        """Begin to receive and verify a weight version from the trainer while the model runs."""
+        from vllm_rlplugin import weights
+
+        weights.receive(self, version, meetings, place, limit)
+
     def rl_prepared(self, version: int) -> dict[str, Any]:
         """Whether it is at hand."""
         from vllm_rlplugin import weights

@@ -1,11 +1,12 @@
-"""Fetches a published version while the model runs, and makes ready what the update will copy.
+"""Fetches a version while the model runs, from the relay or from the trainer, and makes ready what the update will copy.
 
 Guarantees:
 
 * One daemon thread per :class:`Fetcher` opens, uses and closes the relay connection; the relay's buffers are born and die
   in it. What it hands out is memory of its own.
-* A :class:`Staged` is complete and verified (checksums of the relay, names and shapes of the model's checkpoint) and says
-  which published attempt it is: a version that was published again is fetched again. Anything else is a :class:`Refusal`.
+* A :class:`Staged` is complete and verified (checksums of the relay or of the sender, names and shapes of the model's
+  checkpoint) and says which content it has: a version that was published again with another is fetched again. Anything else
+  is a :class:`Refusal`. What the trainer sent is the version, also before the relay has it (:mod:`vllm_rlplugin.collective`).
 * With a mapping only what this rank's slices are cut from is fetched, shard by shard, whatever the trainer's layout; only
   the slices are kept, cast to the parameter's dtype, each with the digest that the live slice must have after the update.
   On CPU the packed copies that layers compute with are made here, too: packing takes several times as long as copying.
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orchestrator.api import CoserveError, RetryableError, RunError, WeightManifest
+from orchestrator.api import CoserveError, Meeting, RetryableError, RunError, WeightManifest
 from orchestrator.transfer import (
     CorruptWeightsError,
     DeltaCodec,
@@ -42,8 +43,10 @@ from orchestrator.transfer import (
     StoredManifest,
     Subscriber,
 )
+from orchestrator.transfer.assembly import Assembler
 from orchestrator.transfer.head import FULL
 from orchestrator.transfer.routing import extent, whole
+from vllm_rlplugin.collective import Receiver, Transmission
 from vllm_rlplugin.cutting import Cutter, Packed, Piece
 from vllm_rlplugin.following import Base, Followed, Following, Origin, origin_of
 from vllm_rlplugin.mapping import Layout, Mapping, TensorSpec
@@ -87,9 +90,10 @@ class Staged:
     """A verified version: with a mapping ``followed``, or ``pieces`` and what CPU layers pack of them; else ``tensors``."""
 
     version: int
-    checksum: str  # which published attempt, or which content where versions travel as differences
+    checksum: str  # of its content, in hexadecimal: equal for equal weights, whatever way they came
     bytes: int  # as fetched
     plan: Plan
+    sent: bool = False  # by the trainer: the relay need not have it
     pieces: list[Piece] = field(default_factory=list)
     packed: list[Packed] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
@@ -127,7 +131,9 @@ class Fetcher:
     Making one connects: raises ConfigError or RetryableError.
     """
 
-    def __init__(self, endpoint: RelayEndpoint) -> None:
+    def __init__(self, endpoint: RelayEndpoint, rank: int = 0) -> None:
+        self._rank = rank  # in its engine
+        self._receiver: Receiver | None = None  # used by the thread only
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._subscriber: Subscriber | None = None
         self._held: Staged | None = None  # written by the thread only
@@ -157,21 +163,23 @@ class Fetcher:
 
         ``base``: what is live and stays so meanwhile, where differences can be applied to it.
         """
-        if self._version != version:
-            self._cancel.set()
-        self._cancel, self._version = threading.Event(), version
-        cancel = self._cancel
+        cancel = self._new(version)
         self._prepared = self._submit(lambda: self._obtain(version, plan, base, cancel))
 
+    def receive(self, version: int, plan: Plan, meetings: Sequence[Meeting], place: int, limit: float) -> None:
+        """The same, from the trainer; see :class:`orchestrator.api.CollectiveWorker`."""
+        cancel = self._new(version)
+        self._prepared = self._submit(lambda: self._receive(version, plan, meetings, place, limit, cancel))
+
     def state(self) -> dict[str, Any]:
-        """{"state": "none" | "fetching" | "ready" | "failed", "version", "error", "seconds"} of the last ``begin``."""
+        """{"state": "none" | "fetching" | "ready" | "failed", "version", "error", "seconds", "checksum"} of what was begun."""
         outcome = self._prepared.result() if self._prepared is not None and self._prepared.done() else None
         state = "none" if self._prepared is None else "fetching" if outcome is None else "ready"
-        found: dict[str, Any] = {"state": state, "version": self._version, "error": "", "seconds": {}}
+        found: dict[str, Any] = {"state": state, "version": self._version, "error": "", "seconds": {}, "checksum": ""}
         if isinstance(outcome, Refusal):
             found.update(state="failed", error=outcome.error)
         elif outcome is not None:
-            found["seconds"] = dict(outcome.seconds)
+            found.update(seconds=dict(outcome.seconds), checksum=outcome.checksum)
         return found
 
     def take(self, version: int, plan: Plan, base: Base | None = None) -> Staged | Refusal:
@@ -211,6 +219,13 @@ class Fetcher:
         self._jobs.put(None)
         self._thread.join(CLOSE_SECONDS)
 
+    def _new(self, version: int) -> threading.Event:
+        """Replaces what is being fetched for another version; returns how the next one will be told that it was."""
+        if self._version != version:
+            self._cancel.set()
+        self._cancel, self._version = threading.Event(), version
+        return self._cancel
+
     def _submit(self, job: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
 
@@ -228,6 +243,8 @@ class Fetcher:
             job()
             del job  # not kept while waiting: it may hold a version
         self._held = self._resident = None
+        if self._receiver is not None:
+            self._receiver.close()
         if self._subscriber is not None:
             self._subscriber.close()
 
@@ -236,19 +253,21 @@ class Fetcher:
         subscriber = self._subscriber
         if subscriber is None:
             return Refusal("the relay is not connected", True)
+        held = self._held
+        if held is not None and held.sent and held.version == version and held.plan is plan:
+            return held
         try:
             manifest = subscriber.manifest(version)
-            checksum = f"{manifest.content():016x}" if self._differences else manifest.checksum
-            held = self._held
+            checksum = f"{manifest.content():016x}"
             same = held is not None and (held.version, held.checksum) == (version, checksum)
             if held is not None and same and held.plan is plan and held.follows(base):
                 return held
             self._held = held = None  # two versions at a time would be too much memory
             staging = _Staging(manifest, checksum, plan, cancel)
             if self._differences:
-                self._held = self._from_differences(subscriber, staging, base)
+                self._held = self._from_differences(subscriber, manifest, staging, base)
             else:
-                self._held = staging.from_snapshot(subscriber)
+                self._held = staging.from_snapshot(subscriber, manifest)
         except CoserveError as error:
             return _refusal(error, f"weight version {version}")
         except Exception as error:  # a rank that raises puts vLLM's executor out of step: told, not raised
@@ -256,7 +275,32 @@ class Fetcher:
             return Refusal(f"weight version {version}: {error!r}", False)
         return self._held
 
-    def _from_differences(self, subscriber: Subscriber, staging: _Staging, base: Base | None) -> Staged:
+    def _receive(
+        self, version: int, plan: Plan, meetings: Sequence[Meeting], place: int, limit: float, cancel: threading.Event
+    ) -> Staged | Refusal:
+        """In the thread: from the trainer."""
+        self._held = None
+        if self._receiver is None:
+            self._receiver = Receiver(plan.device, self._rank)
+        try:
+            coming = self._receiver.open(version, meetings, place, limit)
+            try:
+                manifest = WeightManifest(version, FULL, coming.shards, coming.bytes, "")
+                staging = _Staging(manifest, "", plan, cancel)
+            except BaseException:
+                coming.refuse()
+                raise
+            self._held = staging.from_trainer(coming)
+        except CoserveError as error:
+            return _refusal(error, f"weight version {version} from the trainer")
+        except Exception as error:  # as in ``_obtain``
+            _logger.exception("receiving weight version %d failed in an unforeseen way", version)
+            return Refusal(f"weight version {version} from the trainer: {error!r}", False)
+        return self._held
+
+    def _from_differences(
+        self, subscriber: Subscriber, manifest: StoredManifest, staging: _Staging, base: Base | None
+    ) -> Staged:
         """The version, by differences or whole. Says to the relay what is live meanwhile."""
         kept = self._resident_of(subscriber, staging)
         live = base.origin.version if base is not None else -1
@@ -265,7 +309,7 @@ class Fetcher:
             if kept is not None:
                 kept.advance(staging.version, staging.check)
             found = None if base is None else self._follow(subscriber, staging, base, kept)
-            return found or staging.from_anything(subscriber, self._codec, kept)
+            return found or staging.from_anything(subscriber, manifest, self._codec, kept)
         except (CorruptWeightsError, RelayError) as error:
             if isinstance(error, CorruptWeightsError) or error.reason == "missing":
                 subscriber.ask_snapshot()  # the way there is gone: the next version must bring one
@@ -305,10 +349,9 @@ def _refusal(error: CoserveError, what: str) -> Refusal:
 class _Staging:
     """One version on its way: what is fetched of it, and what is made of that. Refuses what does not fit the plan."""
 
-    def __init__(self, manifest: StoredManifest, checksum: str, plan: Plan, cancel: threading.Event) -> None:
+    def __init__(self, manifest: WeightManifest, checksum: str, plan: Plan, cancel: threading.Event) -> None:
         self.plan = plan
         self.version = manifest.version
-        self._manifest = manifest
         self._cancel = cancel
         self._started = time.perf_counter()
         self._cutting = 0.0
@@ -330,27 +373,29 @@ class _Staging:
         if self._cancel.is_set():
             raise RetryableError(f"the fetch of weight version {self.version} was replaced by another")
 
-    def from_snapshot(self, subscriber: Subscriber) -> Staged:
+    def from_snapshot(self, subscriber: Subscriber, manifest: StoredManifest) -> Staged:
         """Nothing is kept but what the update needs."""
         with _own_stream(self.plan.device):
-            self._add_snapshot(subscriber, self.regions)
+            self._add_snapshot(subscriber, manifest, self.regions)
             return self._finish()
 
-    def from_anything(self, subscriber: Subscriber, codec: DeltaCodec, kept: Resident | None) -> Staged:
+    def from_anything(
+        self, subscriber: Subscriber, manifest: StoredManifest, codec: DeltaCodec, kept: Resident | None
+    ) -> Staged:
         """All of it, by whatever there is: a full snapshot, or one and the differences after it, put together here."""
         known = {region.tensor for region in self.kept}
         others = [region for region in self.regions if region.tensor not in known]
         with _own_stream(self.plan.device):
             if kept is not None:
                 self._add_resident(kept, self.kept)
-            if self._manifest.base_version == FULL:
-                self._add_snapshot(subscriber, others)
+            if manifest.base_version == FULL:
+                self._add_snapshot(subscriber, manifest, others)
             elif others:
                 made = Resident(subscriber, others, codec)
                 made.advance(self.version, self.check)
                 self._add_resident(made, others)
             if self.places is not None:
-                self._staged.origin = origin_of(self._manifest, self.places.of(self._manifest.shards))
+                self._staged.origin = origin_of(manifest, self.places.of(manifest.shards))
             return self._finish()
 
     def from_live(
@@ -383,8 +428,24 @@ class _Staging:
             origin=origin_of(last, places.of(last.shards)),
         )
 
-    def _add_snapshot(self, subscriber: Subscriber, regions: Sequence[Region]) -> None:
-        for region, data in subscriber.fetch_regions(self._manifest, regions):
+    def from_trainer(self, coming: Transmission) -> Staged:
+        """As from a snapshot; known by its content once all has come."""
+        assembler = Assembler(coming.shards, self.regions)
+
+        def use(place: int, data: Bytes) -> None:
+            self.check()
+            for region, whole_region in assembler.add(place, data):
+                self._add(region, whole_region)
+
+        with _own_stream(self.plan.device):
+            for region, data in assembler.empty:
+                self._add(region, data)
+            self._staged.checksum = f"{coming.receive(use):016x}"
+            self._staged.bytes, self._staged.sent = coming.bytes, True
+            return self._finish()
+
+    def _add_snapshot(self, subscriber: Subscriber, manifest: StoredManifest, regions: Sequence[Region]) -> None:
+        for region, data in subscriber.fetch_regions(manifest, regions):
             self.check()
             self._staged.bytes += data.nbytes
             self._add(region, data)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from orchestrator.api import CoserveError, RetryableError, RunError
+from orchestrator.api import CoserveError, Meeting, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
 from vllm_rlplugin.cutting import Cutter
 from vllm_rlplugin.following import Base
@@ -87,7 +88,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.damage = ""  # why the weights cannot be used; empty: they can
         self.refusal: CoserveError | None = None  # of the last call
         self.version = -1  # that is loaded; -1: what the engine was started with
-        self.checksum = ""  # of its manifest
+        self.checksum = ""  # of its content
         self.received_bytes = 0  # of the last version that was received
         self.seconds: dict[str, float] = {}
         self.touched: dict[str, Any] = {}  # by the last version that was loaded
@@ -114,7 +115,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.refusal = None
         try:
             endpoint = RelayEndpoint.from_dict(init_info.endpoint)
-            self._fetcher = Fetcher(endpoint)
+            self._fetcher = Fetcher(endpoint, self.ranks.number)
         except CoserveError as error:
             self.refusal = error
         if not self.ranks.agree(self._fetcher is not None):
@@ -206,12 +207,18 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             plan = self.plan()
             self._fetcher.begin(version, plan, self._base())
 
+    def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> None:
+        """The same as :meth:`prepare`, from the trainer (:mod:`vllm_rlplugin.collective`)."""
+        self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
+        if self._fetcher is not None:
+            self._fetcher.receive(version, self.plan(), meetings, place, limit)
+
     def prepared(self, version: int) -> dict[str, Any]:
         """{"state", "error", ...} of what was prepared; "none" when it is another version."""
         if self._fetcher is None or self._unprepared:
-            return {"state": "failed", "error": self._unprepared or _NOT_CONNECTED, "version": version, "seconds": {}}
+            return _state("failed", self._unprepared or _NOT_CONNECTED, version)
         found = self._fetcher.state()
-        return found if found["version"] == version else {"state": "none", "error": "", "version": -1, "seconds": {}}
+        return found if found["version"] == version else _state("none", "", -1)
 
     def verify(self) -> list[dict[str, str]]:
         """Compare the live weights with what was loaded. A difference makes them unusable."""
@@ -385,11 +392,18 @@ def prepare(worker: Any, version: int) -> None:
         engine.prepare(version)
 
 
+def receive(worker: Any, version: int, meetings: Sequence[Mapping[str, Any]], place: int, limit: float) -> None:
+    """Begin to receive and verify ``version`` from the trainer, likewise. ``meetings``: as dictionaries."""
+    engine = _engine(worker)
+    if engine is not None:
+        engine.receive(version, [Meeting(**meeting) for meeting in meetings], place, limit)
+
+
 def prepared(worker: Any, version: int) -> dict[str, Any]:
-    """{"state": "none" | "fetching" | "ready" | "failed", "error", "version", "seconds"} of the fetch of ``version``."""
+    """{"state": "none" | "fetching" | "ready" | "failed", "error", "version", "seconds", "checksum"} of ``version``."""
     engine = _engine(worker)
     if engine is None:
-        return {"state": "failed", "error": _NO_BACKEND, "version": version, "seconds": {}}
+        return _state("failed", _NO_BACKEND, version)
     return engine.prepared(version)
 
 
@@ -460,6 +474,10 @@ def forget(worker: Any) -> None:
 
 _NOT_CONNECTED = "the weight-transfer engine was not initialised with a relay endpoint"
 _NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl_coserve'"
+
+
+def _state(state: str, error: str, version: int) -> dict[str, Any]:
+    return {"state": state, "error": error, "version": version, "seconds": {}, "checksum": ""}
 
 
 def _engine(worker: Any) -> RelayWeightTransferEngine | None:

@@ -18,7 +18,7 @@ Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
   refused, until another UPDATE succeeds.
 * While memory is released (RELEASE, RECLAIM) requests are accepted and aborted as ever; what needs the device is refused.
   After RECLAIM and RESUME each request goes on as if nothing had been: tokens kept, KV recomputed.
-* While weights are fetched the engine goes on stepping (PREPARE), or the worker goes on answering (UPDATE).
+* While weights are fetched or received the engine goes on stepping (PREPARE, RECEIVE), or the worker goes on answering (UPDATE).
 * Only plain records of ``orchestrator.api`` cross this border, errors included: all of them survive pickling.
 
 No threads, no locks: all methods belong to one event loop.
@@ -37,6 +37,7 @@ from orchestrator.api import (
     Completion,
     CompletionTiming,
     GenerationRequest,
+    Meeting,
     ReleaseResult,
     RetryableError,
     RunError,
@@ -94,6 +95,7 @@ class EngineWorker:
         sleep_mode: bool = False,
     ) -> None:
         self.name = name
+        self.ranks = tensor_parallel_size * pipeline_parallel_size
         self._engine = Engine(
             EngineOptions(
                 model=model,
@@ -178,6 +180,18 @@ class EngineWorker:
     async def prepare(self, version: int) -> None:
         await self._call(lambda now: self._prepare(version))
         await self._fetched(version)
+
+    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
+        """See :class:`orchestrator.api.CollectiveWorker`."""
+
+        def begin(_: float) -> None:
+            self._require_fetchable(version)
+            self._engine.receive(version, meetings, place, limit)
+
+        await self._call(begin)
+        await self._fetched(version)
+        content: str = await self._call(lambda now: self._engine.content(version))
+        return content
 
     async def update(self, version: int) -> UpdateResult:
         loop = asyncio.get_running_loop()
@@ -295,11 +309,14 @@ class EngineWorker:
         return self._engine.checksums()
 
     def _prepare(self, version: int) -> None:
+        self._require_fetchable(version)
+        self._engine.prepare(version)
+
+    def _require_fetchable(self, version: int) -> None:
         self._require_memory(f"prepare {version}")  # it compares with the live weights, and verifies on the device
         if self._update is not None and self._update.version != version:
             raise CommandError("update_in_progress", f"prepare {version}: {self._update.version} is being loaded")
         self._engine.check_update(version)
-        self._engine.prepare(version)
 
     def _begin(self, update: _Update) -> None:
         if not self._suspended:

@@ -3,6 +3,7 @@
 Import names from here (``from orchestrator.api import Trajectory``), never from the submodules.
 """
 
+from orchestrator.api.collective import CollectiveTrainer, CollectiveWorker, Meeting
 from orchestrator.api.errors import (
     COMMAND_STATUS,
     CommandError,
@@ -58,6 +59,8 @@ __all__ = [
     "RELEASE_LEVELS",
     "RESIDENCY_LEVELS",
     "BorrowedWorker",
+    "CollectiveTrainer",
+    "CollectiveWorker",
     "CommandError",
     "Completion",
     "CompletionTiming",
@@ -66,6 +69,7 @@ __all__ = [
     "Environment",
     "GenerationRequest",
     "ManagedWorker",
+    "Meeting",
     "MetadataStore",
     "Observation",
     "Prompt",

@@ -223,12 +223,14 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """What a publication cost: payload bytes, buckets, seconds."""
+    """What a publication cost: payload bytes, buckets, seconds. ``content``: a checksum over names, slices and digests of
+    its tensors, in hexadecimal, whatever way they travel; empty where it is not known."""
 
     version: int
     bytes: int
     buckets: int
     seconds: float
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     alpha = rng.choice((0, 1, 1, 2, 3))
     size, groups = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
     extra = stream(seed, "shape", "streaming")  # its own draws, so that a seed keeps the rest of its shape
+    weights = stream(seed, "shape", "weights")
     return parse_config(
         {
             "run": {
@@ -93,12 +94,15 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "dynamic_sampling": extra.choice((False, True)),
                 "max_filtered_groups": extra.choice((1, 8)),
                 "stall_timeout": 30.0,
+                "weights": weights.choice(("relay", "collective")),
+                "collective_timeout": 20.0,
                 "engine": {"max_num_seqs": rng.choice((2, 64))},
             },
             "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
             "checkpoint": {"every": rng.choice((1, 1, 2))},
             "sim": {
+                "publish_seconds": weights.choice((0.5, 10.0)),
                 "turns_max": rng.choice((2, 6)),
                 "response_tokens_mean": rng.choice((5.0, 30.0)),
                 "environment_seconds_sigma": rng.choice((0.3, 1.5)),

@@ -22,6 +22,7 @@ from orchestrator.api import (
     Completion,
     ConfigError,
     GenerationRequest,
+    Meeting,
     PublishResult,
     ReleaseResult,
     ResidencyResult,
@@ -35,6 +36,7 @@ from orchestrator.api import (
 
 _OK, _CONFIG, _COMMAND, _ERROR = "ok", "config", "command", "error"
 _MEETING_POINT = "orchestrator.runtime.actors:meeting_point"
+_ADDRESS = "orchestrator.runtime.actors:address"
 _FAIL_TOGETHER = 20.0  # seconds that the other ranks of a trainer have to fail, too, after one has
 
 
@@ -149,6 +151,7 @@ class RayWorker:
         self.name = name
         self._target = target
         self._kwargs = {**kwargs, "name": name}
+        self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
         self._actor = Actor(name, environment)
 
     async def start(self) -> None:
@@ -187,6 +190,11 @@ class RayWorker:
     async def prepare(self, version: int) -> None:
         """See the protocol."""
         await self._actor.call("prepare", version)
+
+    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
+        """See :class:`orchestrator.api.CollectiveWorker`."""
+        content: str = await self._actor.call("receive", version, list(meetings), place, limit)
+        return content
 
     async def update(self, version: int) -> UpdateResult:
         """See the protocol."""
@@ -232,8 +240,10 @@ class RayTrainer:
     so on every later call, until it is closed.
     """
 
-    def __init__(self, target: str, environment: dict[str, str], ranks: int = 1) -> None:
+    def __init__(self, target: str, environment: dict[str, str], ranks: int = 1, spread: bool = False) -> None:
+        """``spread``: workers may run on other machines than the trainer."""
         self._target = target
+        self._spread = spread
         names = ["trainer"] + [f"trainer-{rank}" for rank in range(1, ranks)]
         self._actors = [Actor(name, environment) for name in names]
         self._broken = ""
@@ -272,6 +282,14 @@ class RayTrainer:
         """See the protocol."""
         result: PublishResult = await self.call("publish")
         return result
+
+    async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
+        """See :class:`orchestrator.api.CollectiveTrainer`."""
+        hosts = ["127.0.0.1"] * len(self._actors)
+        if self._spread:
+            hosts = [await actor.ask("function", _ADDRESS, {}) for actor in self._actors]
+        answers = await self._gather([("call", ("send", receivers, limit, anew, host)) for host in hosts])
+        return tuple(meeting for meetings in answers for meeting in meetings)
 
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
         """See :class:`orchestrator.api.ResidentTrainer`: bytes of all ranks, seconds of the slowest."""
@@ -356,8 +374,13 @@ def _telling(error: BaseException) -> int:
 
 def meeting_point() -> str:
     """``tcp://host:port`` of a free port on this node. Runs in the first rank's process."""
-    import ray
-
-    host = ray.util.get_node_ip_address()
+    host = address()
     with socket.create_server(("", 0)) as server:
         return f"tcp://{host}:{server.getsockname()[1]}"
+
+
+def address() -> str:
+    """Of this node. Runs in an actor's process."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -28,6 +28,7 @@ from orchestrator.api import (
     Environment,
     GenerationRequest,
     ManagedWorker,
+    Meeting,
     Observation,
     Prompt,
     PublishResult,
@@ -167,6 +168,7 @@ class FaultyWorker:
 
     def __init__(self, inner: SimWorker, faults: FaultInjector) -> None:
         self.name = inner.name
+        self.ranks = inner.ranks
         self._inner = inner
         self._faults = faults
         self._delivered: list[Completion] = []
@@ -221,6 +223,10 @@ class FaultyWorker:
     async def prepare(self, version: int) -> None:
         """See the protocol."""
         await self._call("prepare", lambda: self._inner.prepare(version))
+
+    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
+        """See :class:`orchestrator.api.CollectiveWorker`."""
+        return await self._call("receive", lambda: self._inner.receive(version, meetings, place, limit))
 
     async def update(self, version: int) -> UpdateResult:
         """See the protocol. A crash kills the worker, or leaves it with half-loaded weights."""
@@ -282,6 +288,10 @@ class FaultyTrainer:
     async def publish(self) -> PublishResult:
         """See the protocol."""
         return await self._call("publish", self._inner.publish, PUBLISH)
+
+    async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
+        """See :class:`orchestrator.api.CollectiveTrainer`."""
+        return await self._call("send", lambda: self._inner.send(receivers, limit, anew))
 
     async def save(self, folder: str) -> None:
         """See the protocol."""

@@ -24,6 +24,7 @@ from typing import Any
 from orchestrator.api import (
     ConfigError,
     ManagedWorker,
+    Meeting,
     PublishResult,
     RewardFunction,
     RunError,
@@ -106,6 +107,7 @@ class _AuditedTrainer:
         self._audit = audit
         self._inner = inner
         self._asks = Stream(audit)
+        self._version = -1  # of the last step, -1: none yet
         self.save = inner.save
         self.load = inner.load
         self.close = inner.close
@@ -118,13 +120,23 @@ class _AuditedTrainer:
     async def train_step(self, batch: TrainBatch) -> TrainMetrics:
         """See the protocol."""
         with self._asks.training(batch):
-            return await self._inner.train_step(batch)
+            metrics = await self._inner.train_step(batch)
+        self._version = metrics.version
+        return metrics
 
     async def publish(self) -> PublishResult:
         """See the protocol."""
         result = await self._inner.publish()
         self._audit.published(result.version)
         return result
+
+    async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
+        """See :class:`orchestrator.api.CollectiveTrainer`: the pipeline goes on with the version while it is published."""
+        inner: Any = self._inner
+        meetings: tuple[Meeting, ...] = await inner.send(receivers, limit, anew)
+        if self._version >= 0:
+            self._audit.published(self._version)
+        return meetings
 
 
 class _Simulation:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.api import (
+    Meeting,
     Observation,
     Prompt,
     PublishResult,
@@ -191,7 +192,14 @@ class SimTrainer:
         await asyncio.sleep(self._costs.publish_seconds)
         self._check()
         self._weights.put(version)
-        return PublishResult(version, MODEL_BYTES, 1, self._costs.publish_seconds)
+        return PublishResult(version, MODEL_BYTES, 1, self._costs.publish_seconds, self._weights.content(version))
+
+    async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
+        """See :class:`orchestrator.api.CollectiveTrainer`. ``anew`` makes no difference here."""
+        self._check()
+        await asyncio.sleep(0)
+        self._weights.sent = self.version
+        return (Meeting(f"sim-{self.version}", "sim", "", receivers),)
 
     async def save(self, folder: str) -> None:
         """See the protocol."""

@@ -3,7 +3,8 @@
 An engine step costs ``decode_seconds_per_step + decode_seconds_per_sequence x running + prefill_seconds_per_token x
 tokens prefilled in it`` and makes one token for each running sequence. Commands take effect between two steps. Steps in
 which nothing changes are crossed in one leap, so a response of a thousand tokens costs a few callbacks. A weight update
-costs ``update_seconds``; the part of it that is the fetch is spent beforehand, beside generation, when it was prepared.
+costs ``update_seconds``; the part of it that is the fetch is spent beforehand, beside generation, when it was prepared,
+and is shorter when it was received from the trainer.
 
 Guarantees of the port that it keeps: each added request ends in exactly one completion (aborted ones too), commands are
 idempotent by request id, in-flight tokens survive ``suspend``/``update``/``resume`` and their KV is prefilled again after
@@ -28,6 +29,7 @@ from orchestrator.api import (
     Completion,
     CompletionTiming,
     GenerationRequest,
+    Meeting,
     RetryableError,
     UpdateResult,
     VersionSpans,
@@ -40,6 +42,7 @@ from orchestrator.sim.draws import END, logprobs, response
 RESTART_SECONDS = 5.0  # a process and a small engine; a figure of this model, not a measurement
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of this model too
+SEND_SHARE = 0.15  # of them is what the trainer's own workers need to receive it from there; likewise
 
 
 class SimWeights:
@@ -47,6 +50,7 @@ class SimWeights:
 
     def __init__(self) -> None:
         self._published: dict[int, None] = {}
+        self.sent = -1  # the version that the trainer sends to its own workers, or sent last
 
     def put(self, version: int) -> None:
         """Make a version available."""
@@ -55,6 +59,10 @@ class SimWeights:
     def has(self, version: int) -> bool:
         """Whether a worker can pull it."""
         return version in self._published
+
+    def content(self, version: int) -> str:
+        """Its checksum, whichever way it came."""
+        return f"{version:016x}"
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +99,7 @@ class SimWorker:
         said: Callable[[str, int, VersionSpans], None] | None = None,
     ) -> None:
         self.name = name
+        self.ranks = 1
         self._said = said
         self._costs = config.sim
         self._engine = config.rollout.engine
@@ -199,6 +208,17 @@ class SimWorker:
             self._check(incarnation)
             self._prepared = version
         await self._answer()
+
+    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
+        """See :class:`orchestrator.api.CollectiveWorker`."""
+        self._check()
+        incarnation = self.incarnation
+        if version != self._weights.sent or not 0 < place <= min(meeting.receivers for meeting in meetings):
+            raise RetryableError(f"{self.name}: version {version} is not sent to place {place}")
+        await asyncio.sleep(min(SEND_SHARE * self._costs.update_seconds, limit))
+        self._check(incarnation)
+        self._prepared = version
+        return self._weights.content(version)
 
     async def update(self, version: int) -> UpdateResult:
         """See the protocol."""
@@ -311,7 +331,7 @@ class SimWorker:
     def _check_version(self, version: int) -> None:
         if version < self._version:
             raise CommandError("version_decreases", f"{self.name}: {version} asked for, {self._version} is loaded")
-        if not self._weights.has(version):
+        if version != self._prepared and not self._weights.has(version):
             raise RetryableError(f"{self.name}: version {version} is not on the relay")
 
     def _unfinished(self) -> Iterator[_Sequence]:

@@ -82,7 +82,7 @@ class StoredManifest(WeightManifest):
 
     def content(self) -> int:
         """Of the weights that this version ends in."""
-        return content_of(self.shards, self.pieces)
+        return content_of(self.shards, (piece.digest for piece in self.pieces))
 
 
 @dataclass(slots=True)
@@ -99,10 +99,10 @@ class Share:
         return sum(piece.length for piece in self.pieces)
 
 
-def content_of(shards: Iterable[ShardKey], pieces: Iterable[Piece]) -> int:
+def content_of(shards: Iterable[ShardKey], digests: Iterable[int]) -> int:
     """A checksum of names, slices, shapes, dtypes and digests, whatever the order and the encoding."""
     rows = sorted(
-        (label(key), list(key.global_shape), key.dtype, piece.digest) for key, piece in zip(shards, pieces, strict=True)
+        (label(key), list(key.global_shape), key.dtype, made) for key, made in zip(shards, digests, strict=True)
     )
     return int(xxhash.xxh3_64_intdigest(msgpack.packb(rows)))
 

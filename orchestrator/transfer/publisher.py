@@ -161,8 +161,8 @@ class Publisher:
             writer.abandon()
             failure, message = error, crossing.pack_error(error)
         conclude = self._lead if self._ranks.rank == 0 else self._follow
-        size, buckets = conclude(attempt, message, failure)
-        return PublishResult(version, size, buckets, self._clock() - started)
+        size, buckets, content = conclude(attempt, message, failure)
+        return PublishResult(version, size, buckets, self._clock() - started, f"{content:016x}")
 
     def plan(self, policy: SnapshotPolicy) -> Plan:
         """What to publish next; the same on all ranks, each of which calls it."""
@@ -243,17 +243,17 @@ class Publisher:
         snapshot = waiting or policy.due(head.published, last.version)
         return (FULL if policy.every == 0 else last.version), snapshot
 
-    def _follow(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int]:
+    def _follow(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int, int]:
         self._ranks.gather(message)
         answer = self._ranks.broadcast(b"")
         if failure is not None:
             raise failure
-        size, buckets = crossing.unpack(answer, "rank 0")
+        size, buckets, content = crossing.unpack(answer, "rank 0")
         self._last = attempt
-        return size, buckets
+        return size, buckets, content
 
-    def _lead(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int]:
-        """Merge what the ranks wrote, move the pointer, tell everybody: (payload bytes, buckets)."""
+    def _lead(self, attempt: Attempt, message: bytes, failure: BaseException | None) -> tuple[int, int, int]:
+        """Merge what the ranks wrote, move the pointer, tell everybody: (payload bytes, buckets, content)."""
         try:
             messages = self._ranks.gather(message)
         except BaseException as error:  # a rank died: there is nobody to tell
@@ -270,7 +270,7 @@ class Publisher:
         self._ranks.broadcast(crossing.pack_answer(done))
         return done
 
-    def _commit(self, attempt: Attempt, messages: list[bytes]) -> tuple[int, int]:
+    def _commit(self, attempt: Attempt, messages: list[bytes]) -> tuple[int, int, int]:
         shares = [crossing.unpack(message, f"rank {rank}") for rank, message in enumerate(messages)]
         share = merge(shares)
         if not share.shards:
@@ -283,7 +283,7 @@ class Publisher:
         retain = self._retain(attempt.epoch)
         self._update(lambda head: heads.commit(head, done, retain))
         self._last, self._cuts = done.attempt, cuts
-        return done.payload_bytes, len(share.buckets)
+        return done.payload_bytes, len(share.buckets), done.content
 
     def _store_manifest(self, attempt: Attempt, share: Share) -> Published:
         """All but the pointer."""
@@ -300,7 +300,7 @@ class Publisher:
             )
         )  # fmt: skip
         store(self._relay, attempt.manifest_key(job), memoryview(encoded))
-        content = content_of(share.shards, share.pieces)
+        content = content_of(share.shards, (piece.digest for piece in share.pieces))
         return Published(attempt, len(encoded), manifest_checksum(encoded), share.bytes, content)
 
     def _retain(self, epoch: int) -> Callable[[tuple[Published, ...]], tuple[Published, ...]]:

@@ -18,10 +18,9 @@ import os
 import socket
 from collections.abc import Collection, Container, Iterable, Iterator
 
-import numpy as np
-
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
 from orchestrator.transfer import leases
+from orchestrator.transfer.assembly import Assembler
 from orchestrator.transfer.buffers import BufferPool, Ranging
 from orchestrator.transfer.codecs import RAW, Codec, decoded
 from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
@@ -29,7 +28,7 @@ from orchestrator.transfer.errors import CorruptWeightsError, RelayError
 from orchestrator.transfer.head import FULL, Attempt, Head, Published, decode_head, head_key
 from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
 from orchestrator.transfer.retention import Holder, route
-from orchestrator.transfer.routing import Part, Region, ShardIndex, box_of, copy_part, elements, extent, label
+from orchestrator.transfer.routing import Region, label
 from orchestrator.transfer.wire import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
 
 LEASE_SECONDS = 600  # how long a subscriber's word is good for
@@ -156,23 +155,10 @@ class Subscriber:
         not published.
         """
         _require_full(manifest)
-        index = ShardIndex(manifest.shards)
-        open_: dict[int, _Assembly] = {}
-        by_shard: dict[int, list[tuple[int, Part]]] = {}
-        for place, region in enumerate(regions):
-            parts = index.parts(region)
-            open_[place] = _Assembly(region, len(parts))
-            for part in parts:
-                by_shard.setdefault(part.shard, []).append((place, part))
-        for place in [place for place, assembly in open_.items() if not assembly.missing]:
-            yield open_.pop(place).region, np.empty(0, dtype=np.uint8)
-        for number, view in self.fetch_shards(manifest, by_shard):
-            data = self._decoded(manifest, number, view)
-            held = extent(box_of(manifest.shards[number]))
-            for place, part in by_shard[number]:
-                if open_[place].add(part, data, held):
-                    done = open_.pop(place)
-                    yield done.region, done.data
+        assembler = Assembler(manifest.shards, regions)
+        yield from assembler.empty
+        for number, view in self.fetch_shards(manifest, assembler.needed):
+            yield from assembler.add(number, self._decoded(manifest, number, view))
 
     def fetch_all(self, manifest: WeightManifest) -> list[tuple[ShardKey, Bytes]]:
         """Every tensor, or an error and nothing. Holds the whole version in memory."""
@@ -278,28 +264,6 @@ class Subscriber:
             raise RelayError("missing", f"no object {key}: collected, or the relay lost its memory")
         if found != size:
             raise CorruptWeightsError("truncated", f"{key} has {found} B, published were {size} B")
-
-
-class _Assembly:
-    """A region that is being put together."""
-
-    def __init__(self, region: Region, missing: int) -> None:
-        self.region = region
-        self.missing = missing
-        self.data: Bytes = np.empty(0, dtype=np.uint8)
-
-    def add(self, part: Part, shard: Bytes, held: tuple[int, ...]) -> bool:
-        """Whether that was the last part."""
-        shape = extent(self.region.box)
-        if self.missing == 1 and not self.data.size and held == shape:
-            self.data = shard  # the very shard
-        else:
-            if not self.data.size:
-                itemsize = shard.nbytes // max(elements(tuple((0, size) for size in held)), 1)
-                self.data = np.empty(elements(self.region.box) * itemsize, dtype=np.uint8)
-            copy_part(part, shard, held, self.data, shape)
-        self.missing -= 1
-        return self.missing == 0
 
 
 def _by_bucket(manifest: StoredManifest, numbers: Iterable[int]) -> dict[int, list[int]]:
