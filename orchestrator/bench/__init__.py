@@ -24,6 +24,7 @@ _MODULES = {
     "delta-bytes": "orchestrator.bench.delta_bytes",
     "delta-speed": "orchestrator.bench.delta_speed",
     "transfer-limit": "orchestrator.bench.transfer_limit",
+    "delta-peers": "orchestrator.bench.delta_peers",
 }
 
 
