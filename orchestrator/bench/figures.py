@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.report.svg import Axis, Margins, Plot, Point
+from orchestrator.report.svg import Axis, Margins, Plot, Point, nice_axis, step_axis
 from orchestrator.report.text import coordinate, significant, tag
 
 Row = dict[str, Any]
@@ -51,7 +51,7 @@ class Curve:
     dots: bool = True
 
 
-def log_axis(ticks: Iterable[float], label: str, form: Callable[[float], str] = significant) -> Axis:
+def log_axis(ticks: Iterable[float], label: str, form: Callable[[float], str] = "{:g}".format) -> Axis:
     """A logarithmic scale from the first tick to the last; values are given to it as their logarithm (base 10)."""
     found = list(ticks)
     return Axis(
@@ -107,8 +107,9 @@ def heading(text: str, x: float, y: float) -> str:
     return tag("text", text, x=x, y=y, class_="head")
 
 
-def rose_figure_10(rows: Sequence[Row]) -> str:
+def rose_figure_10(detail: Row) -> str:
     """ROSE's figure 10 with ours on it."""
+    rows = detail["rows"]
     seconds = log_axis((0.01, 0.1, 1, 10, 100, 1000, 10000), "seconds (whole model)")
     speed = log_axis((1, 5, 20, 200), "cross-cluster link, Gbps")
     parts = [heading("Time to move a version of the weights: ROSE, figure 10, and ours", 16, 26)]
@@ -183,8 +184,9 @@ def _optimisation_bars(rows: Sequence[Row]) -> Plot:
     return plot
 
 
-def bytes_per_change(rows: Sequence[Row]) -> str:
+def bytes_per_change(detail: Row) -> str:
     """Bytes on the wire per changed weight over density."""
+    rows = detail["rows"]
     first = [row for row in rows if row["model"] == rows[0]["model"]]
 
     def over(key: str) -> list[Point]:
@@ -202,9 +204,51 @@ def bytes_per_change(rows: Sequence[Row]) -> str:
     return page(640, 420, [placed(plot, 10, 10), legend(curves, 40, 376, 580, 2)])
 
 
-DRAWINGS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
+def real_density(detail: Row) -> str:
+    """What share of a real run's weights each step changed, by layer, and the bytes a change took."""
+    published, cast = detail["as_published"]["pairs"], detail["bfloat16"]["pairs"]
+    steps = step_axis(len(cast), ticks=6)
+
+    def over(pairs: Sequence[Row], value: Callable[[Row], float]) -> list[Point]:
+        return [(number + 1.0, value(pair)) for number, pair in enumerate(pairs)]
+
+    places = list(cast[0]["density_by_layer"])
+    styles = ["c5", "strong c1", "strong c2", "c3", "c4", "c6"]
+    by_place = [
+        Curve(f"{place}, bf16", styles[number % len(styles)], over(cast, _density_of(place)), dots=False)
+        for number, place in enumerate(places)
+    ]
+    by_place.append(Curve("all, float32", "c0 dashed", over(published, lambda pair: pair["density"]), dots=False))
+    per_change = [
+        Curve("bf16: ours", "strong c1", over(cast, lambda pair: pair["bytes_per_change"]), dots=False),
+        Curve("bf16: bound", "c3 dashed", over(cast, lambda pair: pair["entropy_per_change"]), dots=False),
+        Curve("float32: ours", "c2", over(published, lambda pair: pair["bytes_per_change"]), dots=False),
+        Curve("float32: bound", "c0 dashed", over(published, lambda pair: pair["entropy_per_change"]), dots=False),
+    ]
+    shares = nice_axis(0.0, 1.0, "changed by a step, % of the weights", lambda value: f"{100 * value:g}")
+    most = max(y for curve in per_change for _, y in curve.points)
+    sizes = nice_axis(0.0, most, "bytes per changed weight")
+    return page(
+        976,
+        470,
+        [
+            heading("Deltas of a real run: what each training step changes", 16, 26),
+            placed(chart(by_place, steps, shares, "Changed weights by layer over steps", (464, 330)), 16, 46),
+            placed(chart(per_change, steps, sizes, "Bytes per changed weight over steps", (464, 330)), 496, 46),
+            legend(by_place, 24, 402, 460, 2),
+            legend(per_change, 504, 402, 460, 2),
+        ],
+    )
+
+
+def _density_of(place: str) -> Callable[[Row], float]:
+    return lambda pair: float(pair["density_by_layer"][place])
+
+
+DRAWINGS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "transfer-limit.svg": ("transfer-limit.json", rose_figure_10),
     "delta-bytes.svg": ("delta-bytes.json", bytes_per_change),
+    "delta-real.svg": ("delta-real.json", real_density),
 }
 
 
@@ -214,8 +258,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("docs/results"))
     folder = parser.parse_args().folder
     for name, (source, draw) in DRAWINGS.items():
-        rows = json.loads((folder / source).read_text())["detail"]["rows"]
-        (folder / name).write_text(draw(rows), encoding="utf-8")
+        (folder / name).write_text(draw(json.loads((folder / source).read_text())["detail"]), encoding="utf-8")
         print(folder / name)
 
 
