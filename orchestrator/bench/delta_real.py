@@ -145,7 +145,8 @@ def main() -> None:
         for pair in result["pairs"]:
             pair["encodings"] = _count(row["encoding"] for row in pair.pop("tensors"))
     at = datetime.datetime.now(datetime.UTC).isoformat()
-    print(json.dumps({"name": NAME, "kind": "real", **describe_machine(), "at": at, "detail": found}, indent=1))
+    made = json.dumps({"name": NAME, "kind": "real", **describe_machine(), "at": at, "detail": found})
+    print(json.dumps(json.loads(made, parse_float=lambda text: float(f"{float(text):.5g}")), indent=1))
 
 
 def _count(words: Iterable[str]) -> dict[str, int]:

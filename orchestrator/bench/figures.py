@@ -64,6 +64,7 @@ def chart(curves: Sequence[Curve], x: Axis, y: Axis, title: str, size: tuple[flo
     about = "; ".join(
         f"{curve.name}: " + ", ".join(f"({significant(a)}, {significant(b)})" for a, b in curve.points)
         for curve in curves
+        if len(curve.points) <= 12
     )
     plot = Plot(*size, x, y, title, about, Margins(left=46, right=14, top=30, bottom=40))
     for curve in curves:
@@ -118,20 +119,20 @@ def rose_figure_10(detail: Row) -> str:
         curves = _bandwidth_curves(rows, model)
         left = 16 + 480 * place
         title = f"(b) {name}, by bandwidth"
-        parts += [heading(title, left, 62), placed(chart(curves, speed, seconds, title, (464, 360)), left, 72)]
-    parts.append(legend(curves, 24, 462, 940, 3))
+        parts += [heading(title, left, 400), placed(chart(curves, speed, seconds, title, (464, 360)), left, 410)]
+    parts.append(legend(curves, 24, 800, 940, 3))
     bars = _optimisation_bars(rows)
-    parts += [heading("(a) What each step of ROSE brings at 200 Gbps, and ours", 16, 548), placed(bars, 16, 558)]
+    parts += [heading("(a) What each step of ROSE brings at 200 Gbps, and ours", 16, 62), placed(bars, 16, 72)]
     notes = (
         "paper: values printed in ROSE 6.3 (16 + 16 H800); of 10a the factors are printed, seconds follow from the last bar."
         " At 5 Gbps ROSE says “within”.",
         "ours, COO, dense: one of 16 ranks on this machine, with its share of model and link (token bucket in user space),"
         " real Mooncake Store; made-up weights.",
-        "200 Gbps: computed. Dense, and Qwen3-32B: time of the whole computed from some layers. ROSE moved real weights on GPUs:"
-        " the machines differ, the bytes compare.",
+        "200 Gbps: computed. Dense, and Qwen3-32B: time of the whole computed from some layers. ROSE ends in the memory of GPUs,"
+        " ours in that of hosts.",
     )
-    parts += [tag("text", note, x=16, y=866 + 18 * number) for number, note in enumerate(notes)]
-    return page(976, 914, parts)
+    parts += [tag("text", note, x=16, y=854 + 18 * number) for number, note in enumerate(notes)]
+    return page(976, 906, parts)
 
 
 def _bandwidth_curves(rows: Sequence[Row], model: str) -> list[Curve]:
