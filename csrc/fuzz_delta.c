@@ -6,6 +6,7 @@
  * makes up a sparse one whose lengths fit one another, and decodes it at an instruction set chosen at random, from and into
  * memory of exactly the size it may touch. A decoder that accepts what it got must have given sorted positions inside the
  * segment, and taking its steps back must bring back the base; segments that are not damaged must come back.
+ * Run it with ASAN_OPTIONS=max_allocation_size_mb=16, so that memory out of proportion to the input is a defect, too.
  * Exit code 0: nothing found. Anything else, or a sanitizer's report: a defect.
  */
 #include "delta.h"
@@ -93,7 +94,7 @@ static size_t forge(uint8_t *data)
 
 static void one_sparse(int damaged)
 {
-    uint64_t n = 1 + below(MOST), changed, done;
+    uint64_t n = 1 + below(below(4) ? MOST : 12), changed, done; /* few: fewer than a forged one says it has */
     uint8_t *old = exactly(0, 2 * n), *new_ = exactly(0, 2 * n), *out = exactly(0, 8 * n + 256);
     uint32_t length32;
     fill(old, new_, 2 * n);
@@ -108,6 +109,14 @@ static void one_sparse(int damaged)
     int64_t found = rlc_sparse_decode(data, size, n, positions, steps, n);
     for (int64_t i = 0; i < found; i++)
         if (positions[i] >= n || (i && positions[i] <= positions[i - 1])) fail("positions are not sorted and inside");
+    if (found == RLC_CAPACITY) fail("more changes than words were taken for a matter of room");
+    if (found > 0) { /* with too little room: refused, and not written beyond it */
+        uint64_t room = below((uint64_t)found);
+        uint32_t *few = (uint32_t *)exactly(0, 4 * room);
+        int16_t *fewer = (int16_t *)exactly(0, 2 * room);
+        if (rlc_sparse_decode(data, size, n, few, fewer, room) != RLC_CAPACITY) fail("too little room was not refused");
+        free(few), free(fewer);
+    }
     length32 = (uint32_t)size;
     uint8_t *base = exactly(old, 2 * n);
     int64_t applied = rlc_sparse_apply(data, size, &length32, n, LOG, 0, 1, base, 1, &done);
@@ -116,6 +125,21 @@ static void one_sparse(int damaged)
     if (applied >= 0) rlc_sparse_apply(data, size, &length32, n, LOG, 0, 1, base, -1, &done);
     if (memcmp(base, old, 2 * n)) fail("the base was not brought back");
     free(old), free(new_), free(out), free(data), free(positions), free(steps), free(base);
+}
+
+/* A few bytes that say they change millions of words: refused before memory is taken for them, which only a limit on
+ * allocations shows (ASAN_OPTIONS=max_allocation_size_mb). The base is not touched, so there is none. */
+static void greedy(void)
+{
+    uint8_t data[RLC_SPARSE_HEADER + 8] = {0}, base[2];
+    uint32_t length = sizeof data;
+    uint64_t done;
+    rlc_store32(data, (uint32_t)1 << RLC_MAX_LOG);
+    rlc_store32(data + 4, 7);
+    rlc_store32(data + 8, 1);
+    data[17] = RLC_MODE_CONSTANT;
+    if (rlc_sparse_apply(data, length, &length, (uint64_t)1 << RLC_MAX_LOG, RLC_MAX_LOG, 0, 1, base, 1, &done) != RLC_FORMAT)
+        fail("a count that its bytes cannot hold was not refused");
 }
 
 static void one_planes(int damaged)
@@ -142,6 +166,7 @@ int main(int count, char **words)
     if (count != 3) fail("usage: fuzz_delta ITERATIONS SEED");
     uint64_t iterations = strtoull(words[1], 0, 10);
     state = strtoull(words[2], 0, 10);
+    greedy();
     for (uint64_t i = 0; i < iterations; i++) {
         rlc_delta_use((int)below(3));
         if (below(4)) one_sparse(i % 16 != 0);

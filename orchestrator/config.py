@@ -198,10 +198,13 @@ class RewardSection(Section):
 
 class RelaySection(Section):
     """The weight relay. ``kind`` "mooncake": ``master`` is host:port; empty: a `mooncake_master` child process is started.
-    "fsspec": ``master`` is the URL of a folder or prefix that all processes reach; empty: a folder of the run."""
+    "fsspec": ``master`` is the URL of a folder or prefix that all processes reach; empty: a folder of the run.
+    ``host``: the address of this machine that the child process listens on; every client then announces its own address
+    towards it. Mooncake has no authentication: leave it at loopback unless workers on other machines must reach it."""
 
     kind: Literal["mooncake", "fsspec"] = "mooncake"
     master: str = ""
+    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the embedded master; 0: a free one
     segment_mb: Positive = 256
     bucket_mb: Positive = 64

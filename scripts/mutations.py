@@ -3,7 +3,7 @@
 Each mutation edits one line of a copy of the repository and runs the tests that hold the guarantee; a mutation that no test
 notices is a failure. Prints a table, and with ``--write`` the page ``docs/results/mutations.md``.
 
-    .venv/bin/python scripts/mutations.py [--write]
+    .venv/bin/python scripts/mutations.py [--write] [--only TEXT]
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Mutation:
     new: str
     tests: str
 
+
+FUZZ = "tests/test_delta_native.py::test_mutated_inputs_do_not_leave_their_buffers"
 
 MUTATIONS = (
     Mutation(
@@ -263,6 +265,132 @@ MUTATIONS = (
         "        self._waiting.clear()\n",
         "tests/test_sim_stream.py",
     ),
+    Mutation(
+        "weights: the digest of what was applied is not compared",
+        "orchestrator/transfer/codecs.py",
+        "if found != expected:",
+        "if False:",
+        "tests/test_transfer_chain.py tests/test_transfer_compression.py",
+    ),
+    Mutation(
+        "weights: a change with a wrong digest stays applied",
+        "orchestrator/transfer/codecs.py",
+        "        undo()\n        raise",
+        "        raise",
+        "tests/test_transfer_chain.py tests/test_transfer_compression.py",
+    ),
+    Mutation(
+        "weights: a difference is applied to any base",
+        "orchestrator/transfer/subscriber.py",
+        "(manifest.base_version, manifest.base_content) != (held, content)",
+        "False",
+        "tests/test_transfer_chain.py",
+    ),
+    Mutation(
+        "weights: what was applied before the damaged shard stays",
+        "orchestrator/transfer/resident.py",
+        "        except BaseException:\n            _take_back(undo)\n            raise\n        return undo",
+        "        except BaseException:\n            raise\n        return undo",
+        "tests/test_transfer_chain.py tests/test_transfer_compression.py",
+    ),
+    Mutation(
+        "weights: a bucket passes for another",
+        "orchestrator/transfer/wire.py",
+        "if name != wanted:",
+        "if False:",
+        "tests/test_transfer_corruption.py",
+    ),
+    Mutation(
+        "weights: what the relay did not keep counts as stored",
+        "orchestrator/transfer/writing.py",
+        "if found != data.nbytes:",
+        "if False:",
+        "tests/test_transfer.py tests/test_transfer_ranks.py tests/test_transfer_corruption.py",
+    ),
+    Mutation(
+        "weights: a version is published twice",
+        "orchestrator/transfer/head.py",
+        "if version <= head.version and not adds_snapshot:",
+        "if False:",
+        "tests/test_transfer.py tests/test_transfer_ranks.py",
+    ),
+    Mutation(
+        "weights: shards need not cover a tensor",
+        "orchestrator/transfer/routing.py",
+        "        if key.start != end:\n",
+        "        if False:\n",
+        "tests/test_transfer_routing.py",
+    ),
+    Mutation(
+        "weights: a difference waits until all of it is encoded",
+        "orchestrator/transfer/publisher.py",
+        "else min(self._endpoint.bucket_bytes, DIFFERENCE_BUCKET_BYTES)",
+        "else self._endpoint.bucket_bytes",
+        "tests/test_transfer_limit.py",
+    ),
+    Mutation(
+        "weights: a collector drops what a live subscriber holds",
+        "orchestrator/transfer/retention.py",
+        "kept |= _places(published, by_differences(published, held, versions[-1]) or ())",
+        "pass",
+        "tests/test_transfer_chain.py",
+    ),
+    Mutation(
+        "deltas: the checksum of a change is not compared",
+        "orchestrator/transfer/delta/format.py",
+        "if found != checksum:",
+        "if False:",
+        "tests/test_delta.py",
+    ),
+    Mutation(
+        "deltas: fewer changes than announced are accepted",
+        "orchestrator/transfer/delta/codec.py",
+        "header.encoding == wire.SPARSE and changed != header.changed",
+        "False",
+        "tests/test_delta.py",
+    ),
+    Mutation(
+        "deltas: a change that fails half-way leaves its first half",
+        "orchestrator/transfer/delta/codec.py",
+        "        _revert(log, spans)\n        raise failure",
+        "        raise failure",
+        "tests/test_delta.py",
+    ),
+    Mutation(
+        "deltas in C: a segment may say that it has more changes than words",
+        "csrc/sparse.c",
+        "!m || m > elements || k",
+        "!m || k",
+        FUZZ,
+    ),
+    Mutation(
+        "deltas in C: more changes than unary bits",
+        "csrc/sparse.c",
+        "    if (m > 8 * unary_bytes) return RLC_FORMAT;\n",
+        "",
+        FUZZ,
+    ),
+    Mutation(
+        "deltas in C: any Rice parameter is taken",
+        "csrc/sparse.c",
+        " || k > RLC_MAX_RICE",
+        "",
+        FUZZ,
+    ),
+    Mutation(
+        "deltas in C: memory for a count that the input cannot hold",
+        "csrc/sparse.c",
+        "m > count || m > 8 * size",
+        "m > count",
+        FUZZ,
+    ),
+    Mutation(
+        "deltas in C: positions beyond the segment",
+        "csrc/sparse.c",
+        "unary_bytes && at <= elements;",
+        "unary_bytes;",
+        FUZZ,
+    ),
 )
 
 
@@ -295,18 +423,21 @@ def main() -> int:
     """Run all mutations; 0 when every one was caught."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    write = parser.parse_args().write
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only those whose description has it; others keep their row"
+    )
+    arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
         shutil.copytree(
             ROOT, folder, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__", "*.egg-info")
         )
-        for mutation in MUTATIONS:
+        for mutation in (item for item in MUTATIONS if arguments.only in item.what):
             verdict = run(mutation, folder)
             rows.append((mutation, verdict))
             print(f"{mutation.what}: {verdict}", flush=True)
-    if write:
+    if arguments.write:
         page = [
             "# Mutations",
             "",
@@ -314,8 +445,11 @@ def main() -> int:
             "",
         ]
         page += ["| broken on purpose | where | verdict |", "| --- | --- | --- |"]
-        page += [f"| {mutation.what} | `{mutation.file}` | {verdict} |" for mutation, verdict in rows]
-        (ROOT / "docs" / "results" / "mutations.md").write_text("\n".join(page) + "\n", encoding="utf-8")
+        path = ROOT / "docs" / "results" / "mutations.md"
+        before = {line.split(" | ")[0]: line for line in path.read_text(encoding="utf-8").splitlines()}
+        lines = before | {f"| {item.what}": f"| {item.what} | `{item.file}` | {verdict} |" for item, verdict in rows}
+        page += [lines[start] for item in MUTATIONS if (start := f"| {item.what}") in lines]
+        path.write_text("\n".join(page) + "\n", encoding="utf-8")
     return 0 if all(verdict.startswith("caught") for _, verdict in rows) else 1
 
 

@@ -76,6 +76,27 @@ def test_snapshots_are_read_in_order_and_compared(tmp_path: Path) -> None:
     assert rows["w"]["encoding"] == "delta-sparse"
     assert rows["norm"]["changed"] == 100
     assert pairs[0]["elements"] == pool.old.size + 100
+    assert pairs[0]["density_by_layer"] == {"w": rows["w"]["changed"] / pool.old.size, "norm": 1.0}
+    assert rows["norm"]["entropy_bytes"] < 1  # one and the same change, 100 times
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ConfigError):
         delta_real.measure(tmp_path / "nothing")
+
+
+def test_checkpoints_of_a_run_are_versions_and_float32_can_be_cast(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    before = random.normal(0, 0.02, 50_000).astype(np.float32)
+    after = before + random.normal(0, 1e-5, before.size).astype(np.float32)
+    for step, values in ((9, before), (10, after)):
+        folder = tmp_path / f"step-{step}" / "trainer"
+        folder.mkdir(parents=True)
+        version(folder / "model.safetensors", {"model.layers.1.w": ("F32", values)})
+    published, cast = delta_real.measure(tmp_path), delta_real.measure(tmp_path, cast=True)
+    assert [pair["to"] for pair in published["pairs"]] == ["step-10"]
+    assert published["density"] > 0.95
+    assert cast["changed"] == np.count_nonzero(bf16(before) != bf16(after))
+    assert cast["pairs"][0]["density_by_layer"] == {"layer 1": cast["density"]}
+    assert cast["bit_exact"]
+    assert published["bit_exact"]
+    for found in (published, cast):
+        assert 1.0 <= found["over_bound"] < 1.15

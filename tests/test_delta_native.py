@@ -192,6 +192,7 @@ def fuzz(folder: Path, iterations: int, seed: int) -> None:
         raise
     # A library that vLLM preloads in this process would come before the sanitizer's.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    environment["ASAN_OPTIONS"] = "max_allocation_size_mb=16"  # a small input may not take much memory
     done = subprocess.run(
         [program, str(iterations), str(seed)], capture_output=True, text=True, timeout=3000, env=environment
     )

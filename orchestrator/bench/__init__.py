@@ -23,6 +23,8 @@ _MODULES = {
     "merge-control": "orchestrator.bench.merge_control",
     "delta-bytes": "orchestrator.bench.delta_bytes",
     "delta-speed": "orchestrator.bench.delta_speed",
+    "transfer-limit": "orchestrator.bench.transfer_limit",
+    "delta-peers": "orchestrator.bench.delta_peers",
 }
 
 

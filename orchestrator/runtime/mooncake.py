@@ -1,4 +1,4 @@
-"""The embedded relay: a ``mooncake_master`` child process on loopback.
+"""The embedded relay: a ``mooncake_master`` child process, on loopback unless told otherwise.
 
 Guarantees: after ``start`` returned it is healthy; when ``start`` raises or is cancelled, nothing is left behind; a port
 that is taken, a missing binary and a missing system library are ConfigErrors that name the fix; ``stop`` is idempotent
@@ -14,6 +14,7 @@ are gone, and the trainer publishes again.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import shutil
 import socket
@@ -29,6 +30,7 @@ from orchestrator.child import ChildProcess
 from orchestrator.transfer.mooncake import missing_library
 
 BINARY = "mooncake_master"
+LOOPBACK = "127.0.0.1"
 START_LIMIT = 20.0  # seconds; it takes less than 1 on an idle machine
 POLL_SECONDS = 0.05
 LEASE_MS = 5000  # how long a read protects an object from removal
@@ -49,8 +51,9 @@ os.execv(program[0], program)
 class MooncakeMaster(ChildProcess):
     """One embedded master."""
 
-    def __init__(self, *, port: int = 0, log: Path | None = None) -> None:
+    def __init__(self, *, port: int = 0, log: Path | None = None, host: str = LOOPBACK) -> None:
         super().__init__(log)
+        self._host = host
         self._wanted_port = port
         self._port = 0
         self._metrics_port = 0
@@ -60,7 +63,7 @@ class MooncakeMaster(ChildProcess):
         """host:port, for :class:`~orchestrator.transfer.RelayEndpoint`."""
         if not self._port:
             raise RunError("the mooncake_master was not started")
-        return f"127.0.0.1:{self._port}"
+        return f"{self._host}:{self._port}"
 
     @property
     def metrics_url(self) -> str:
@@ -72,15 +75,16 @@ class MooncakeMaster(ChildProcess):
     async def start(self) -> None:
         """Start and wait until it is healthy."""
         binary = find_binary()
-        if self._wanted_port and not _is_free(self._wanted_port):
+        address = own_address(self._host)
+        if self._wanted_port and not _is_free(self._wanted_port, address):
             fix = "the port is in use; choose another, or 0 for a free one, or stop what listens there"
             raise ConfigError("relay.port", self._wanted_port, fix)
         for tries_left in reversed(range(PORT_TRIES)):
-            port = self._wanted_port or _free_port()
+            port = self._wanted_port or _free_port(address)
             metrics_port = _free_port()
             with _open_log(self._log) as log:
                 try:
-                    if await self._launch(binary, port, metrics_port, log):
+                    if await self._launch(binary, address, port, metrics_port, log):
                         self._port, self._metrics_port = port, metrics_port
                         return
                 except BaseException:
@@ -89,10 +93,10 @@ class MooncakeMaster(ChildProcess):
                 tail = _tail(log)
             if "cannot open shared object file" in tail:
                 raise missing_library(tail.strip())
-            if not tries_left or (_is_free(port) and _is_free(metrics_port)):
+            if not tries_left or (_is_free(port, address) and _is_free(metrics_port)):
                 code = self._process.returncode if self._process is not None else None
                 raise RunError(f"{BINARY} ended with code {code} before it was healthy: {tail.strip()[-500:]}")
-            if self._wanted_port and not _is_free(port):
+            if self._wanted_port and not _is_free(port, address):
                 raise ConfigError("relay.port", port, "the port was taken while the mooncake_master started")
 
     async def stop(self) -> None:
@@ -100,12 +104,12 @@ class MooncakeMaster(ChildProcess):
         self._port = self._metrics_port = 0
         await super().stop()
 
-    async def _launch(self, binary: str, port: int, metrics_port: int, log: IO[bytes]) -> bool:
+    async def _launch(self, binary: str, address: str, port: int, metrics_port: int, log: IO[bytes]) -> bool:
         """Whether it became healthy; False when it ended."""
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), binary),
             # Its defaults listen on all interfaces.
-            *("--rpc_address=127.0.0.1", f"--rpc_port={port}"),
+            *(f"--rpc_address={address}", f"--rpc_port={port}"),
             *("--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}"),
             *(f"--default_kv_lease_ttl={LEASE_MS}", f"--client_ttl={CLIENT_TTL}", "-logtostderr"),
             stdin=asyncio.subprocess.DEVNULL,
@@ -122,6 +126,20 @@ class MooncakeMaster(ChildProcess):
         except TimeoutError:
             raise RunError(f"{BINARY} was not healthy within {START_LIMIT:g} s: {_tail(log).strip()[-500:]}") from None
         return False
+
+
+def own_address(host: str) -> str:
+    """The IPv4 address of a name of this machine. Raises ConfigError for one that is not this machine's alone."""
+    fix = "must be an address of this machine that the workers reach, or 127.0.0.1"
+    try:
+        address = socket.gethostbyname(host)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise ConfigError("relay.host", host, f"{fix} ({error})") from error
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ConfigError("relay.host", host, f"{fix}: clients are told this address")
+    return address
 
 
 def find_binary() -> str:
@@ -142,19 +160,19 @@ async def _healthy(session: aiohttp.ClientSession, port: int) -> bool:
         return False  # not listening yet
 
 
-def _is_free(port: int) -> bool:
+def _is_free(port: int, address: str = LOOPBACK) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a listener
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((address, port))
         except OSError:
             return False
     return True
 
 
-def _free_port() -> int:
+def _free_port(address: str = LOOPBACK) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -14,6 +14,7 @@ from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
 from orchestrator.hooks import versions
 from orchestrator.runtime import served
+from orchestrator.runtime.mooncake import own_address
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint, open_relay
 
@@ -54,14 +55,17 @@ def _relay(config: Config) -> None:
 
 
 def _port(config: Config) -> None:
-    if config.relay.kind != "mooncake" or config.relay.master or not config.relay.port:
+    if config.relay.kind != "mooncake" or config.relay.master:
+        return
+    address = own_address(config.relay.host)
+    if not config.relay.port:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", config.relay.port))
+            probe.bind((address, config.relay.port))
         except OSError as error:
-            fix = f"cannot be bound on 127.0.0.1 ({error.strerror}); choose another, or 0 for a free one"
+            fix = f"cannot be bound on {address} ({error.strerror}); choose another, or 0 for a free one"
             raise ConfigError("relay.port", config.relay.port, fix) from error
 
 

@@ -120,14 +120,15 @@ async def start(served: Sequence[HttpWorker]) -> None:
 
 
 def _reachable(config: Config) -> None:
-    """The relay that the run starts itself listens on this machine only."""
-    if config.relay.master:
+    """The relay that the run starts itself listens on this machine only, unless ``relay.host`` says otherwise."""
+    if config.relay.master or (config.relay.kind == "mooncake" and not urls.is_loopback(config.relay.host)):
         return
     for url in config.rollout.served:
         if not urls.is_loopback(urlsplit(url).hostname or ""):
             fix = (
-                f"{url} is on another machine, and the relay that a run starts itself listens on 127.0.0.1: give host:port "
-                "of a mooncake_master that both reach, and a run.folder on a file system that both see"
+                f"{url} is on another machine, and the relay that a run starts itself listens on 127.0.0.1: set "
+                "relay.host to an address of this machine that it reaches, or give host:port of a mooncake_master that both "
+                "reach; and a run.folder on a file system that both see"
             )
             raise ConfigError("relay.master", "", fix)
 

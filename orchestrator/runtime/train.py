@@ -219,7 +219,9 @@ class _Assembly:
         if settings.kind == "fsspec":
             address = address or f"file://{self.folder.path.absolute() / 'relay'}"
         elif not address:
-            master = MooncakeMaster(port=settings.port, log=self.folder.logs / "mooncake-master.log")
+            master = MooncakeMaster(
+                port=settings.port, log=self.folder.logs / "mooncake-master.log", host=settings.host
+            )
             await master.start()
             self.stack.push_async_callback(master.stop)
             self.children.append(("mooncake_master", master.alive))

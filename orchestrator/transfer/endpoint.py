@@ -28,7 +28,8 @@ class RelayEndpoint:
     ``kind`` "mooncake": ``master`` is "host:port" of its mooncake_master. ``kind`` "fsspec": it is the URL of a folder or
     prefix (file:///mnt/shared/relay, s3://bucket/relay) that all processes reach. ``kind`` "memory": it is any name; all
     endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, or
-    "memory" (same rule). ``host`` is the address this process is reached at. ``segment_bytes`` is what a publisher lends
+    "memory" (same rule). ``host`` is the address that a process is reached at; empty: that of the interface which leads to the
+    master, on whatever machine the process is. ``segment_bytes`` is what a publisher lends
     to the store, each of its ranks: room for ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers
     lend nothing. ``snapshot_every``: versions travel as differences, with a full snapshot after so many; 0: always whole.
     """
@@ -38,7 +39,7 @@ class RelayEndpoint:
     master: str = ""
     metadata: str = "memory"
     protocol: str = "tcp"
-    host: str = "127.0.0.1"
+    host: str = ""
     segment_bytes: int = 256 * MIB
     bucket_bytes: int = 64 * MIB
     keep_versions: int = 2

@@ -71,10 +71,11 @@ class MooncakeRelay:
     """Implements :class:`orchestrator.api.Relay`. One thread may transfer while another registers memory."""
 
     def __init__(
-        self, master: str, *, host: str = "127.0.0.1", protocol: str = "tcp", segment_bytes: int = 0, devices: str = ""
+        self, master: str, *, host: str = "", protocol: str = "tcp", segment_bytes: int = 0, devices: str = ""
     ) -> None:
         module = load_store()
-        _check_master(master)
+        seen = _check_master(master)
+        host = host or seen
         self._config = module.ReplicateConfig()
         self._config.replica_num = 1
         self._config.with_hard_pin = True
@@ -189,11 +190,13 @@ class _Registration:
             self._relay.unregister(self._buffer)
 
 
-def _check_master(master: str) -> None:
-    """The store's own setup tries for 90 s when nobody listens."""
+def _check_master(master: str) -> str:
+    """The address of this machine that the master sees. The store's own setup tries for 90 s when nobody listens."""
     host, _, port = master.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+            own: str = connection.getsockname()[0]
+            return own
     except (OSError, ValueError, OverflowError) as error:
         raise RelayError("unreachable", f"no mooncake_master answers at {master}: {error}") from error
 
