@@ -32,9 +32,10 @@ from orchestrator.api import (
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import Config
+from orchestrator.environments.source import EnvironmentSource
 from orchestrator.evaluation import evaluate
 from orchestrator.events import EventLog
-from orchestrator.feeding import Feeder
+from orchestrator.feeding import Feeder, sample_of
 from orchestrator.ledger import Ledger
 from orchestrator.rollout import Rollout
 
@@ -75,6 +76,7 @@ class Parts:
     store: Store
     display: Display
     checkpoints: Checkpoints | None = None
+    environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
 
 
 @dataclass
@@ -107,6 +109,7 @@ class Pipeline:
             fail=self.fail,
             groups=self.position.groups,
             trajectories=self.position.trajectories,
+            environments=parts.environments,
         )
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
         self._training: asyncio.Task[None] | None = None
@@ -149,7 +152,7 @@ class Pipeline:
         if sync:
             self.rollout.close_starts()
             await self.rollout.end_members("aborted_redundant", "")
-        batch = TrainBatch(step, self.position.version, tuple(_sample(item.trajectory) for item in taken))
+        batch = TrainBatch(step, self.position.version, tuple(sample_of(item.trajectory) for item in taken))
         self._note_uniform(step)
         self.rollout.buffer.hand_over()
         self.rollout.next_version = self.position.version + 1
@@ -184,7 +187,7 @@ class Pipeline:
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
         if self.config.trainer.stream:
-            self.feeder.take([_sample(trajectory) for trajectory in group])
+            self.feeder.take([sample_of(trajectory) for trajectory in group])
 
     async def _feed(self, samples: Sequence[TrainSample], version: int) -> None:
         await self._ask("feed", self.parts.trainer.feed(samples, version))
@@ -466,6 +469,8 @@ class Pipeline:
             metrics=values,
             ledger=ledger,
         )
+        if pool := self.rollout.environments.source.stats():
+            self.parts.events.emit("environments", step=step, **pool)
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:
             detail = f"mean {gap:.4g} over {limit:.4g} after step {step + 1}"
@@ -484,17 +489,3 @@ class Pipeline:
 
 def _histogram(values: list[int]) -> dict[str, int]:
     return {str(value): values.count(value) for value in sorted(set(values))}
-
-
-def _sample(trajectory: Trajectory) -> TrainSample:
-    if trajectory.reward is None:
-        raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
-    return TrainSample(
-        trajectory.id,
-        trajectory.group_id,
-        trajectory.token_ids,
-        trajectory.loss_mask,
-        trajectory.logprobs,
-        trajectory.versions,
-        trajectory.reward,
-    )

@@ -234,10 +234,11 @@ def test_feeding_a_part_of_a_group_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_feeding_a_group_before_it_is_taken_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.pipeline import Pipeline, _sample
+    from orchestrator.feeding import sample_of
+    from orchestrator.pipeline import Pipeline
 
     def on_take(self: Pipeline, group: list[Trajectory]) -> None:
-        self.feeder.take([_sample(trajectory) for trajectory in group])
+        self.feeder.take([sample_of(trajectory) for trajectory in group])
         asyncio.get_running_loop().call_later(0.5, self.rollout.on_take, group)
 
     monkeypatch.setattr(Pipeline, "_on_take", on_take)
