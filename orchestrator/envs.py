@@ -23,7 +23,7 @@ from orchestrator.api import (
     TrajectoryError,
     Turn,
 )
-from orchestrator.environments.checks import observation_of, step_of
+from orchestrator.environments.checks import observation_of, step_of, told
 from orchestrator.environments.source import EnvironmentSource, FreshEnvironments
 from orchestrator.proxy import LLMProxy
 
@@ -168,7 +168,7 @@ class EnvManager:
         try:
             return str(environment.version)
         except (Exception, SystemExit) as error:
-            raise TrajectoryError("environment_error", f"version: {error!r}") from error
+            raise TrajectoryError("environment_error", f"version: {told(error)}") from error
 
     async def _ask(self, episode: Episode, environment: Environment, what: str, argument: object) -> object:
         """An environment's answer within the step limit; whatever goes wrong becomes a TrajectoryError."""
@@ -179,12 +179,12 @@ class EnvManager:
                 return await method(argument)
         except TimeoutError as error:
             if not limit.expired():  # the environment raised it itself
-                raise TrajectoryError("environment_error", f"{what}: {error!r}") from error
+                raise TrajectoryError("environment_error", f"{what}: {told(error)}") from error
             raise TrajectoryError("environment_timeout", f"{what} took over {self._step_timeout} s") from error
         except TrajectoryError:
             raise
         except (Exception, SystemExit) as error:  # third-party code: anything it raises is this trajectory's failure
-            raise TrajectoryError("environment_error", f"{what}: {error!r}") from error
+            raise TrajectoryError("environment_error", f"{what}: {told(error)}") from error
 
     def _check_tokens(self, episode: Episode, observation: Observation) -> None:
         episode.environment_in_order = False

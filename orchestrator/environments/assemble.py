@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
 from orchestrator.environments.inprocess import InProcessBackend
@@ -9,22 +12,47 @@ from orchestrator.environments.pool import EnvPool, PoolSettings
 from orchestrator.environments.session import Backend
 from orchestrator.events import EventLog
 
+TASK_OF_CONFIG = "orchestrator.environments.worker:task_of_config"
 
-def make_pool(
-    config: Config, task: Task, owner: str, events: EventLog, backend: Backend | None = None
-) -> EnvPool | None:
+
+def make_pool(config: Config, task: Task, owner: str, events: EventLog, log: Path | None = None) -> EnvPool | None:
     """The pool that the config asks for, not yet opened; None for fresh objects in this process. ``owner`` begins the names
-    of its sessions; ``backend`` is the one for the environments of ``task``, when they are not in this process."""
+    of its sessions and marks what is theirs; ``log`` gets what environments in other processes print."""
+    backend = _backend(config, task, owner, log)
+    return None if backend is None else EnvPool(backend, _settings(config, owner), events)
+
+
+def target_of(config: Config, task: Task) -> tuple[str, dict[str, Any]]:
+    """What makes the task's environments in another process, and with which arguments: what the task's own
+    ``environment_target()`` says, else the whole task from the config."""
+    own = getattr(task, "environment_target", None)
+    if own is None:
+        return TASK_OF_CONFIG, {"config": config.model_dump(mode="json")}
+    target, arguments = own()
+    return str(target), dict(arguments)
+
+
+def _backend(config: Config, task: Task, owner: str, log: Path | None) -> Backend | None:
     chosen = config.environment
-    if chosen.backend == "in-process":
-        return None
-    if backend is None:
-        if chosen.backend != "in-process-pool":
-            fix = "this command runs environments in its own process only: use 'in-process' or 'in-process-pool'"
-            raise ConfigError("environment.backend", chosen.backend, fix)
-        backend = InProcessBackend(task)
+    match chosen.backend:
+        case "in-process":
+            return None
+        case "in-process-pool":
+            return InProcessBackend(task)
+        case "subprocess":
+            from orchestrator.environments.subprocesses import SubprocessBackend
+
+            target, arguments = target_of(config, task)
+            limits = {"memory_mb": chosen.memory_mb, "cpu_seconds": chosen.cpu_seconds}
+            return SubprocessBackend(target, arguments, owner=owner, log=log, **limits)
+        case other:
+            raise ConfigError("environment.backend", other, "not yet")
+
+
+def _settings(config: Config, owner: str) -> PoolSettings:
+    chosen = config.environment
     size = chosen.size or config.rollout.environments
-    settings = PoolSettings(
+    return PoolSettings(
         size=size,
         owner=owner,
         warm=min(chosen.warm, size),
@@ -41,4 +69,3 @@ def make_pool(
         max_episodes=chosen.max_episodes,
         seed=config.run.seed,
     )
-    return EnvPool(backend, settings, events)

@@ -7,9 +7,24 @@ Whether tokens are of the vocabulary and fit the context is the manager's to che
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 from orchestrator.api import Observation, StepResult, TrajectoryError
+
+THIRD_PARTY = (
+    Exception,
+    SystemExit,
+    asyncio.CancelledError,
+)  # what code of others may raise; not what ends this process
+
+
+def told(error: BaseException) -> str:
+    """What an exception says, even when saying it fails."""
+    try:
+        return repr(error)
+    except THIRD_PARTY:
+        return type(error).__name__
 
 
 def observation_of(answer: object, what: str) -> Observation:

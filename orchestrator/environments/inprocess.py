@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.environments.checks import told
 from orchestrator.environments.session import EnvironmentMaker, Renewable
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ async def _no_exit(call: Callable[[], Awaitable[T]]) -> T:
     try:
         return await call()
     except SystemExit as error:
-        raise TrajectoryError("environment_error", f"it called exit: {error!r}") from error
+        raise TrajectoryError("environment_error", f"it called exit: {told(error)}") from error
 
 
 def _retrieve(task: asyncio.Task[T]) -> None:

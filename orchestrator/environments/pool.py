@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, RunError, StepResult, TrajectoryError
+from orchestrator.environments.checks import THIRD_PARTY, told
 from orchestrator.environments.session import Backend, Session
 from orchestrator.environments.source import Waiting
 from orchestrator.events import EventLog
@@ -32,7 +33,6 @@ from orchestrator.events import EventLog
 State = Literal["starting", "ready", "checking", "busy", "recycling", "ending"]
 COMING: tuple[State, ...] = ("starting", "checking", "recycling")  # may be ready soon
 ALIVE: tuple[State, ...] = ("ready", "checking", "busy", "recycling")
-THIRD_PARTY = (Exception, SystemExit, asyncio.CancelledError)  # what code of others may raise
 FRESH = 1.0  # seconds for which an answer counts as a health check
 DETAIL = 300  # characters of an error that go into an event
 
@@ -316,7 +316,7 @@ class EnvPool:
             if _was_cancelled(error):
                 raise
             slow = isinstance(error, TimeoutError) and limit.expired()
-            self._start_failed(member.name, f"took over {self._settings.start_timeout:g} s" if slow else repr(error))
+            self._start_failed(member.name, f"took over {self._settings.start_timeout:g} s" if slow else told(error))
             return
         self._totals.started += 1
         member.born = member.seen = member.used = loop.time()
@@ -360,12 +360,12 @@ class EnvPool:
         session = member.session
         assert session is not None
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as slow:
                 await (session.ping() if what == "ping" else session.recycle())
         except THIRD_PARTY as error:  # whatever is wrong with it
             if _was_cancelled(error):
                 raise
-            detail = repr(error) if str(error) else f"no answer within {limit:g} s"
+            detail = f"no answer within {limit:g} s" if slow.expired() else told(error)
             self._note(f"environment_{what}", f"{member.name}: {detail}")
             self._end(member, what)
         else:
@@ -384,7 +384,7 @@ class EnvPool:
             except THIRD_PARTY as error:
                 if _was_cancelled(error):
                     raise
-                self._note("environment_close", f"{member.name}: {error!r}")
+                self._note("environment_close", f"{member.name}: {told(error)}")
         self._forget(member)
         self._pump()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchestrator.api import Environment, Task, TrajectoryError
+from orchestrator.environments.checks import told
 
 Waiting = Callable[[str], None]  # told what an acquire waits for
 
@@ -42,7 +43,7 @@ class FreshEnvironments:
         try:
             return self._task.environment()
         except (Exception, SystemExit) as error:
-            raise TrajectoryError("environment_start", repr(error)) from error
+            raise TrajectoryError("environment_start", told(error)) from error
 
     async def release(self, environment: Environment, trusted: bool) -> None:
         """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
@@ -68,4 +69,4 @@ class FreshEnvironments:
         except TimeoutError:
             self._note_fault("environment_close", "hung; abandoned")
         except (Exception, SystemExit) as error:  # noqa: BLE001  third-party code: see acquire
-            self._note_fault("environment_close", repr(error))
+            self._note_fault("environment_close", told(error))

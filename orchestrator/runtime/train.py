@@ -19,6 +19,7 @@ from typing import Any
 from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
+from orchestrator.environments.assemble import make_pool
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.pipeline import Parts, Pipeline, Position
@@ -162,6 +163,11 @@ class _Assembly:
         managed: list[ManagedWorker] = [*workers, *served]
         for worker in managed:
             self.stack.push_async_callback(worker.close)
+        pool = make_pool(config, self.task, self.folder.path.name, self.events, self.folder.logs / "environments.log")
+        if pool is not None:
+            self.stack.push_async_callback(pool.close)
+            self.display.stage("startup", "environments")
+            await pool.open()
         self.display.stage("startup", "vLLM and Megatron-Core")
         limit = _START_LIMIT + config.warmup.steps
         try:
@@ -172,7 +178,7 @@ class _Assembly:
         except TimeoutError as error:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
         await _write_processes(self.folder, trainer, workers)
-        parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints)
+        parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")

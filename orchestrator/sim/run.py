@@ -419,10 +419,13 @@ def simulate(
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
     with faults (one without needs none); ``events_sink`` sees each line of the event log as it is written; ``strict``:
-    raise :class:`SimulationFailed` when anything is wrong. Raises ConfigError for ``rollout.served``: it has no servers."""
+    raise :class:`SimulationFailed` when anything is wrong. Raises ConfigError for what needs servers or processes."""
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
+    if config.environment.backend in ("subprocess", "kubernetes"):
+        fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
+        raise ConfigError("environment.backend", config.environment.backend, fix)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
