@@ -108,7 +108,7 @@ class EnvManager:
 
     async def _turns(self, episode: Episode, sampling: Sampling, environment: Environment) -> None:
         loop = asyncio.get_running_loop()
-        episode.env_version = self._version(environment)
+        episode.env_version = environment.version
         episode.waiting_for = "environment reset"
         first = await self._ask(episode, environment, "reset", episode.prompt)
         observation = observation_of(first, "reset")
@@ -162,13 +162,6 @@ class EnvManager:
                 raise StaleTrajectory
             observation = result.observation
         episode.truncated = True
-
-    @staticmethod
-    def _version(environment: Environment) -> str:
-        try:
-            return str(environment.version)
-        except (Exception, SystemExit) as error:
-            raise TrajectoryError("environment_error", f"version: {told(error)}") from error
 
     async def _ask(self, episode: Episode, environment: Environment, what: str, argument: object) -> object:
         """An environment's answer within the step limit; whatever goes wrong becomes a TrajectoryError."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
-from orchestrator.environments.checks import told
+from orchestrator.environments.checks import THIRD_PARTY, told
 from orchestrator.environments.session import EnvironmentMaker, Renewable
 
 T = TypeVar("T")
@@ -41,17 +41,16 @@ class InProcessSession:
     """Implements :class:`~orchestrator.environments.session.Session`."""
 
     def __init__(self, inner: Renewable) -> None:
+        self.version = ""
         self._inner = inner
+        self._wrong = self._take_version()
         self._open: asyncio.Task[object] | None = None  # the call in progress; never two
         self._closing: asyncio.Task[None] | None = None
 
-    @property
-    def version(self) -> str:
-        """The environment's."""
-        return self._inner.version
-
     async def reset(self, prompt: Prompt) -> Observation:
         """See the protocol."""
+        if self._wrong:
+            raise TrajectoryError("environment_error", self._wrong)
         return await self._call(lambda: self._inner.environment.reset(prompt))
 
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
@@ -61,6 +60,7 @@ class InProcessSession:
     async def recycle(self) -> None:
         """See the protocol."""
         await self._call(self._inner.recycle)
+        self._wrong = self._take_version()
 
     async def ping(self) -> None:
         """See the protocol."""
@@ -75,6 +75,18 @@ class InProcessSession:
         except asyncio.CancelledError:
             self._closing.cancel()  # it took too long: abandoned
             raise
+
+    async def close(self) -> None:
+        """As :class:`orchestrator.api.Environment`."""
+        await self.kill()
+
+    def _take_version(self) -> str:
+        """What is wrong with it; the object must be closed all the same."""
+        try:
+            self.version = self._inner.version
+        except THIRD_PARTY as error:
+            return f"version: {told(error)}"
+        return ""
 
     async def _close(self) -> None:
         if self._open is not None:

@@ -56,7 +56,11 @@ class Renewable:
     def __init__(self, task: EnvironmentMaker) -> None:
         self._task = task
         self.environment = task.environment()
-        self.version = str(self.environment.version)
+
+    @property
+    def version(self) -> str:
+        """The environment's; raises whatever asking for it raises."""
+        return str(self.environment.version)
 
     async def recycle(self) -> None:
         """Back to how a new one is."""
@@ -66,7 +70,6 @@ class Renewable:
             return
         await self.environment.close()
         self.environment = self._task.environment()
-        self.version = str(self.environment.version)
 
     async def ping(self) -> None:
         """The environment's own health check."""

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from orchestrator.api import Environment, Task, TrajectoryError
 from orchestrator.environments.checks import told
+from orchestrator.environments.inprocess import InProcessSession
+from orchestrator.environments.session import Renewable
 
 Waiting = Callable[[str], None]  # told what an acquire waits for
 
@@ -30,7 +32,8 @@ class EnvironmentSource(Protocol):
 
 
 class FreshEnvironments:
-    """A new object of the task for every episode, in this process; closed at its end and never reused."""
+    """A new object of the task for every episode, in this process; closed at its end and never reused. Calls into it can be
+    given up (:class:`~orchestrator.environments.inprocess.InProcessSession`)."""
 
     def __init__(self, task: Task, limit: float, note_fault: Callable[[str, str], None]) -> None:
         """``limit``: seconds that closing may take; an environment that takes longer is abandoned, and that is noted."""
@@ -41,12 +44,13 @@ class FreshEnvironments:
     async def acquire(self, waiting: Waiting) -> Environment:
         """See the protocol."""
         try:
-            return self._task.environment()
+            return InProcessSession(Renewable(self._task))
         except (Exception, SystemExit) as error:
             raise TrajectoryError("environment_start", told(error)) from error
 
     async def release(self, environment: Environment, trusted: bool) -> None:
         """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
+        assert isinstance(environment, InProcessSession)
         closing = asyncio.ensure_future(self._close_in_time(environment))
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
@@ -61,11 +65,11 @@ class FreshEnvironments:
         """See the protocol."""
         return {}
 
-    async def _close_in_time(self, environment: Environment) -> None:
+    async def _close_in_time(self, session: InProcessSession) -> None:
         """Close within the limit; the trajectory's outcome does not depend on it."""
         try:
             async with asyncio.timeout(self._limit):
-                await environment.close()
+                await session.kill()
         except TimeoutError:
             self._note_fault("environment_close", "hung; abandoned")
         except (Exception, SystemExit) as error:  # noqa: BLE001  third-party code: see acquire
