@@ -22,6 +22,7 @@ from orchestrator.policies.objectives import OBJECTIVES, conflicts
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # also a part of a URL
 
 
 class Section(BaseModel):
@@ -248,6 +249,31 @@ class RewardSection(Section):
     idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this
 
 
+class ToolsSection(Section):
+    """Tools that environments call as functions, like rewards. The embedded host runs ``functions``."""
+
+    functions: dict[ToolName, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = {}  # name -> module:function
+    urls: dict[ToolName, str] = {}  # name -> URL of a function elsewhere; token in RL_COSERVE_TOOLS_TOKEN
+    concurrency: Positive = 16  # calls of one tool in flight
+    burst: Annotated[int, Field(ge=0)] = 64  # more that may wait; one beyond fails
+    timeout: PositiveSeconds = 10.0
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
+    warm: Annotated[int, Field(ge=0)] = 1  # processes of each tool that are kept ready
+    idle_seconds: PositiveSeconds = 30.0  # the embedded host ends the others after this
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ToolsSection:
+        if self.functions and self.urls:
+            fix = "the embedded host and functions elsewhere have different tokens: use one of functions and urls"
+            raise ValidationError.from_exception_data("tools", [_violation("urls", sorted(self.urls), fix)])
+        return self
+
+    @property
+    def any(self) -> bool:
+        """Whether there are tools."""
+        return bool(self.functions or self.urls)
+
+
 class RelaySection(Section):
     """The weight relay. ``kind`` "mooncake": ``master`` is host:port; empty: a `mooncake_master` child process is started.
     "fsspec": ``master`` is the URL of a folder or prefix that all processes reach; empty: a folder of the run."""
@@ -319,6 +345,7 @@ class Config(Section):
     warmup: WarmupSection = WarmupSection()
     environment: EnvironmentSection = EnvironmentSection()
     reward: RewardSection = RewardSection()
+    tools: ToolsSection = ToolsSection()
     relay: RelaySection = RelaySection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -13,7 +13,7 @@ checkpoint holds everything a resume needs; what waits, waits with a named reaso
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -77,6 +77,7 @@ class Parts:
     display: Display
     checkpoints: Checkpoints | None = None
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
+    tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
 
 
 @dataclass
@@ -471,6 +472,8 @@ class Pipeline:
         )
         if pool := self.rollout.environments.source.stats():
             self.parts.events.emit("environments", step=step, **pool)
+        if self.parts.tools is not None:
+            self.parts.events.emit("tools", step=step, tools=self.parts.tools())
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:
             detail = f"mean {gap:.4g} over {limit:.4g} after step {step + 1}"

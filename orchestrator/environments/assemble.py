@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,19 @@ from orchestrator.events import EventLog
 TASK_OF_CONFIG = "orchestrator.environments.worker:task_of_config"
 
 
-def make_pool(config: Config, task: Task, owner: str, events: EventLog, log: Path | None = None) -> EnvPool | None:
+def make_pool(
+    config: Config,
+    task: Task,
+    owner: str,
+    events: EventLog,
+    *,
+    log: Path | None = None,
+    tools: Mapping[str, Any] | None = None,
+) -> EnvPool | None:
     """The pool that the config asks for, not yet opened; None for fresh objects in this process. ``owner`` begins the names
-    of its sessions and marks what is theirs; ``log`` gets what environments in other processes print."""
-    backend = _backend(config, task, owner, log)
+    of its sessions and marks what is theirs; ``log`` gets what environments in other processes print, ``tools`` (fields of ToolSettings) is for them
+    too: those in this process have the task's."""
+    backend = _backend(config, task, owner, log, tools)
     return None if backend is None else EnvPool(backend, _settings(config, owner), events)
 
 
@@ -32,7 +42,9 @@ def target_of(config: Config, task: Task) -> tuple[str, dict[str, Any]]:
     return str(target), dict(arguments)
 
 
-def _backend(config: Config, task: Task, owner: str, log: Path | None) -> Backend | None:
+def _backend(
+    config: Config, task: Task, owner: str, log: Path | None, tools: Mapping[str, Any] | None
+) -> Backend | None:
     chosen = config.environment
     match chosen.backend:
         case "in-process":
@@ -44,7 +56,7 @@ def _backend(config: Config, task: Task, owner: str, log: Path | None) -> Backen
 
             target, arguments = target_of(config, task)
             limits = {"memory_mb": chosen.memory_mb, "cpu_seconds": chosen.cpu_seconds}
-            return SubprocessBackend(target, arguments, owner=owner, log=log, **limits)
+            return SubprocessBackend(target, arguments, owner=owner, log=log, tools=tools, **limits)
         case other:
             raise ConfigError("environment.backend", other, "not yet")
 

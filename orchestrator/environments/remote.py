@@ -34,9 +34,15 @@ class RemoteSession:
         self._number = 0
         self._lost = ""  # why no call may follow
 
-    async def begin(self, target: str, arguments: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+    async def begin(
+        self,
+        target: str,
+        arguments: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        tools: Mapping[str, Any] | None = None,
+    ) -> None:
         """Build the environment. Raises ConfigError when the other side is another distribution, TrajectoryError otherwise."""
-        result = await self._ask("start", target=target, arguments=arguments, limits=limits)
+        result = await self._ask("start", target=target, arguments=arguments, limits=limits, tools=tools)
         theirs = (result.get("protocol"), result.get("distribution"))
         if theirs != (wire.PROTOCOL, orchestrator.__version__):
             fix = f"it has rl-coserve {theirs[1]} (protocol {theirs[0]}), this is {orchestrator.__version__}: use the same there"

@@ -28,7 +28,8 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # t
 
 class SubprocessBackend:
     """Implements :class:`~orchestrator.environments.session.Backend`. ``target`` and ``arguments``: what makes the
-    environment there, see :func:`orchestrator.environments.worker.maker_of`. ``log`` gets what environments print."""
+    environment there, see :func:`orchestrator.environments.worker.maker_of`. ``log`` gets what environments print;
+    ``tools`` are the fields of the ToolSettings."""
 
     name = "subprocess"
 
@@ -41,7 +42,9 @@ class SubprocessBackend:
         memory_mb: int = 0,
         cpu_seconds: int = 0,
         log: Path | None = None,
+        tools: Mapping[str, Any] | None = None,
     ) -> None:
+        self._tools = tools
         self._target = target
         self._arguments = arguments
         self._owner = owner
@@ -67,7 +70,7 @@ class SubprocessBackend:
             )
         session = RemoteSession(PipeChannel(process), name)
         try:
-            await session.begin(self._target, self._arguments, self._limits)
+            await session.begin(self._target, self._arguments, self._limits, self._tools)
         except BaseException:
             await _finish(session.kill())
             raise

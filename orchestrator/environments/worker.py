@@ -113,7 +113,12 @@ class Service:
         self._cpu_seconds = int(limits.get("cpu_seconds", 0))
         self._call_seconds = float(limits.get("call_seconds", 0.0))
         self._arm()
-        self._inner = Renewable(maker_of(str(message["target"]), dict(message.get("arguments") or {})))
+        tools = None
+        if message.get("tools"):
+            from orchestrator.environments.tools import ToolClient, ToolSettings
+
+            tools = ToolClient(ToolSettings(**message["tools"]))
+        self._inner = Renewable(maker_of(str(message["target"]), dict(message.get("arguments") or {}), tools))
         return {
             "protocol": wire.PROTOCOL,
             "distribution": orchestrator.__version__,
@@ -130,17 +135,29 @@ class Service:
             signal.setitimer(signal.ITIMER_REAL, self._call_seconds + self._orphan_seconds)
 
 
-def maker_of(target: str, arguments: dict[str, Any]) -> Any:
-    """What makes environments: the named object called with ``arguments`` is a task, or is itself an environment."""
+def maker_of(target: str, arguments: dict[str, Any], tools: Any = None) -> Any:
+    """What makes environments: the named object called with ``arguments`` is a task, or is itself an environment. One of the
+    two is given the tools."""
     module, _, name = target.partition(":")
     make = functools.partial(getattr(importlib.import_module(module), name), **arguments)
     made = make()
-    return made if callable(getattr(made, "environment", None)) else _Maker(make)
+    if not callable(getattr(made, "environment", None)):
+        return _Maker(make, tools)
+    if tools is not None:
+        made.use_tools(tools)
+    return made
 
 
 class _Maker:
-    def __init__(self, make: Any) -> None:
-        self.environment = make
+    def __init__(self, make: Any, tools: Any) -> None:
+        self._make = make
+        self._tools = tools
+
+    def environment(self) -> Any:
+        made = self._make()
+        if self._tools is not None:
+            made.use_tools(self._tools)
+        return made
 
 
 def task_of_config(config: dict[str, Any]) -> Any:
