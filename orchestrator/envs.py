@@ -1,17 +1,16 @@
 """EnvManager: drives one environment through one episode (RollArt 6.1).
 
 Guarantees: every call into an environment has a time limit; whatever the environment does (raise, hang, wrong types,
-not-a-number, too much text) ends only this trajectory, with a cause, and the environment is closed and never reused;
-tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary.
+not-a-number, too much text, exit) ends only this trajectory, with a cause, and an environment that misbehaved is never
+reused; tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary. Where an
+environment comes from and goes back to is an :class:`~orchestrator.environments.source.EnvironmentSource`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from orchestrator.api import (
     Environment,
@@ -19,15 +18,14 @@ from orchestrator.api import (
     Observation,
     Prompt,
     Sampling,
-    StepResult,
     Task,
     Trajectory,
     TrajectoryError,
     Turn,
 )
+from orchestrator.environments.checks import observation_of, step_of, told
+from orchestrator.environments.source import EnvironmentSource, FreshEnvironments
 from orchestrator.proxy import LLMProxy
-
-Answer = TypeVar("Answer")
 
 
 class StaleTrajectory(Exception):
@@ -47,6 +45,7 @@ class Episode:
     truncated: bool = False
     waiting_for: str = "start"
     requests: int = 0
+    environment_in_order: bool = True  # no call into it is open, and its last answer passed the checks
 
     def trajectory(
         self, finished_at: float, errors: tuple[str, ...] = (), reward: float | None = None, scored_at: float = 0.0
@@ -70,7 +69,8 @@ class Episode:
 
 
 class EnvManager:
-    """Plays episodes; one call of :meth:`play` is one environment's life. ``is_stale(first_version)`` is the bound."""
+    """Plays episodes, one a call of :meth:`play`. ``is_stale(first_version)`` is the bound; ``source`` is where environments
+    come from (default: a fresh object of the task for each episode)."""
 
     def __init__(
         self,
@@ -80,7 +80,9 @@ class EnvManager:
         step_timeout: float,
         trajectory_timeout: float,
         is_stale: Callable[[int], bool],
+        source: EnvironmentSource | None = None,
     ) -> None:
+        self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
         self._task = task
         self._proxy = proxy
         self._step_timeout = step_timeout
@@ -89,7 +91,11 @@ class EnvManager:
 
     async def play(self, episode: Episode, sampling: Sampling) -> None:
         """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
-        environment = self._create()
+
+        def waiting(reason: str) -> None:
+            episode.waiting_for = reason
+
+        environment = await self.source.acquire(waiting)  # its time is the pool's, not the trajectory's
         try:
             async with asyncio.timeout(self._trajectory_timeout):
                 await self._turns(episode, sampling, environment)
@@ -98,16 +104,17 @@ class EnvManager:
                 "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
             ) from error
         finally:
-            await self._close(environment)
+            await self.source.release(environment, episode.environment_in_order)
 
     async def _turns(self, episode: Episode, sampling: Sampling, environment: Environment) -> None:
         loop = asyncio.get_running_loop()
-        episode.env_version = str(environment.version)
+        episode.env_version = environment.version
         episode.waiting_for = "environment reset"
-        observation: Observation = await self._guard(environment.reset(episode.prompt), Observation, "reset")
+        first = await self._ask(episode, environment, "reset", episode.prompt)
+        observation = observation_of(first, "reset")
         context: list[int] = []
         for turn in range(self._task.max_turns):
-            self._check_tokens(observation)
+            self._check_tokens(episode, observation)
             context.extend(observation.token_ids)
             room = self._task.max_context_tokens - len(context)
             if room < 1:
@@ -133,9 +140,8 @@ class EnvManager:
             if completion.finish_reason in ("error", "abort") or not completion.token_ids:
                 raise TrajectoryError(f"generation_{completion.finish_reason}", completion.error)
             episode.waiting_for = "environment step"
-            result: StepResult = await self._guard(environment.step(completion.token_ids), StepResult, "step")
-            if not math.isfinite(result.reward):
-                raise TrajectoryError("environment_not_finite", f"step reward {result.reward}")
+            result = step_of(await self._ask(episode, environment, "step", completion.token_ids))
+            episode.environment_in_order = True
             context.extend(completion.token_ids)
             episode.turns.append(
                 Turn(
@@ -157,61 +163,32 @@ class EnvManager:
             observation = result.observation
         episode.truncated = True
 
-    def _create(self) -> Environment:
-        try:
-            return self._task.environment()
-        except (
-            Exception
-        ) as error:  # third-party code: anything it raises is this trajectory's failure, counted by cause
-            raise TrajectoryError("environment_start", repr(error)) from error
-
-    async def _guard(self, call: object, expected: type[Answer], what: str) -> Answer:
-        """Await an environment's answer within the step limit; everything that goes wrong becomes a TrajectoryError."""
+    async def _ask(self, episode: Episode, environment: Environment, what: str, argument: object) -> object:
+        """An environment's answer within the step limit; whatever goes wrong becomes a TrajectoryError."""
+        episode.environment_in_order = False
         try:
             async with asyncio.timeout(self._step_timeout) as limit:
-                answer = await call  # type: ignore[misc]
+                method: Callable[[object], Awaitable[object]] = getattr(environment, what)
+                return await method(argument)
         except TimeoutError as error:
             if not limit.expired():  # the environment raised it itself
-                raise TrajectoryError("environment_error", f"{what}: {error!r}") from error
+                raise TrajectoryError("environment_error", f"{what}: {told(error)}") from error
             raise TrajectoryError("environment_timeout", f"{what} took over {self._step_timeout} s") from error
         except TrajectoryError:
             raise
-        except Exception as error:  # third-party code: see _create
-            raise TrajectoryError("environment_error", f"{what}: {error!r}") from error
-        if not isinstance(answer, expected):
-            raise TrajectoryError("environment_output", f"{what} returned {type(answer).__name__}")
-        return answer
+        except (Exception, SystemExit) as error:  # third-party code: anything it raises is this trajectory's failure
+            raise TrajectoryError("environment_error", f"{what}: {told(error)}") from error
 
-    def _check_tokens(self, observation: Observation) -> None:
+    def _check_tokens(self, episode: Episode, observation: Observation) -> None:
+        episode.environment_in_order = False
         size = len(self._task.vocabulary)
-        if not observation.token_ids or not all(isinstance(t, int) and 0 <= t < size for t in observation.token_ids):
+        if not observation.token_ids or not all(0 <= token < size for token in observation.token_ids):
             raise TrajectoryError("environment_output", f"observation must be token ids in [0, {size})")
         if len(observation.token_ids) > self._task.max_context_tokens:
             raise TrajectoryError(
                 "environment_output", f"observation of {len(observation.token_ids)} tokens is over the context"
             )
-
-    async def _close(self, environment: Environment) -> None:
-        """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
-        closing = asyncio.ensure_future(self._close_in_time(environment))
-        cancelled: asyncio.CancelledError | None = None
-        while not closing.done():
-            try:
-                await asyncio.shield(closing)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-
-    async def _close_in_time(self, environment: Environment) -> None:
-        """Close within the step limit; the trajectory's outcome does not depend on it."""
-        try:
-            async with asyncio.timeout(self._step_timeout):
-                await environment.close()
-        except TimeoutError:
-            self._proxy.note_fault("environment_close", "hung; abandoned")
-        except Exception as error:  # noqa: BLE001  third-party code: see _create
-            self._proxy.note_fault("environment_close", repr(error))
+        episode.environment_in_order = True
 
 
 def _shortened(sampling: Sampling, room: int) -> Sampling:

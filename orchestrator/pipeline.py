@@ -13,7 +13,7 @@ checkpoint holds everything a resume needs; what waits, waits with a named reaso
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,7 @@ from orchestrator.buffer import Taken
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import Config
 from orchestrator.delivery import Delivery
+from orchestrator.environments.source import EnvironmentSource
 from orchestrator.evaluation import evaluate
 from orchestrator.events import EventLog
 from orchestrator.feeding import Feeder, sample_of
@@ -75,6 +76,8 @@ class Parts:
     store: Store
     display: Display
     checkpoints: Checkpoints | None = None
+    environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
+    tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
 
 
 @dataclass
@@ -107,6 +110,7 @@ class Pipeline:
             fail=self.fail,
             groups=self.position.groups,
             trajectories=self.position.trajectories,
+            environments=parts.environments,
         )
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
         self.delivery = Delivery(parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit)
@@ -474,6 +478,10 @@ class Pipeline:
             metrics=values,
             ledger=ledger,
         )
+        if pool := self.rollout.environments.source.stats():
+            self.parts.events.emit("environments", step=step, **pool)
+        if self.parts.tools is not None:
+            self.parts.events.emit("tools", step=step, tools=self.parts.tools())
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:
             detail = f"mean {gap:.4g} over {limit:.4g} after step {step + 1}"

@@ -24,6 +24,7 @@ from orchestrator.api import (
 )
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config
+from orchestrator.environments.source import EnvironmentSource
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
@@ -32,7 +33,8 @@ from orchestrator.proxy import LLMProxy
 
 
 class Rollout:
-    """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run."""
+    """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run; ``environments`` is where
+    they come from when not fresh from the task."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Rollout:
         fail: Callable[[BaseException], None],
         groups: int,
         trajectories: int,
+        environments: EnvironmentSource | None = None,
     ) -> None:
         settings = config.rollout
         self._config = config
@@ -79,6 +82,7 @@ class Rollout:
             step_timeout=settings.environment_step_timeout,
             trajectory_timeout=settings.trajectory_timeout,
             is_stale=lambda first: not bound.admissible(self.buffer.version, first),
+            source=environments,
         )
         self._sampling = Sampling(task.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
         self._prompts = task.prompts("train", config.run.seed)

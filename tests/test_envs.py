@@ -1,7 +1,9 @@
 """EnvManager: whatever an environment does ends one trajectory, with a cause."""
 
 import asyncio
+import contextlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -88,7 +90,7 @@ def play(task: ToyTask, proxy: EchoProxy, stale: bool = False, limit: float = 5.
         try:
             await manager.play(episode, SAMPLING)
         finally:
-            assert all(environment.closed for environment in task.made)
+            assert task.misbehave is stubborn or all(environment.closed for environment in task.made)
         return episode
 
     return asyncio.run(run())
@@ -113,6 +115,29 @@ def boom() -> None:
     raise ZeroDivisionError("inside the environment")
 
 
+class Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+def unspeakable() -> None:
+    raise Unspeakable
+
+
+async def stubborn() -> None:
+    """Never returns, whatever is done to it, until long after."""
+    for _ in range(5):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.5)
+
+
+async def late() -> StepResult:
+    """Answers after it was cancelled."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(100)
+    return StepResult(Observation((4,)), 1.0, True)
+
+
 @pytest.mark.parametrize(
     ("misbehave", "cause"),
     [
@@ -123,6 +148,17 @@ def boom() -> None:
         (lambda: StepResult(Observation((4, 99)), 0.0, False), "environment_output"),
         (lambda: StepResult(Observation((4,) * 41), 0.0, False), "environment_output"),
         (lambda: StepResult(Observation(()), 0.0, False), "environment_output"),
+        (lambda: StepResult(Observation((4,)), "1", False), "environment_output"),
+        (lambda: StepResult(Observation((4,)), None, False), "environment_output"),
+        (lambda: StepResult(Observation((4,)), 10**400, False), "environment_not_finite"),
+        (lambda: StepResult(Observation((4,)), 0.0, "yes"), "environment_output"),
+        (lambda: StepResult(None, 0.0, False), "environment_output"),
+        (lambda: StepResult(Observation(None), 0.0, False), "environment_output"),
+        (lambda: StepResult(Observation((4, 2.5)), 0.0, False), "environment_output"),
+        (sys.exit, "environment_error"),
+        (unspeakable, "environment_error"),
+        (stubborn, "environment_timeout"),
+        (late, "environment_timeout"),
     ],
 )
 def test_each_misbehaviour_of_a_step_has_its_cause(misbehave: Callable[[], object], cause: str) -> None:
@@ -134,6 +170,22 @@ def test_each_misbehaviour_of_a_step_has_its_cause(misbehave: Callable[[], objec
 def test_a_reset_that_raises_has_a_cause() -> None:
     with pytest.raises(TrajectoryError, match="environment_error"):
         play(ToyTask(on_reset=boom), EchoProxy())
+
+
+def test_an_environment_that_is_none_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = ToyTask()
+    monkeypatch.setattr(Toy, "step", lambda *_: boom())  # no coroutine: raises when it is called
+    with pytest.raises(TrajectoryError, match="environment_error"):
+        play(task, EchoProxy())
+    monkeypatch.setattr(Toy, "step", None)
+    with pytest.raises(TrajectoryError, match="environment_error"):
+        play(task, EchoProxy())
+    monkeypatch.setattr(Toy, "version", property(lambda _: boom()))
+    with pytest.raises(TrajectoryError, match="environment_error"):
+        play(task, EchoProxy())
+    monkeypatch.setattr(ToyTask, "environment", sys.exit)
+    with pytest.raises(TrajectoryError, match="environment_start"):
+        play(ToyTask(), EchoProxy())
 
 
 def test_a_trajectory_over_its_time_limit_ends() -> None:

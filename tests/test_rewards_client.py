@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from orchestrator.api import ConfigError, Prompt, RetryableError, RunError, Trajectory, TrajectoryError, Turn
-from orchestrator.rewards import client as client_module
+from orchestrator.rewards import functions as client_module
 from orchestrator.rewards.client import HttpReward
 
 TRAJECTORY = Trajectory(

@@ -16,6 +16,7 @@ CORE = sorted(
     [
         *(ROOT / f"{name}.py" for name in ("events", "ledger", "buffer", "envs", "proxy", "rollout", "pipeline")),
         *(ROOT / f"{name}.py" for name in ("checkpoint", "evaluation")),
+        *(ROOT / "environments" / f"{name}.py" for name in ("checks", "source", "session", "inprocess", "pool")),
         *(ROOT / "policies").glob("*.py"),
         *(ROOT / "sim").glob("*.py"),
         *(ROOT / "api").glob("*.py"),

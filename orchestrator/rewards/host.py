@@ -3,6 +3,7 @@
     python -m orchestrator.rewards.host --function module:fn [--function name=module:fn ...] --token-env NAME [--port P]
 
     POST /2015-03-31/functions/{name}/invocations    JSON in, JSON out; X-Amz-Function-Error when the function failed
+    PUT  /2019-09-30/functions/{name}/provisioned-concurrency   {"ProvisionedConcurrentExecutions": processes kept ready}
     GET  /stats                                      processes and counters of every function
 
 Guarantees: it answers nobody without the bearer token (read from the environment variable NAME, never an argument, and
@@ -26,8 +27,15 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.rewards.pool import FunctionError, FunctionPool, Throttled
-from orchestrator.rewards.protocol import ERROR_HEADER, INVOKE_PATH, MAX_BODY_BYTES, reject_constant
+from orchestrator.rewards.pool import FunctionError, FunctionPool, Invocation, Throttled
+from orchestrator.rewards.protocol import (
+    COLD_START_HEADER,
+    ERROR_HEADER,
+    INVOKE_PATH,
+    MAX_BODY_BYTES,
+    PROVISION_PATH,
+    reject_constant,
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ERROR_TYPE = "x-amzn-ErrorType"
@@ -56,21 +64,41 @@ def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.A
             event = json.loads(body or b"{}", parse_constant=reject_constant)
         except (ValueError, RecursionError) as error:
             return _refuse(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
+        note = Invocation()
         try:
-            return web.json_response(await function.invoke(event))
+            answer = await function.invoke(event, note)
+            return web.json_response(answer, headers=_cold(note))
         except FunctionError as error:
             failed = {"errorType": error.kind, "errorMessage": error.message}
-            return web.json_response(failed, headers={ERROR_HEADER: "Unhandled"})
+            return web.json_response(failed, headers={ERROR_HEADER: "Unhandled", **_cold(note)})
         except Throttled:
             return _refuse(429, "TooManyRequestsException", "too many calls wait already")
+
+    async def provision(request: web.Request) -> web.StreamResponse:
+        function = functions.get(request.match_info["name"])
+        if function is None:
+            return _refuse(404, "ResourceNotFoundException", f"no function; there are: {', '.join(functions)}")
+        try:
+            count = json.loads(await request.read())["ProvisionedConcurrentExecutions"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            count = None
+        if type(count) is not int or count < 0:
+            return _refuse(400, "InvalidParameterValueException", "ProvisionedConcurrentExecutions must be 0 or more")
+        asked = {"RequestedProvisionedConcurrentExecutions": function.provision(count), "Status": "IN_PROGRESS"}
+        return web.json_response(asked, status=202)
 
     async def stats(_: web.Request) -> web.StreamResponse:
         return web.json_response({"functions": {name: function.stats() for name, function in functions.items()}})
 
     application = web.Application(middlewares=[authorise], client_max_size=MAX_BODY_BYTES)
     application.router.add_post(INVOKE_PATH, invoke)
+    application.router.add_put(PROVISION_PATH, provision)
     application.router.add_get("/stats", stats)
     return application
+
+
+def _cold(note: Invocation) -> dict[str, str]:
+    return {} if note.cold_seconds is None else {COLD_START_HEADER: str(round(1000 * note.cold_seconds))}
 
 
 def _refuse(status: int, kind: str, message: str) -> web.Response:

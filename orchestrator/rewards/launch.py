@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.api import ConfigError, RunError
@@ -21,13 +22,14 @@ TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
 START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
 
 
-class RewardHost(ChildProcess):
-    """One embedded host that serves one function."""
+class FunctionHost(ChildProcess):
+    """One embedded host. ``functions``: name -> module:function; ``field`` is the config's name for them, for errors."""
 
     def __init__(
         self,
-        function: str,
+        functions: Mapping[str, str],
         *,
+        field: str = "functions",
         concurrency: int = 4,
         timeout: float = 10.0,
         idle_seconds: float = 30.0,
@@ -35,7 +37,8 @@ class RewardHost(ChildProcess):
     ) -> None:
         super().__init__(log)
         self.token = secrets.token_urlsafe(32)
-        self._function = function
+        self._functions = functions
+        self._field = field
         self._options = [
             "--concurrency",
             str(concurrency),
@@ -50,13 +53,12 @@ class RewardHost(ChildProcess):
     def base_url(self) -> str:
         """Where ``/stats`` is."""
         if not self._port:
-            raise RunError("the reward host was not started")
+            raise RunError("the function host was not started")
         return f"http://127.0.0.1:{self._port}"
 
-    @property
-    def url(self) -> str:
-        """What the function is invoked at."""
-        return self.base_url + INVOKE_PATH.format(name=self._function.partition(":")[2])
+    def url_of(self, name: str) -> str:
+        """What a function is invoked at."""
+        return self.base_url + INVOKE_PATH.format(name=name)
 
     async def start(self) -> None:
         """Start and wait until it listens. Raises ConfigError when the function is refused, RunError otherwise."""
@@ -64,7 +66,8 @@ class RewardHost(ChildProcess):
         log = None if self._log is None else self._log.open("ab")
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(*command, "--function", self._function, *self._options),
+                *(*command, *self._options),
+                *(part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")),
                 stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the host
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -82,13 +85,13 @@ class RewardHost(ChildProcess):
                     code = await self._process.wait()
                     if code == 2:
                         raise ConfigError(
-                            "reward.function", self._function, f"the reward host refused to start{self._hint()}"
+                            self._field, dict(self._functions), f"the function host refused to start{self._hint()}"
                         )
-                    raise RunError(f"the reward host ended with code {code} before it was ready{self._hint()}")
+                    raise RunError(f"the function host ended with code {code} before it was ready{self._hint()}")
             self._port = int(json.loads(line)["port"])
         except TimeoutError:
             await self.stop()
-            raise RunError(f"the reward host was not ready within {START_LIMIT:g} s{self._hint()}") from None
+            raise RunError(f"the function host was not ready within {START_LIMIT:g} s{self._hint()}") from None
         except BaseException:
             await self.stop()
             raise
@@ -100,3 +103,31 @@ class RewardHost(ChildProcess):
 
     def _hint(self) -> str:
         return f"; see {self._log}" if self._log is not None else ""
+
+
+class RewardHost(FunctionHost):
+    """One embedded host that serves the reward function."""
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        concurrency: int = 4,
+        timeout: float = 10.0,
+        idle_seconds: float = 30.0,
+        log: Path | None = None,
+    ) -> None:
+        self._name = function.partition(":")[2]
+        super().__init__(
+            {self._name: function},
+            field="reward.function",
+            concurrency=concurrency,
+            timeout=timeout,
+            idle_seconds=idle_seconds,
+            log=log,
+        )
+
+    @property
+    def url(self) -> str:
+        """What the function is invoked at."""
+        return self.url_of(self._name)

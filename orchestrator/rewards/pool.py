@@ -2,7 +2,8 @@
 
 Guarantees: never more than ``concurrency`` processes; a worker runs one call at a time; a call that exceeds ``timeout``
 ends in an error and its whole process group is killed, busy loops included; a worker whose reply cannot be trusted is
-killed, never reused; an idle worker ends after ``idle_seconds``. Every process that was started is reaped.
+killed, never reused; an idle worker ends after ``idle_seconds``, unless it is one of those that :meth:`FunctionPool.provision`
+keeps ready. Every process that was started is reaped.
 """
 
 from __future__ import annotations
@@ -37,11 +38,19 @@ class Throttled(Exception):
 
 
 @dataclass
+class Invocation:
+    """What a call cost beside its work."""
+
+    cold_seconds: float | None = None  # waited for a process to start; None when one was ready
+
+
+@dataclass
 class Counters:
-    """Since the host started."""
+    """Since the host started. ``cold_starts``: processes that a call had to wait for; ``warm_starts``: others."""
 
     invocations: int = 0
     cold_starts: int = 0
+    warm_starts: int = 0
     errors: int = 0
     timeouts: int = 0
     throttled: int = 0
@@ -113,10 +122,19 @@ class FunctionPool:
         self._waiting = 0
         self._idle: list[_Worker] = []
         self._live = 0
+        self._kept = 0  # processes that stay, called or not
         self._ending: dict[int, asyncio.Task[None]] = {}
+        self._provisioning: asyncio.Task[None] | None = None
 
-    async def invoke(self, event: Any) -> Any:
-        """Run the function on one event. Raises FunctionError or Throttled."""
+    def provision(self, count: int) -> int:
+        """Keep so many processes ready, as far as the concurrency allows. Returns how many; they start in the background."""
+        self._kept = min(count, self._concurrency)
+        if self._provisioning is None or self._provisioning.done():
+            self._provisioning = asyncio.ensure_future(self._provision())
+        return self._kept
+
+    async def invoke(self, event: Any, note: Invocation | None = None) -> Any:
+        """Run the function on one event; ``note`` is told what it cost. Raises FunctionError or Throttled."""
         if self._waiting >= QUEUE_PER_WORKER * self._concurrency:
             self.counters.throttled += 1
             raise Throttled
@@ -127,7 +145,7 @@ class FunctionPool:
             self._waiting -= 1
         self.counters.invocations += 1
         try:
-            return await self._run(event)
+            return await self._run(event, note or Invocation())
         except FunctionError as error:
             self.counters.errors += 1
             self.counters.timeouts += error.kind == TIMED_OUT
@@ -142,13 +160,34 @@ class FunctionPool:
 
     async def close(self) -> None:
         """Kill all idle workers. Calls in progress were cancelled by the caller, which kills theirs."""
+        if self._provisioning is not None:
+            self._provisioning.cancel()
+            await asyncio.gather(self._provisioning, return_exceptions=True)
         workers, self._idle = self._idle, []
         for worker in workers:
             await self._end(worker)
         await asyncio.gather(*self._ending.values())
 
-    async def _run(self, event: Any) -> Any:
-        worker = await self._take_idle() or await self._start()
+    async def _provision(self) -> None:
+        """One after the other, so that calls get their turn."""
+        while self._live < self._kept:
+            async with self._slots:
+                if self._live < self._kept:
+                    self.counters.warm_starts += 1
+                    try:
+                        self._rest(await self._start())
+                    except FunctionError:
+                        return  # who calls next is told why
+
+    async def _run(self, event: Any, note: Invocation) -> Any:
+        worker = await self._take_idle()
+        if worker is None:
+            begun = asyncio.get_running_loop().time()
+            self.counters.cold_starts += 1
+            try:
+                worker = await self._start()
+            finally:
+                note.cold_seconds = asyncio.get_running_loop().time() - begun
         trusted = False
         try:
             async with asyncio.timeout(self._timeout):
@@ -180,7 +219,6 @@ class FunctionPool:
         return None
 
     async def _start(self) -> _Worker:
-        self.counters.cold_starts += 1
         environment = {name: value for name, value in os.environ.items() if name != self._hidden}
         self._live += 1
         try:
@@ -215,6 +253,9 @@ class FunctionPool:
 
     def _expire(self, worker: _Worker) -> None:
         self._idle.remove(worker)
+        if self._live <= self._kept:
+            self._rest(worker)
+            return
         task = asyncio.ensure_future(self._end(worker))
         self._ending[id(worker)] = task
         task.add_done_callback(lambda _: self._ending.pop(id(worker)))

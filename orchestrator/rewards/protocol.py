@@ -5,7 +5,12 @@ The host speaks the AWS Lambda Invoke REST API, so error types that Lambda has a
 
 from __future__ import annotations
 
-INVOKE_PATH = "/2015-03-31/functions/{name}/invocations"
+INVOKE_SUFFIX = "/invocations"
+INVOKE_PATH = "/2015-03-31/functions/{name}" + INVOKE_SUFFIX
+PROVISION_PATH = "/2019-09-30/functions/{name}/provisioned-concurrency"
+COLD_START_HEADER = (
+    "X-Rl-Cold-Start"  # milliseconds that this call waited for a process to start; absent when it did not
+)
 ERROR_HEADER = "X-Amz-Function-Error"  # present: the function failed, the body is {"errorType", "errorMessage"}
 TIMED_OUT = "Sandbox.Timedout"
 NOT_FINITE = "Runtime.NotFinite"  # the result contains NaN or infinity, which JSON does not have

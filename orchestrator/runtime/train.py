@@ -19,13 +19,15 @@ from typing import Any
 from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
+from orchestrator.environments.assemble import make_pool
+from orchestrator.environments.tools import ToolClient, ToolSettings, give_tools
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.pipeline import Parts, Pipeline, Position
 from orchestrator.progress import Progress
 from orchestrator.resume import Resumed, rewind
 from orchestrator.rewards.client import HttpReward
-from orchestrator.rewards.launch import RewardHost
+from orchestrator.rewards.launch import FunctionHost, RewardHost
 from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
@@ -138,6 +140,7 @@ class _Assembly:
     stack: AsyncExitStack
     resumed: Resumed | None
     children: list[tuple[str, Callable[[], bool]]] = field(default_factory=list)
+    tools: ToolClient | None = None
 
     async def start(self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints) -> tuple[Parts, Position]:
         """Start everything; returns what the pipeline talks to, and where it begins."""
@@ -163,6 +166,13 @@ class _Assembly:
         managed: list[ManagedWorker] = [*workers, *served]
         for worker in managed:
             self.stack.push_async_callback(worker.close)
+        tools = await self._start_tools()
+        log = self.folder.logs / "environments.log"
+        pool = make_pool(config, self.task, self.folder.path.name, self.events, log=log, tools=tools)
+        if pool is not None:
+            self.stack.push_async_callback(pool.close)
+            self.display.stage("startup", "environments")
+            await pool.open()
         self.display.stage("startup", "vLLM and Megatron-Core")
         limit = _START_LIMIT + config.warmup.steps
         try:
@@ -173,7 +183,8 @@ class _Assembly:
         except TimeoutError as error:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
         await _write_processes(self.folder, trainer, workers)
-        parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints)
+        parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
+        parts.tools = self.tools.stats if self.tools is not None else None
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
@@ -212,6 +223,36 @@ class _Assembly:
         )
         self.stack.push_async_callback(reward.close)
         return reward
+
+    async def _start_tools(self) -> dict[str, Any] | None:
+        """The tools of the environments, warmed up; the task has them, other processes are sent what this returns."""
+        settings = self.config.tools
+        if not settings.any:
+            return None
+        urls, token = dict(settings.urls), os.environ.get("RL_COSERVE_TOOLS_TOKEN", "")
+        if settings.functions:
+            host = FunctionHost(
+                settings.functions,
+                field="tools.functions",
+                concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
+                timeout=settings.timeout,
+                idle_seconds=settings.idle_seconds,
+                log=self.folder.logs / "tools-host.log",
+            )
+            await host.start()
+            self.stack.push_async_callback(host.stop)
+            self.children.append(("tools host", host.alive))
+            urls, token = {name: host.url_of(name) for name in settings.functions}, host.token
+        limits = {name: getattr(settings, name) for name in ("concurrency", "burst", "timeout", "retries")}
+        found = ToolSettings(urls, token, seed=self.config.run.seed, **limits)
+        self.tools = ToolClient(found)
+        self.stack.push_async_callback(self.tools.close)
+        if not give_tools(self.task, self.tools):
+            raise ConfigError("tools", sorted(urls), f"task {self.task.name} uses no tools: leave the section out")
+        cold = await self.tools.prewarm(settings.warm)
+        if cold:
+            self.display.message(f"no way to warm up tools {', '.join(cold)}: their first calls will be cold")
+        return dict(vars(found))
 
     async def _start_relay(self) -> RelayEndpoint:
         settings = self.config.relay

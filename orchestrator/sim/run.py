@@ -35,6 +35,8 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.config import Config, to_json
+from orchestrator.environments.assemble import make_pool
+from orchestrator.environments.pool import EnvPool
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.pipeline import Parts, Pipeline, Position
@@ -53,7 +55,8 @@ DAMAGE_CHANCE = 0.15  # that a resume finds its newest checkpoint damaged
 STANDSTILL = 3600.0  # virtual seconds without event, journal line or generated token that count as standing still
 MAX_CALLBACKS = 20_000_000  # of one faulty life
 _MEMORY_DISK = Path("/dev/shm")  # checkpoints are synced to disk, which in a simulation costs time and proves nothing
-EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left")  # ends of a run that faults may cause
+# Ends of a run that faults may cause.
+EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left", "no environment can be started")
 
 
 class SimulationFailed(SimulationError, RunError):
@@ -157,6 +160,7 @@ class _Simulation:
         self._faulty = config.sim.fault_rate > 0
         self._ledger: Ledger | None = None
         self._task = SimTask(config)
+        self._pool: EnvPool | None = None
         self._workers: list[SimWorker] = []
 
     def run(self) -> SimResult:
@@ -258,7 +262,12 @@ class _Simulation:
         last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
         events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
         ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
-        parts, position = await self._start(events, ledger)
+        try:
+            parts, position = await self._start(events, ledger)
+        except BaseException:
+            if self._pool is not None:
+                await self._pool.close()
+            raise
         self.audit.running()
         pipeline = Pipeline(config, parts, position)
         if style == "stop":
@@ -278,6 +287,8 @@ class _Simulation:
         finally:
             watch.cancel()
             events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
+            if self._pool is not None:
+                await self._pool.close()
             for worker in self._workers:
                 await worker.close()
             await parts.trainer.close()
@@ -333,9 +344,12 @@ class _Simulation:
             )
             if self.life < FAULTY_LIVES:
                 audited = FaultyTrainer(trainer, faults)
+        self._pool = pool = make_pool(config, task, f"sim-{self.life}", events)
+        if pool is not None:
+            await pool.open()
         audited = _AuditedTrainer(audited, self.audit)
         keeps = checkpoints if self._faulty else None
-        return Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps), position
+        return Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps, pool), position
 
     def _damage(self, checkpoints: SimCheckpoints, events: EventLog) -> None:
         """Now and then the newest checkpoint is found damaged, and the one before it has to do."""
@@ -417,10 +431,13 @@ def simulate(
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
     with faults (one without needs none); ``events_sink`` sees each line of the event log as it is written; ``strict``:
-    raise :class:`SimulationFailed` when anything is wrong. Raises ConfigError for ``rollout.served``: it has no servers."""
+    raise :class:`SimulationFailed` when anything is wrong. Raises ConfigError for what needs servers or processes."""
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
+    if config.environment.backend in ("subprocess", "kubernetes"):
+        fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
+        raise ConfigError("environment.backend", config.environment.backend, fix)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

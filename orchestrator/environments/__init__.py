@@ -1,0 +1,1 @@
+"""Environments: where they run, how many there are, and how they are kept in order (RollArt 6.1 and 8)."""

@@ -1,0 +1,123 @@
+"""Sessions in this process: objects of the task, behind the same interface as those that can be killed.
+
+Guarantees: a call that is cancelled is not waited for, so an environment that swallows its cancellation holds up nobody;
+what such a call answers later is dropped. ``kill`` waits for it, within the pool's limit: code in this process cannot be
+killed, only abandoned, which the pool counts. An environment that blocks the event loop blocks the run: give it a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.environments.checks import THIRD_PARTY, told
+from orchestrator.environments.session import EnvironmentMaker, Renewable
+
+T = TypeVar("T")
+
+
+class InProcessBackend:
+    """Implements :class:`~orchestrator.environments.session.Backend`."""
+
+    name = "in-process-pool"
+
+    def __init__(self, task: EnvironmentMaker) -> None:
+        self._task = task
+
+    async def open(self) -> None:
+        """Nothing outlives this process."""
+
+    async def start(self, name: str) -> InProcessSession:
+        """See the protocol."""
+        return InProcessSession(Renewable(self._task))
+
+    async def close(self) -> None:
+        """Nothing is left."""
+
+
+class InProcessSession:
+    """Implements :class:`~orchestrator.environments.session.Session`."""
+
+    def __init__(self, inner: Renewable) -> None:
+        self.version = ""
+        self._inner = inner
+        self._wrong = self._take_version()
+        self._open: asyncio.Task[object] | None = None  # the call in progress; never two
+        self._closing: asyncio.Task[None] | None = None
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """See the protocol."""
+        if self._wrong:
+            raise TrajectoryError("environment_error", self._wrong)
+        return await self._call(lambda: self._inner.environment.reset(prompt))
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """See the protocol."""
+        return await self._call(lambda: self._inner.environment.step(action_ids))
+
+    async def recycle(self) -> None:
+        """See the protocol."""
+        await self._call(self._inner.recycle)
+        self._wrong = self._take_version()
+
+    async def ping(self) -> None:
+        """See the protocol."""
+        await self._call(self._inner.ping)
+
+    async def kill(self) -> None:
+        """See the protocol."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            self._closing.cancel()  # it took too long: abandoned
+            raise
+
+    async def close(self) -> None:
+        """As :class:`orchestrator.api.Environment`."""
+        await self.kill()
+
+    def _take_version(self) -> str:
+        """What is wrong with it; the object must be closed all the same."""
+        try:
+            self.version = self._inner.version
+        except THIRD_PARTY as error:
+            return f"version: {told(error)}"
+        return ""
+
+    async def _close(self) -> None:
+        if self._open is not None:
+            self._open.cancel()
+            await asyncio.wait([self._open])
+        await _no_exit(self._inner.environment.close)
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        if self._open is not None or self._closing is not None:
+            raise TrajectoryError("environment_protocol", "a call into an environment that is at work or was killed")
+        task = asyncio.ensure_future(_no_exit(call))
+        self._open = task
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            task.add_done_callback(_retrieve)
+            raise  # it stays open: only kill may follow
+        self._open = None
+        return task.result()
+
+
+async def _no_exit(call: Callable[[], Awaitable[T]]) -> T:
+    """What ``call`` answers. SystemExit in a task would end the event loop."""
+    try:
+        return await call()
+    except SystemExit as error:
+        raise TrajectoryError("environment_error", f"it called exit: {told(error)}") from error
+
+
+def _retrieve(task: asyncio.Task[T]) -> None:
+    """Nobody waits for this answer any more."""
+    if not task.cancelled():
+        task.exception()

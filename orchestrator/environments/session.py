@@ -1,0 +1,85 @@
+"""The small interface behind the pool: a *session* is one environment instance that outlives episodes, a *backend* starts
+sessions. In this process, in a process of its own, in a pod: the pool cannot tell.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from orchestrator.api import Environment, Observation, Prompt, StepResult
+
+
+class Session(Protocol):
+    """One environment instance. One call at a time; a call that was cancelled, or raised what is not a TrajectoryError of the
+    environment itself, leaves it in no defined state: its owner kills it."""
+
+    @property
+    def version(self) -> str:
+        """The environment's."""
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """As :class:`orchestrator.api.Environment`."""
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """As :class:`orchestrator.api.Environment`."""
+
+    async def recycle(self) -> None:
+        """Back to how a new one is, between two episodes. Raises whatever went wrong; then it must be killed."""
+
+    async def ping(self) -> None:
+        """Returns when it would take a call now; raises whatever is wrong."""
+
+    async def kill(self) -> None:
+        """End it, a call in progress included, and free all it holds. Idempotent; never refuses."""
+
+
+class Backend(Protocol):
+    """Starts sessions."""
+
+    name: str
+
+    async def open(self) -> None:
+        """Before the first session: remove what an earlier life of this run left. Raises ConfigError."""
+
+    async def start(self, name: str) -> Session:
+        """A session that is ready for ``reset``. ``name`` is unique in the run. When it raises, or is cancelled, nothing of
+        it is left. Raises ConfigError for what no retry cures."""
+
+    async def close(self) -> None:
+        """After the last session was killed: nothing of this run is left. Idempotent."""
+
+
+class Renewable:
+    """One environment of a task, and how it is renewed, asked and ended. ``recycle`` and ``ping`` are optional methods of the
+    environment; one that has no ``recycle`` is closed and made anew, one that has no ``ping`` counts as well."""
+
+    def __init__(self, task: EnvironmentMaker) -> None:
+        self._task = task
+        self.environment = task.environment()
+
+    @property
+    def version(self) -> str:
+        """The environment's; raises whatever asking for it raises."""
+        return str(self.environment.version)
+
+    async def recycle(self) -> None:
+        """Back to how a new one is."""
+        renew = getattr(self.environment, "recycle", None)
+        if renew is not None:
+            await renew()
+            return
+        await self.environment.close()
+        self.environment = self._task.environment()
+
+    async def ping(self) -> None:
+        """The environment's own health check."""
+        check = getattr(self.environment, "ping", None)
+        if check is not None:
+            await check()
+
+
+class EnvironmentMaker(Protocol):
+    """The one thing that is asked of a task here."""
+
+    def environment(self) -> Environment:
+        """A fresh environment instance."""

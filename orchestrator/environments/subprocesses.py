@@ -1,0 +1,140 @@
+"""Sessions in processes of their own on this machine, over pipes.
+
+Guarantees: a session has its own process group, memory and processor limits; ``kill`` ends it with everything it started,
+busy loops included, and reaps it; when the orchestrator ends, by ``kill -9`` too, so do all of them
+(:mod:`orchestrator.environments.watch`); a process does not see the run's secrets (environment variables RL_COSERVE_*).
+What is run here is trusted as the orchestrator is: model-written code belongs into a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import TrajectoryError
+from orchestrator.environments.remote import RemoteSession
+from orchestrator.environments.wire import MAX_LINE
+
+KILL_LIMIT = 3.0  # seconds for the watcher to end everything, before its group is killed
+HIDDEN = "RL_COSERVE_"  # environment variables that begin so are the orchestrator's
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # thread pools are address space, and many
+
+
+class SubprocessBackend:
+    """Implements :class:`~orchestrator.environments.session.Backend`. ``target`` and ``arguments``: what makes the
+    environment there, see :func:`orchestrator.environments.worker.maker_of`. ``log`` gets what environments print;
+    ``tools`` are the fields of the ToolSettings."""
+
+    name = "subprocess"
+
+    def __init__(
+        self,
+        target: str,
+        arguments: Mapping[str, Any],
+        *,
+        owner: str = "run",
+        memory_mb: int = 0,
+        cpu_seconds: int = 0,
+        log: Path | None = None,
+        tools: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tools = tools
+        self._target = target
+        self._arguments = arguments
+        self._owner = owner
+        self._limits = {"memory_mb": memory_mb, "cpu_seconds": cpu_seconds}
+        self._log = log
+
+    async def open(self) -> None:
+        """Nothing of an earlier life can be left."""
+
+    async def start(self, name: str) -> RemoteSession:
+        """See the protocol."""
+        variables = {key: value for key, value in os.environ.items() if not key.startswith(HIDDEN)}
+        with contextlib.ExitStack() as stack:
+            log = None if self._log is None else stack.enter_context(self._log.open("ab"))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "orchestrator.environments.worker", "--owner", f"{self._owner}/{name}"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=MAX_LINE,
+                env={**dict.fromkeys(ONE_THREAD, "1"), **variables},
+                start_new_session=True,
+            )
+        session = RemoteSession(PipeChannel(process), name)
+        try:
+            await session.begin(self._target, self._arguments, self._limits, self._tools)
+        except BaseException:
+            await _finish(session.kill())
+            raise
+        return session
+
+    async def close(self) -> None:
+        """Every session was killed; nothing else is held."""
+
+
+class PipeChannel:
+    """Implements :class:`~orchestrator.environments.remote.Channel`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def exchange(self, line: bytes) -> bytes:
+        """See the protocol."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(line)
+            await self.process.stdin.drain()
+            answer = await self.process.stdout.readline()
+        except ConnectionError:
+            answer = b""
+        except ValueError as error:  # longer than the limit
+            raise TrajectoryError("environment_output", f"an answer of more than {MAX_LINE} B") from error
+        if not answer.endswith(b"\n"):
+            raise TrajectoryError("environment_died", await self._end())
+        return answer
+
+    async def kill(self) -> None:
+        """See the protocol."""
+        process = self.process
+        if process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.transport.abort()  # the watcher sees it, and kills
+        try:
+            async with asyncio.timeout(KILL_LIMIT):
+                await process.wait()
+        except (TimeoutError, asyncio.CancelledError) as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            await process.wait()
+
+    async def _end(self) -> str:
+        try:
+            async with asyncio.timeout(KILL_LIMIT):
+                code = await self.process.wait()
+        except TimeoutError:
+            return "it closed its pipe"
+        if code == 128 + signal.SIGXCPU:
+            return "its process was killed: a call took more than environment.cpu_seconds of processor time"
+        if code > 128:
+            return f"its process was killed by signal {code - 128}"
+        return f"its process ended with code {code}"
+
+
+async def _finish(work: Any) -> None:
+    """Carry out ``work`` although this task is cancelled: what was started must not be left."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)

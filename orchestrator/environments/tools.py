@@ -1,0 +1,92 @@
+"""Tools as functions (Heddle 3, tool manager): an environment calls a tool over the same serverless protocol as rewards.
+
+Guarantees: those of :class:`~orchestrator.rewards.functions.FunctionClient` for each tool (retries, at most ``concurrency``
+calls in flight and ``burst`` waiting, cold starts counted). What a tool itself did wrong (raised, ran too long) is an answer
+for the policy to read; what keeps a call from the tool is a TrajectoryError, so that it masks the trajectory and is no
+reward: ``tool_unavailable`` (no try reached it, no answer, too many calls), ``tool_refused`` (address, token).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.api import TrajectoryError
+from orchestrator.rewards.functions import FunctionClient, FunctionFailed
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """``value`` is what the tool returned, parsed JSON; or ``error`` says in words what went wrong in it."""
+
+    value: Any = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """Which tools there are; sent to environments in other processes. ``urls``: name -> where to POST."""
+
+    urls: Mapping[str, str]
+    token: str = ""
+    concurrency: int = 16
+    burst: int = 64
+    timeout: float = 10.0
+    retries: int = 3
+    seed: int = 0
+
+
+class ToolClient:
+    """All tools of a run, by name."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        common = {name: value for name, value in vars(settings).items() if name != "urls"}
+        self._functions = {name: FunctionClient(url, **common) for name, url in sorted(settings.urls.items())}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What may be called."""
+        return tuple(self._functions)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Run a tool on named arguments. Raises TrajectoryError when it was not reached."""
+        function = self._functions.get(name)
+        if function is None:
+            return ToolAnswer(error=f"no such tool: {name!r:.60}; there are: {', '.join(self._functions) or 'none'}")
+        try:
+            return ToolAnswer(await function.call(dict(arguments)))
+        except FunctionFailed as error:
+            match error.kind:
+                case "unavailable" | "no_answer" | "burst":
+                    raise TrajectoryError("tool_unavailable", f"{name}: {error}") from error
+                case "refused":
+                    raise TrajectoryError("tool_refused", f"{name}: {error.detail}") from error
+                case "error" | "timeout" | "not_finite":
+                    return ToolAnswer(error=error.detail or error.kind)
+
+    async def prewarm(self, count: int) -> tuple[str, ...]:
+        """Have ``count`` processes of each tool ready before the first call. Returns the tools whose host cannot do that."""
+        if count == 0:
+            return ()
+        done = await asyncio.gather(*(function.prewarm(count) for function in self._functions.values()))
+        return tuple(name for name, able in zip(self._functions, done, strict=True) if not able)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Counters of each tool, as called from this process."""
+        return {name: function.stats() for name, function in self._functions.items()}
+
+    async def close(self) -> None:
+        """Idempotent."""
+        for function in self._functions.values():
+            await function.close()
+
+
+def give_tools(user: Any, tools: ToolClient) -> bool:
+    """Hand the tools to a task or an environment that has a method ``use_tools``. Whether it has."""
+    take = getattr(user, "use_tools", None)
+    if take is None:
+        return False
+    take(tools)
+    return True

@@ -1,0 +1,88 @@
+"""The watcher of an environment's process: when the orchestrator is gone, or the environment is, nothing of it is left.
+
+:func:`fork_under_watch` splits the process in two. The one that returns is the environment's; the other does nothing but
+wait, for the end of the first or for the other end of its standard input to close, which the kernel does however the
+orchestrator ends (``kill -9`` included). Then it kills all its descendants, those that left the process group too: it is
+their subreaper (prctl(2)). In a container it is process 1, and reaps what nobody waits for.
+
+Guarantees: it runs no code of the environment and shares no lock with it, so a busy environment does not hold it up; the
+environment's process is killed by the kernel when the watcher is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def fork_under_watch() -> None:
+    """Returns in the child; the parent watches and ends with the child's code. Call before there are threads."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    watcher = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != watcher:
+            os._exit(1)
+        return
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGINT, _end)
+        _silence_output()  # so that the environment's end is the end of the pipe
+        _wait(child)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        code = _kill_all(child)
+        os._exit(code)
+
+
+def _wait(child: int) -> None:
+    """Until the child ends or standard input is closed at its other end."""
+    ends = select.poll()
+    ends.register(os.pidfd_open(child), select.POLLIN)
+    ends.register(0, 0)  # hang-ups are always told
+    while not any(what & (select.POLLIN | select.POLLHUP | select.POLLERR) for _, what in ends.poll()):
+        ends.unregister(0)  # there is no standard input
+
+
+def _kill_all(child: int) -> int:
+    """Kill and reap all descendants; orphans become our children. Returns the exit code of ``child`` as a shell has it."""
+    code = 1
+    while True:
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            code = 128 - code if code < 0 else code
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path("/proc/thread-self/children").read_text(encoding="ascii").split()]
+
+
+def _silence_output() -> None:
+    empty = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(empty, 1)
+    os.close(empty)
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

@@ -1,0 +1,165 @@
+"""Tools over the function host, real processes: a tool's own failure is an answer, one of the way to it masks the trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.api import ConfigError, Prompt, TrajectoryError
+from orchestrator.config import load_config
+from orchestrator.environments.subprocesses import SubprocessBackend
+from orchestrator.environments.tools import ToolAnswer, ToolClient, ToolSettings
+from orchestrator.rewards.launch import FunctionHost
+
+ROOT = Path(__file__).parents[1]
+TOOLS = '''
+import asyncio, time
+from orchestrator.api import Observation, StepResult
+
+def add(event):
+    return event["a"] + event["b"]
+
+def slow(event):
+    time.sleep(event["seconds"])
+    return "done"
+
+class Calculating:
+    """An environment that calls a tool in its step."""
+    version = "calculating 1"
+    def use_tools(self, tools):
+        self.tools = tools
+    async def reset(self, prompt):
+        return Observation((2,))
+    async def step(self, action_ids):
+        answer = await self.tools.call("add", {"a": action_ids[0], "b": action_ids[1]})
+        return StepResult(Observation((answer.value,)), 0.0, False)
+    async def close(self):
+        pass
+'''
+
+
+def with_host(
+    tmp_path: Path, scenario: Callable[[FunctionHost, ToolSettings], Awaitable[None]], **options: Any
+) -> None:
+    (tmp_path / "tools_under_test.py").write_text(TOOLS)
+    functions = {name: f"tools_under_test:{name}" for name in ("add", "slow")}
+
+    async def whole() -> None:
+        host = FunctionHost(functions, **{"concurrency": 2, "timeout": 5.0, **options})
+        await host.start()
+        try:
+            urls = {name: host.url_of(name) for name in functions}
+            await scenario(host, ToolSettings(urls, host.token, retries=1))
+        finally:
+            await host.stop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        asyncio.run(asyncio.wait_for(whole(), 100))
+
+
+def test_what_a_tool_does_is_an_answer_and_cold_starts_are_counted(tmp_path: Path) -> None:
+    async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
+        tools = ToolClient(settings)
+        assert await tools.call("add", {"a": 1, "b": 2}) == ToolAnswer(3)
+        assert await tools.call("add", {"a": 3, "b": 4}) == ToolAnswer(7)
+        assert "KeyError" in (await tools.call("add", {"a": 3})).error
+        assert "no such tool: 'sub'; there are: add, slow" in (await tools.call("sub", {})).error
+        counted = tools.stats()["add"]
+        assert (counted["calls"], counted["failed"], counted["cold_starts"]) == (3, 1, 1)
+        assert 0 < counted["cold_seconds"] <= counted["seconds"]
+        await tools.close()
+
+    with_host(tmp_path, scenario)
+
+
+def test_a_tool_that_was_warmed_up_has_no_cold_start(tmp_path: Path) -> None:
+    async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
+        tools = ToolClient(settings)
+        assert await tools.prewarm(2) == ()
+        while (await _stats(host, settings))["add"]["idle"] < 2:
+            await asyncio.sleep(0.05)
+        answers = await asyncio.gather(*(tools.call("add", {"a": n, "b": n}) for n in range(4)))
+        assert [answer.value for answer in answers] == [0, 2, 4, 6]
+        assert tools.stats()["add"]["cold_starts"] == 0
+        await asyncio.sleep(1.0)  # longer than idle processes stay
+        found = await _stats(host, settings)
+        assert (found["add"]["live"], found["add"]["warm_starts"], found["add"]["cold_starts"]) == (2, 2, 0)
+        await tools.close()
+
+    with_host(tmp_path, scenario, idle_seconds=0.3)
+
+
+async def _stats(host: FunctionHost, settings: ToolSettings) -> dict[str, Any]:
+    import aiohttp
+
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {settings.token}"}) as http,
+        http.get(host.base_url + "/stats") as answer,
+    ):
+        found: dict[str, Any] = json.loads(await answer.read())["functions"]
+        return found
+
+
+def test_a_burst_beyond_the_limit_is_refused_and_the_others_are_served(tmp_path: Path) -> None:
+    async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
+        tools = ToolClient(ToolSettings(settings.urls, settings.token, concurrency=2, burst=3))
+        calls = (tools.call("slow", {"seconds": 0.2}) for _ in range(8))
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert [end for end in ends if isinstance(end, ToolAnswer)] == [ToolAnswer("done")] * 5
+        refused = [end for end in ends if isinstance(end, TrajectoryError)]
+        assert [error.cause for error in refused] == ["tool_unavailable"] * 3
+        assert tools.stats()["slow"]["refused_burst"] == 3
+        await tools.close()
+
+    with_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(("url", "cause"), [("http://127.0.0.1:9/x", "tool_unavailable"), ("", "tool_refused")])
+def test_a_tool_that_is_not_reached_masks_the_trajectory(tmp_path: Path, url: str, cause: str) -> None:
+    async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
+        tools = ToolClient(ToolSettings({"add": url or settings.urls["add"]}, "a wrong token", retries=1))
+        with pytest.raises(TrajectoryError) as caught:
+            await tools.call("add", {"a": 1, "b": 1})
+        assert caught.value.cause == cause
+        assert await tools.prewarm(1) == ("add",)
+        await tools.close()
+
+    with_host(tmp_path, scenario)
+
+
+def test_an_environment_in_another_process_calls_tools(tmp_path: Path) -> None:
+    async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
+        backend = SubprocessBackend("tools_under_test:Calculating", {}, tools=vars(settings))
+        session = await backend.start("e1")
+        await session.reset(Prompt("k", "t", 1, ""))
+        assert (await session.step((20, 22))).observation.token_ids == (42,)
+        await host.stop()
+        with pytest.raises(TrajectoryError, match="tool_unavailable"):
+            await session.step((20, 22))
+        await session.kill()
+
+    with_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('tools.functions={a="m:f"}', None),
+        ('tools.functions={a="m"}', "tools.functions"),
+        ('tools.functions={"a b"="m:f"}', "tools.functions"),
+        ('tools={functions={a="m:f"}, urls={b="http://x"}}', "use one of functions and urls"),
+    ],
+)
+def test_tools_are_configured_by_name(override: str, message: str | None) -> None:
+    if message is None:
+        assert load_config(None, [override]).tools.any
+    else:
+        with pytest.raises(ConfigError, match=message):
+            load_config(None, [override])
