@@ -31,7 +31,7 @@ FIRST_ID, ID_RANGE = 50_000, 9_000  # user ids on the host when root starts it; 
 
 # The first process inside: waits for the program. (bubblewrap's own is left to the host to reap; and the program itself must
 # not be the first process, which the kernel shields from signals.) Its own words, "Killed", go nowhere.
-_FIRST = 'exec 3>&2 2>/dev/null; "$@" 2>&3 3>&-; exit $?'
+_FIRST = 'exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); exit $?'
 
 # Joins the cgroups whose files are named before "--", then becomes the rest of its arguments.
 _JOIN = 'while [ "$1" != -- ]; do echo $$ >"$1" || exit 125; shift; done; shift; exec "$@"'

@@ -34,7 +34,7 @@ REAP_LIMIT = 2.0  # seconds that bubblewrap may take to end by itself when what 
 END_LIMIT = 10.0  # seconds that killed processes may take to be gone
 MAX_FILES = 200  # of a run: each is a descriptor
 
-_STOPPED = 128 + signal.SIGXCPU
+CPU_EXIT_CODE = 128 + signal.SIGXCPU
 
 
 class Sandbox:
@@ -187,7 +187,7 @@ class _Run:
             limit = limit or "memory"
         if exit_code is None and not limit:
             raise RetryableError(f"the sandbox did not start: {self._errors.decode(errors='replace').strip()[-500:]}")
-        if exit_code == _STOPPED:
+        if exit_code == CPU_EXIT_CODE:
             limit = limit or "cpu"
         return Outcome(
             exit_code=-1 if exit_code is None or limit in ("wall", "output") else exit_code,
@@ -373,9 +373,13 @@ def _memory(data: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-def _inside(name: str) -> str:
-    """The path of a file in the working folder. Raises ValueError when it leads out."""
-    parts = name.split("/")
-    if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+def check_name(name: str) -> None:
+    """Raises ValueError when this is not the name of a file in the working folder, or leads out of it."""
+    if not name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(f"not the name of a file in the working folder: {name!r}")
+
+
+def _inside(name: str) -> str:
+    """The path of a file in the working folder."""
+    check_name(name)
     return f"{WORK}/{name}"
