@@ -7,7 +7,7 @@
 #   * Nothing half built is trusted: the stamp is written last, and without it every installed file is looked for again.
 #   * The CPU build of torch is installed first and never replaced; pip's own configuration (mirrors, wheel folders,
 #     certificates) is respected, so --index-url is never given.
-# Never installs outside .venv, but for the Debian libraries of system_libraries(), and those only as root or by
+# Never installs outside .venv, but for the Debian packages of system_libraries() and sandbox_packages(), only as root or by
 # passwordless sudo.
 #
 # Exit codes: 0 ready, 1 a step failed (see .venv/bootstrap.log), 3 something is missing that only you can install.
@@ -119,6 +119,20 @@ system_libraries() {
 		libstdc++.so.6 libstdc++6
 	LIST
     has_ensurepip "$interpreter" || echo python3.11-venv
+}
+
+# The sandbox of model-written code: tasks that have none do without, so what cannot be installed is only named.
+sandbox_packages() {
+    command -v bwrap >/dev/null || echo bubblewrap
+    [[ -x /usr/bin/python3 || -x /usr/local/bin/python3 ]] || echo python3-minimal # every user can reach this one
+}
+
+install_sandbox() {
+    local -a packages
+    mapfile -t packages < <(sandbox_packages)
+    if ((!${#packages[@]})); then return; fi
+    if command -v apt-get >/dev/null && may_install_system && install_system "${packages[@]}"; then return; fi
+    echo "not installed: ${packages[*]}"
 }
 
 may_install_system() { [[ $(id -u) == 0 ]] || sudo -n true 2>/dev/null; }
@@ -294,6 +308,8 @@ main() {
     echo "bootstrap: $venv"
     mapfile -t packages < <(system_libraries "$interpreter")
     if ((${#packages[@]})); then require_system "${packages[@]}"; fi
+    step "bubblewrap, the sandbox of model-written code" install_sandbox
+    if [[ -n $(sandbox_packages) ]]; then echo "  to run tasks with model-written code: apt-get install" $(sandbox_packages); fi
     step "Python environment ($("$interpreter" --version))" make_venv "$interpreter"
     step "what is installed already, file by file" forget_broken
     step "torch $TORCH" install_torch

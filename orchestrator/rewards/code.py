@@ -1,0 +1,155 @@
+"""Judges model-written code: runs it on inputs in one sandbox, and has what it answered judged in another.
+
+Guarantees (study notes, question 7: no tampering with the criterion):
+
+* neither the expected answers nor the checker are in the sandbox in which the code runs: there is nothing to read, to
+  change or to call; all that comes out of it is JSON, taken as data, so no object of the code's own making is ever compared;
+* the checker runs in a sandbox of its own that the code has never been in, made from the task's files, and its verdict
+  carries a word that only this call knows;
+* what the code does wrong (raises, exits, hangs, answers no JSON, reaches a limit) fails tests; what the machine does
+  wrong (a sandbox that does not start) is a RetryableError, never a failed test.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.api import RetryableError
+from orchestrator.sandbox import Limits, Sandbox
+
+LIMITS = Limits(wall_seconds=8.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
+
+EQUAL = (
+    "def check(arguments, expected, answer):\n    import json\n    return json.dumps(answer) == json.dumps(expected)\n"
+)
+"""The checker of most tests: the same JSON text, so 1, 1.0 and true differ."""
+
+# Runs inside, beside the code: it is not trusted, and knows nothing but the inputs.
+_RUNNER = """
+import json, sys
+cases = json.load(sys.stdin)
+out = sys.stdout
+sys.stdout = sys.stderr
+names = {"__name__": "solution"}
+exec(compile(open("solution.py").read(), "solution.py", "exec"), names)
+answers = []
+function = names[cases["entry"]]
+for arguments in cases["inputs"]:
+    try:
+        answers.append({"answer": function(*arguments)})
+    except Exception as error:
+        answers.append({"error": type(error).__name__})
+out.write(json.dumps(answers, allow_nan=False))
+"""
+
+_JUDGE = """
+import json, sys
+given = json.load(sys.stdin)
+names = {}
+exec(compile(open("checker.py").read(), "checker.py", "exec"), names)
+passed = []
+for arguments, expected, text in given["cases"]:
+    try:
+        answer = json.loads(text)
+        passed.append("answer" in answer and names["check"](arguments, expected, answer["answer"]) is True)
+    except Exception:
+        passed.append(False)
+print(json.dumps({"word": given["word"], "passed": passed}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test: the arguments of the call, and what the checker is told to expect. JSON values."""
+
+    arguments: Sequence[Any]
+    expected: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTests:
+    """What a solution is judged by. ``checker`` defines ``check(arguments, expected, answer) -> bool``."""
+
+    entry: str  # the function that is called
+    cases: Sequence[Case]
+    checker: str = EQUAL
+    limits: Limits = field(default=LIMITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``passed[i]``: whether case i passed. ``detail``: for people; the error, or the limit that was reached."""
+
+    passed: tuple[bool, ...]
+    detail: str = ""
+
+    @property
+    def all_passed(self) -> bool:
+        """Every case, and there is one."""
+        return bool(self.passed) and all(self.passed)
+
+
+async def judge(sandbox: Sandbox, solution: str, tests: HiddenTests) -> Verdict:
+    """Run ``solution`` (Python source) on the cases and have its answers checked. Raises RetryableError."""
+    given = json.dumps({"entry": tests.entry, "inputs": [list(case.arguments) for case in tests.cases]})
+    ran = await sandbox.python(
+        _RUNNER,
+        read_only={"solution.py": solution.encode("utf-8", "replace")},
+        stdin=given.encode(),
+        limits=tests.limits,
+    )
+    failed = tuple(False for _ in tests.cases)
+    if not ran.ok:
+        last = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return Verdict(
+            failed, f"{ran.limit} limit" if ran.limit else (last[0] if last else f"exit code {ran.exit_code}")
+        )
+    answers = _answers(ran.stdout, len(tests.cases))
+    if answers is None:
+        return Verdict(failed, "no answers")
+    return await _checked(sandbox, tests, answers)
+
+
+async def _checked(sandbox: Sandbox, tests: HiddenTests, answers: list[str]) -> Verdict:
+    word = secrets.token_hex(16)
+    cases = [[list(case.arguments), case.expected, answer] for case, answer in zip(tests.cases, answers, strict=True)]
+    judged = await sandbox.python(
+        _JUDGE,
+        read_only={"checker.py": tests.checker.encode()},
+        stdin=json.dumps({"word": word, "cases": cases}).encode(),
+        limits=tests.limits,
+    )
+    if judged.limit:  # by what it was given to check
+        return Verdict(tuple(False for _ in cases), f"{judged.limit} limit of the checker")
+    try:
+        verdict = json.loads(judged.stdout)
+        passed = tuple(verdict["passed"])
+        sound = verdict["word"] == word and len(passed) == len(cases) and all(type(each) is bool for each in passed)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        sound = False
+    if not judged.ok or not sound:
+        raise RetryableError(f"the checker gave no verdict: {judged.stderr[-300:]!r}")
+    return Verdict(passed)
+
+
+def _answers(output: bytes, count: int) -> list[str] | None:
+    """What the code answered, as one JSON text a case, or None when it is not of the form."""
+    try:
+        answers = json.loads(output, parse_constant=_refuse)
+        if (
+            not isinstance(answers, list)
+            or len(answers) != count
+            or not all(isinstance(each, dict) for each in answers)
+        ):
+            return None
+        return [json.dumps(each) for each in answers]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

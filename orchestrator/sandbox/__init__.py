@@ -1,0 +1,9 @@
+"""Where model-written code runs: bubblewrap, no network, a read-only root, limits on everything. See ``run.py``.
+
+A machine without bubblewrap gets one clear error; there is no way to run outside.
+"""
+
+from orchestrator.sandbox.limits import Limits, Outcome
+from orchestrator.sandbox.run import Sandbox
+
+__all__ = ["Limits", "Outcome", "Sandbox"]

@@ -1,0 +1,134 @@
+"""A cgroup for each run, where this process may make one: memory, processes and processor time of all of it together.
+
+Guarantees: nothing is asked of the user; where no hierarchy can be written (most containers) :func:`find` returns nothing
+and the limits of each process stand alone, with the memory of all of them watched from outside (``watch.py``). Both
+versions of the interface are known; of version 2, the controllers must be delegated to this process's own group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.sandbox.limits import Limits
+
+CONTROLLERS = ("memory", "pids", "cpu")
+_PERIOD = 100_000  # microseconds; one processor's worth of each
+_EXTRA_PROCESSES = 8  # bubblewrap's own
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """A folder in which groups can be made, and the controllers that act there."""
+
+    folder: str
+    controllers: tuple[str, ...]
+    unified: bool
+
+
+class Group:
+    """The groups of one run, one a hierarchy."""
+
+    def __init__(self, hierarchies: Sequence[Hierarchy], limits: Limits) -> None:
+        self._made: list[tuple[Hierarchy, Path]] = []
+        name = f"rl-coserve-{os.getpid()}-{secrets.token_hex(6)}"
+        try:
+            for hierarchy in hierarchies:
+                folder = Path(hierarchy.folder) / name
+                folder.mkdir()
+                self._made.append((hierarchy, folder))
+                for controller in hierarchy.controllers:
+                    for file, value in _settings(controller, limits, hierarchy.unified):
+                        (folder / file).write_text(value)
+        except BaseException:
+            self._remove()
+            raise
+
+    @property
+    def procs(self) -> tuple[str, ...]:
+        """The files that a process writes its id to, to join."""
+        return tuple(str(folder / "cgroup.procs") for _, folder in self._made)
+
+    @property
+    def limits_memory(self) -> bool:
+        """Whether memory is limited here."""
+        return any("memory" in hierarchy.controllers for hierarchy, _ in self._made)
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has ended a process of the run because the run's memory was used up."""
+        for hierarchy, folder in self._made:
+            if "memory" in hierarchy.controllers:
+                file = folder / ("memory.events" if hierarchy.unified else "memory.oom_control")
+                fields = dict(line.split() for line in file.read_text().splitlines())
+                return int(fields.get("oom_kill", "0")) > 0
+        return False
+
+    async def remove(self) -> None:
+        """Call when every process of the run has been killed; the kernel may need a moment to let go of them."""
+        for _ in range(100):
+            if self._remove():
+                return
+            await asyncio.sleep(0.01)
+
+    def _remove(self) -> bool:
+        for entry in list(self._made):
+            with contextlib.suppress(OSError):  # busy still
+                entry[1].rmdir()
+                self._made.remove(entry)
+        return not self._made
+
+
+def _settings(controller: str, limits: Limits, unified: bool) -> list[tuple[str, str]]:
+    if controller == "memory":
+        files = ("memory.max",) if unified else ("memory.limit_in_bytes",)
+        return [(file, str(limits.memory_bytes)) for file in files]
+    if controller == "pids":
+        return [("pids.max", str(limits.processes + _EXTRA_PROCESSES))]
+    if unified:
+        return [("cpu.max", f"{_PERIOD} {_PERIOD}")]
+    return [("cpu.cfs_period_us", str(_PERIOD)), ("cpu.cfs_quota_us", str(_PERIOD))]
+
+
+def find(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[Hierarchy, ...]:
+    """The hierarchies in which this process may make groups; empty where there are none."""
+    found = []
+    try:
+        lines = Path(own).read_text().splitlines()
+    except OSError:
+        return ()
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        unified = not names
+        if unified:
+            folder = Path(root + path)
+            delegated = _words(folder / "cgroup.subtree_control")
+            controllers = tuple(name for name in CONTROLLERS if name in delegated)
+        else:
+            folder = Path(root) / names / path.lstrip("/")
+            controllers = tuple(name for name in CONTROLLERS if name in names.split(","))
+        if controllers and _usable(folder):
+            found.append(Hierarchy(str(folder), controllers, unified))
+    return tuple(found)
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
+
+
+def _usable(folder: Path) -> bool:
+    """Whether a group can be made and removed there: permissions do not tell (root on a read-only mount)."""
+    probe = folder / f"rl-coserve-{os.getpid()}-{secrets.token_hex(6)}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True

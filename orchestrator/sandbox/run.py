@@ -1,0 +1,385 @@
+"""Runs programs in a sandbox, from the event loop.
+
+Guarantees: a program either runs inside the whole sandbox or not at all; when ``run`` returns, raises or is cancelled, no
+process of it is left; at most ``slots`` run at once, the others wait their turn; a limit that is reached is an outcome, not
+an error. A sandbox that could not be started is a RetryableError, never an outcome: what the machine did is not the
+program's fault. Nothing of a run stays behind: its files are in memory that goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from orchestrator.api import ConfigError, RetryableError
+from orchestrator.sandbox import cgroups, seccomp, watch
+from orchestrator.sandbox.command import (
+    FIRST_ID,
+    ID_RANGE,
+    WORK,
+    Placed,
+    Tools,
+    command_line,
+    find_tools,
+)
+from orchestrator.sandbox.limits import Limits, Outcome
+
+MEMORY_LOOK = 0.05  # seconds between two looks at a sandbox's memory, where no cgroup limits it
+REAP_LIMIT = 2.0  # seconds that bubblewrap may take to end by itself when what it started was killed
+END_LIMIT = 10.0  # seconds that killed processes may take to be gone
+MAX_FILES = 200  # of a run: each is a descriptor
+
+CPU_EXIT_CODE = 128 + signal.SIGXCPU
+
+
+class Sandbox:
+    """A place for model-written code. ``limits`` hold for every run that names no others.
+
+    Raises ConfigError when this machine has no bubblewrap; :meth:`check` says whether it works.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, slots: int = 4) -> None:
+        self.limits = limits or Limits()
+        self._tools: Tools = find_tools()
+        self._hierarchies = cgroups.find()
+        self._slots = asyncio.Semaphore(slots)
+        self._free = list(range(slots))
+
+    @property
+    def interpreter(self) -> str:
+        """The path of Python inside."""
+        return self._tools.python
+
+    @property
+    def uses_cgroups(self) -> tuple[str, ...]:
+        """The controllers that limit a run as a whole."""
+        return tuple(name for hierarchy in self._hierarchies for name in hierarchy.controllers)
+
+    async def check(self) -> None:
+        """Run a program that does nothing. Raises ConfigError with the machine's own words when that fails."""
+        try:
+            outcome = await self.run(["/bin/true"])
+        except RetryableError as error:
+            fix = f"bubblewrap is here but does not start a sandbox: {error}. Are user namespaces allowed?"
+            raise ConfigError("sandbox", self._tools.bwrap, fix) from error
+        if not outcome.ok:
+            raise ConfigError("sandbox", self._tools.bwrap, f"a sandbox starts but does not work: {outcome}")
+
+    async def python(
+        self,
+        source: str,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        read_only: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> Outcome:
+        """Run ``source`` as ``/work/main.py`` (standard library only)."""
+        return await self.run(
+            [self.interpreter, "-I", "-S", "-B", f"{WORK}/main.py"],
+            files=files,
+            read_only={**(read_only or {}), "main.py": source.encode("utf-8", "surrogatepass")},
+            stdin=stdin,
+            limits=limits,
+        )
+
+    async def run(
+        self,
+        program: Sequence[str],
+        *,
+        files: Mapping[str, bytes] | None = None,
+        read_only: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Outcome:
+        """Run a program (its path and arguments, seen from inside) in a fresh sandbox.
+
+        ``files`` can be changed by it, ``read_only`` cannot; their names are paths inside the working folder. Raises
+        ValueError for a name that leads out of it, RetryableError when the sandbox did not start.
+        """
+        limits = limits or self.limits
+        contents = [(_inside(name), data, True) for name, data in (files or {}).items()]
+        contents += [(_inside(name), data, False) for name, data in (read_only or {}).items()]
+        if len(contents) > MAX_FILES:
+            raise ValueError(f"{len(contents)} files: a run takes at most {MAX_FILES}")
+        async with self._slots:
+            slot = self._free.pop()
+            try:
+                return await self._run(program, contents, stdin, limits, environment or {}, slot)
+            finally:
+                self._free.append(slot)
+
+    async def _run(
+        self,
+        program: Sequence[str],
+        contents: Sequence[tuple[str, bytes, bool]],
+        stdin: bytes,
+        limits: Limits,
+        environment: Mapping[str, str],
+        slot: int,
+    ) -> Outcome:
+        group = cgroups.Group(self._hierarchies, limits) if self._hierarchies else None
+        try:
+            with contextlib.ExitStack() as held:
+                placed = [Placed(path, held.enter_context(_memory(data)), free) for path, data, free in contents]
+                rules = seccomp.program()
+                filter_fd = held.enter_context(_memory(rules)) if rules is not None else None
+                status = held.enter_context(_Status())
+                command = command_line(
+                    self._tools,
+                    limits,
+                    program,
+                    user=FIRST_ID + (os.getpid() + slot) % ID_RANGE if os.geteuid() == 0 else None,
+                    files=placed,
+                    environment=environment,
+                    cgroups=group.procs if group is not None else (),
+                    seccomp=filter_fd,
+                    status=status.write_end,
+                )
+                passed = [status.write_end, *(file.fd for file in placed)]
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=passed if filter_fd is None else [*passed, filter_fd],
+                    env={"PATH": os.defpath},
+                    cwd="/",
+                )
+                run = _Run(process, status, limits, watched=group is None or not group.limits_memory)
+                return await run.finish(stdin, group)
+        finally:
+            if group is not None:
+                await group.remove()
+
+
+class _Run:
+    """One program from its start to its end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, status: _Status, limits: Limits, watched: bool) -> None:
+        self._process = process
+        self._status = status
+        self._limits = limits
+        self._watched = watched
+        self._output, self._errors = bytearray(), bytearray()
+
+    async def finish(self, stdin: bytes, group: cgroups.Group | None) -> Outcome:
+        """Wait for the end, or bring it about."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._status.begin(loop)
+        limit = ""
+        try:
+            async with asyncio.timeout(self._limits.wall_seconds):
+                limit = await self._until_end_or_limit(stdin)
+        except TimeoutError:
+            limit = "wall"
+        finally:
+            await self._end()
+        exit_code = self._status.exit_code
+        if group is not None and group.out_of_memory() and exit_code != 0:
+            limit = limit or "memory"
+        if exit_code is None and not limit:
+            raise RetryableError(f"the sandbox did not start: {self._errors.decode(errors='replace').strip()[-500:]}")
+        if exit_code == CPU_EXIT_CODE:
+            limit = limit or "cpu"
+        return Outcome(
+            exit_code=-1 if exit_code is None or limit in ("wall", "output") else exit_code,
+            limit=limit,
+            stdout=bytes(self._output),
+            stderr=bytes(self._errors),
+            seconds=loop.time() - started,
+        )
+
+    async def _until_end_or_limit(self, stdin: bytes) -> str:
+        """The limit that was reached, or "" when the program ended by itself."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        limit = ""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                work = [
+                    tasks.create_task(self._read(self._process.stdout, self._output)),
+                    tasks.create_task(self._read(self._process.stderr, self._errors)),
+                    tasks.create_task(self._write(stdin)),
+                    tasks.create_task(self._wait()),
+                ]
+                watcher = tasks.create_task(self._watch_memory()) if self._watched else None
+                await asyncio.wait(work)
+                if watcher is not None:
+                    watcher.cancel()
+        except* _LimitReached as reached:
+            limit = str(reached.exceptions[0])
+        return limit
+
+    async def _wait(self) -> None:
+        await self._process.wait()
+
+    async def _read(self, stream: asyncio.StreamReader, into: bytearray) -> None:
+        while chunk := await stream.read(1 << 16):
+            room = self._limits.output_bytes - len(self._output) - len(self._errors)
+            into += chunk[:room]
+            if room < len(chunk):
+                raise _LimitReached("output")
+
+    async def _write(self, data: bytes) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        with contextlib.suppress(ConnectionError):  # it ended, or closed its input, without reading all of it
+            pipe.write(data)
+            await pipe.drain()
+            pipe.close()
+            await pipe.wait_closed()
+
+    async def _drop(self, stream: asyncio.StreamReader | None) -> None:
+        """Read what nobody wants, to the end: an unread pipe is never closed."""
+        while stream is not None and await stream.read(1 << 16):
+            pass
+
+    async def _watch_memory(self) -> None:
+        while True:
+            await asyncio.sleep(MEMORY_LOOK)
+            if watch.resident_bytes(self._process.pid) > self._limits.memory_bytes:
+                raise _LimitReached("memory")
+
+    async def _end(self) -> None:
+        """Kill whatever still runs, and wait until it is gone. The kernel kills the sandbox with its first process."""
+        # Not to be cut short by a cancellation: nobody else would reap them.
+        ending = asyncio.ensure_future(self._gone())
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.shield(ending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        ending.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _gone(self) -> None:
+        if self._process.returncode is None and self._status.kill():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REAP_LIMIT):
+                    await self._process.wait()  # bubblewrap reaps what was killed, and ends
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it ends by itself this very moment
+                self._process.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await asyncio.gather(self._process.wait(), self._drop(self._process.stdout), self._drop(self._process.stderr))
+        try:
+            async with asyncio.timeout(END_LIMIT):
+                await self._status.gone()
+        except TimeoutError:
+            raise RetryableError(f"a killed sandbox is still there after {END_LIMIT:g} s") from None
+
+
+class _LimitReached(Exception):
+    pass
+
+
+class _Status:
+    """What bubblewrap reports: the id of the sandbox's first process (whose end is the end of all), and the exit code."""
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        self.write_end = -1
+        self._read_end = -1
+        self._first = -1  # a descriptor of the first process: unlike its id, never another's
+        self._text = b""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> _Status:
+        self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self.write_end, True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._read_end)
+        for fd in (self._read_end, self.write_end, self._first):
+            if fd >= 0:
+                os.close(fd)
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The other process has the write end now."""
+        os.close(self.write_end)
+        self.write_end = -1
+        self._loop = loop
+        loop.add_reader(self._read_end, self._receive)
+
+    def kill(self) -> bool:
+        """Kill the first process, and so all of them; False when there is none yet."""
+        self._receive()
+        if self._first < 0:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._first, signal.SIGKILL)
+        return True
+
+    async def gone(self) -> None:
+        """Wait until the first process has ended, which the kernel lets it do as the last one."""
+        self._receive()
+        if self._first < 0:
+            return
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._first, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._first)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data = os.read(self._read_end, 1 << 12)
+            except BlockingIOError:
+                return
+            if not data:
+                if self._loop is not None:
+                    self._loop.remove_reader(self._read_end)
+                return
+            self._text += data
+            *lines, self._text = self._text.split(b"\n")
+            for line in lines:
+                self._record(json.loads(line))
+
+    def _record(self, record: Mapping[str, object]) -> None:
+        first, code = record.get("child-pid"), record.get("exit-code")
+        if isinstance(first, int):
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                self._first = os.pidfd_open(first)
+        if isinstance(code, int):
+            self.exit_code = code
+
+
+@contextmanager
+def _memory(data: bytes) -> Iterator[int]:
+    """A descriptor to read ``data`` from."""
+    fd = os.memfd_create("sandbox-file")
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError when this is not the name of a file in the working folder, or leads out of it."""
+    if not name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"not the name of a file in the working folder: {name!r}")
+
+
+def _inside(name: str) -> str:
+    """The path of a file in the working folder."""
+    check_name(name)
+    return f"{WORK}/{name}"
