@@ -78,6 +78,24 @@ class EngineSection(Section):
     threads: Positive = 1
 
 
+class RoutingSection(Section):
+    """Which worker generates the next turn of a trajectory (ROSE 4.3, RollArt 5.2): `orchestrator/policies/routing.py`."""
+
+    policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
+    imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
+    cap: Annotated[int, Field(ge=0)] = (
+        0  # requests a dedicated worker has at a time; the others go to served workers, or wait
+    )
+    served_cap: Annotated[int, Field(ge=0)] = (
+        0  # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
+    )
+    hardware: dict[
+        str, str
+    ] = {}  # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
+    affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
+    fallback: bool = True  # a task may use the other classes while its own has no room
+
+
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
@@ -99,6 +117,7 @@ class RolloutSection(Section):
     worker_restarts: Annotated[int, Field(ge=0)] = 2
     stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
     engine: EngineSection = EngineSection()
+    routing: RoutingSection = RoutingSection()
 
     @model_validator(mode="after")
     def _fleet(self) -> RolloutSection:

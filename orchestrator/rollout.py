@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from orchestrator import fleet
 from orchestrator.api import (
     ManagedWorker,
     Prompt,
@@ -66,7 +67,12 @@ class Rollout:
             bound, self._on_evict, settings.max_filtered_groups if settings.dynamic_sampling else 0
         )
         self.proxy = LLMProxy(
-            workers, events, stall_timeout=settings.stall_timeout, restarts=settings.worker_restarts, on_fatal=fail
+            workers,
+            events,
+            stall_timeout=settings.stall_timeout,
+            restarts=settings.worker_restarts,
+            router=fleet.router(settings.routing, workers),
+            on_fatal=fail,
         )
         self.environments = EnvManager(
             task,
