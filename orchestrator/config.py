@@ -220,7 +220,20 @@ class RelaySection(Section):
     segment_mb: Positive = 256
     bucket_mb: Positive = 64
     keep_versions: Annotated[int, Field(ge=2)] = 2
+    metadata_url: str = (
+        ""  # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
+    )
+    metadata_password_file: str = ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD, or none
+    metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
+
+    @model_validator(mode="after")
+    def _metadata(self) -> RelaySection:
+        url = self.metadata_url
+        if url and (fix := urls.redis_mistake(url, self.metadata_allow_plain)):
+            found = [_violation("metadata_url", urls.without_password(url), fix)]
+            raise ValidationError.from_exception_data("relay", found)
+        return self
 
 
 class EvaluationSection(Section):
