@@ -79,6 +79,24 @@ class EngineSection(Section):
     threads: Positive = 1
 
 
+class RoutingSection(Section):
+    """Which worker generates the next turn of a trajectory (ROSE 4.3, RollArt 5.2): `orchestrator/policies/routing.py`."""
+
+    policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
+    imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
+    cap: Annotated[int, Field(ge=0)] = (
+        0  # requests a dedicated worker has at a time; the others go to served workers, or wait
+    )
+    served_cap: Annotated[int, Field(ge=0)] = (
+        0  # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
+    )
+    hardware: dict[
+        str, str
+    ] = {}  # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
+    affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
+    fallback: bool = True  # a task may use the other classes while its own has no room
+
+
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
@@ -102,6 +120,7 @@ class RolloutSection(Section):
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSection = EngineSection()
+    routing: RoutingSection = RoutingSection()
 
     @model_validator(mode="after")
     def _fleet(self) -> RolloutSection:
@@ -292,7 +311,20 @@ class RelaySection(Section):
     segment_mb: Positive = 256
     bucket_mb: Positive = 64
     keep_versions: Annotated[int, Field(ge=2)] = 2
+    metadata_url: str = (
+        ""  # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
+    )
+    metadata_password_file: str = ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD, or none
+    metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
+
+    @model_validator(mode="after")
+    def _metadata(self) -> RelaySection:
+        url = self.metadata_url
+        if url and (fix := urls.redis_mistake(url, self.metadata_allow_plain)):
+            found = [_violation("metadata_url", urls.without_password(url), fix)]
+            raise ValidationError.from_exception_data("relay", found)
+        return self
 
 
 class EvaluationSection(Section):

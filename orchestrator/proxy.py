@@ -2,7 +2,8 @@
 
 Guarantees: ``generate`` ends in exactly one completion or one error, whatever happens to workers; a request whose worker
 died or stalled is sent again elsewhere, or to the same worker once it is back; duplicated completions are ignored; while
-suspended no request reaches a worker, and none is refused; a worker that comes back gets the current weights before its
+suspended no request reaches a worker, and none is refused; no worker holds more requests than its cap, those beyond wait in
+order (:mod:`orchestrator.policies.routing` says who goes where); a worker that comes back gets the current weights before its
 first request. All commands of one tick of the event loop to one worker travel in one call. A worker that refuses a command
 (its weights are unusable, or it is not in the state that it should be in) is brought up anew like one that died.
 
@@ -34,7 +35,7 @@ from orchestrator.api import (
 from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
 from orchestrator.lanes import Lane, Loan, Pending
-from orchestrator.policies.routing import CacheAffineRouting, WorkerLoad
+from orchestrator.policies.routing import Seat, TurnRouter
 
 # What a worker raises that has to be brought up anew. ConfigError: what answers there now is no worker of ours.
 _LOST = (RetryableError, CommandError, ConfigError)
@@ -52,7 +53,7 @@ class LLMProxy:
         stall_timeout: float,
         restarts: int,
         current_only: bool = False,
-        routing: CacheAffineRouting | None = None,
+        router: TurnRouter | None = None,
         on_fatal: Callable[[RunError], None],
     ) -> None:
         self.lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
@@ -60,10 +61,9 @@ class LLMProxy:
         self._stall_timeout = stall_timeout
         self._restarts = restarts
         self._current_only = current_only  # no request goes to a worker with older weights
-        self._routing = routing or CacheAffineRouting()
+        self._router = router or TurnRouter([Seat()] * len(workers))
         self._on_fatal = on_fatal
         self._pending: dict[str, Pending] = {}
-        self._holder: dict[str, int] = {}  # trajectory -> lane that holds its prefix
         self._suspended = False
         self._preparing = -1  # the version that workers fetch, -1: none
         self._watch: asyncio.Task[None] | None = None
@@ -71,6 +71,8 @@ class LLMProxy:
         self.unpublished = -1  # the version that is not on the relay yet, -1: none
         self.tokens = 0  # generated so far
         self.faults = 0
+        for lane in self.lanes:
+            self._seat(lane)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -91,11 +93,12 @@ class LLMProxy:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One turn. Cancelling the caller aborts the request in its worker."""
+        """One turn. Cancelling the caller aborts the request in its worker. RunError: no worker is left for its task."""
+        self._router.ask(request.request_id, request.trajectory_id, request.task)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         pending = Pending(request, answer)
         self._pending[request.request_id] = pending
-        self._dispatch(pending)
+        self._dispatch()
         try:
             return await answer
         finally:
@@ -104,25 +107,25 @@ class LLMProxy:
             if lane is not None and lane.sent.pop(pending.sent_as, None) is not None and answer.cancelled():
                 lane.aborts.append(pending.sent_as)
                 lane.wake.set()
+            self._router.leave(request.request_id)
+            self._dispatch()  # its slot is free
 
     def forget(self, trajectory_id: str) -> None:
         """The trajectory ended: its prefix location is of no use any more."""
-        self._holder.pop(trajectory_id, None)
+        self._router.forget(trajectory_id)
 
-    def _dispatch(self, pending: Pending) -> None:
-        """Choose a worker, or leave the request waiting: :meth:`_redispatch` sends it when a worker is there."""
-        if self._suspended:
-            return
-        loads = [WorkerLoad(lane.usable and self._fits(lane), len(lane.sent)) for lane in self.lanes]
-        choice = self._routing.choose(loads, self._holder.get(pending.request.trajectory_id))
-        if choice is None:
-            return
+    def _dispatch(self) -> None:
+        """Send what waits and can go; the rest goes when a worker is there, or has room."""
+        while not self._suspended and (granted := self._router.grant()) is not None:
+            self._send_to(self.lanes[granted[1]], self._pending[granted[0]])
+
+    def _send_to(self, lane: Lane, pending: Pending) -> None:
         request = rest(pending.request, pending.parts, pending.moves)
-        if request is None:
-            pending.answer.set_result(joined(pending.request, pending.parts, None))
+        if request is None or pending.answer.done():  # nothing is left to generate, or it was cancelled in this tick
+            self._router.leave(pending.request.request_id)
+            if not pending.answer.done():
+                pending.answer.set_result(joined(pending.request, pending.parts, None))
             return
-        lane = self.lanes[choice]
-        self._holder[pending.request.trajectory_id] = choice
         if not lane.sent:
             lane.last_progress = asyncio.get_running_loop().time()
         pending.worker = lane
@@ -134,10 +137,11 @@ class LLMProxy:
     def _fits(self, lane: Lane) -> bool:
         return lane.version == self.version or not self._current_only
 
-    def _redispatch(self) -> None:
-        for pending in list(self._pending.values()):
-            if pending.worker is None and not pending.answer.done():
-                self._dispatch(pending)
+    def _requeue(self, pending: Pending) -> None:
+        """It waits again, in its old place."""
+        pending.worker = None
+        if not pending.answer.done():
+            self._router.take_back(pending.request.request_id)
 
     # -- the six-step protocol's commands ----------------------------------------------------------------------------
 
@@ -188,7 +192,8 @@ class LLMProxy:
         for lane in self.lanes:
             lane.last_progress = now
             lane.wake.set()
-        self._redispatch()
+            self._seat(lane)
+        self._dispatch()
 
     # -- rollout and training on the same devices --------------------------------------------------------------------
 
@@ -199,6 +204,7 @@ class LLMProxy:
         lanes = [self.lanes[index] for index in indices]
         for lane in lanes:
             lane.lent = True
+            self._seat(lane)
         return list(await asyncio.gather(*(self._lend(lane, level) for lane in lanes)))
 
     async def _lend(self, lane: Lane, level: str) -> Loan:
@@ -233,7 +239,7 @@ class LLMProxy:
         """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
         for request in lane.outbox:
             if (pending := lane.sent.pop(request.request_id, None)) is not None:
-                pending.worker = None
+                self._requeue(pending)
         lane.outbox.clear()
         moved = len(lane.sent)
         lane.moving = True
@@ -241,7 +247,7 @@ class LLMProxy:
         while lane.sent:
             lane.emptied.clear()
             await lane.emptied.wait()
-        self._redispatch()
+        self._dispatch()
         return moved
 
     async def take_back(self, version: int | None = None) -> list[Loan]:
@@ -251,14 +257,14 @@ class LLMProxy:
             self.version = version
         lanes = [lane for lane in self.lanes if lane.lent or (lane.alive and lane.version != self.version)]
         loans = await asyncio.gather(*(self._take_back(lane) for lane in lanes))
-        self._redispatch()
+        self._dispatch()
         return list(loans)
 
     async def _take_back(self, lane: Lane) -> Loan:
         loop = asyncio.get_running_loop()
         begun, why, life, result = loop.time(), "", lane.lives, None
         if lane.removed:
-            lane.lent = False
+            lane.lent = False  # for good
             return Loan(lane.worker.name, "", 0.0)
         try:
             async with asyncio.timeout(self._stall_timeout):
@@ -276,6 +282,7 @@ class LLMProxy:
         except TimeoutError:
             why = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
         lane.lent, lane.stuck, lane.last_progress = False, "", loop.time()
+        self._seat(lane)
         if why and lane.lives == life:
             if lane.alive:
                 self._lost(lane, why)
@@ -317,6 +324,7 @@ class LLMProxy:
 
     def _open_lane(self, lane: Lane) -> None:
         lane.alive = True
+        self._seat(lane)
         lane.last_progress = asyncio.get_running_loop().time()
         lane.pump = asyncio.create_task(self._pump(lane), name=f"pump {lane.worker.name}")
         lane.sender = asyncio.create_task(self._send(lane), name=f"send {lane.worker.name}")
@@ -338,10 +346,12 @@ class LLMProxy:
                     self.tokens += len(completion.token_ids)
                     if lane.moving and completion.finish_reason == "abort":
                         self._move(pending, completion)
-                    elif pending.moves:
-                        pending.answer.set_result(joined(pending.request, pending.parts, completion))
-                    else:
-                        pending.answer.set_result(completion)
+                        continue
+                    self._router.leave(pending.request.request_id)
+                    if pending.moves:
+                        completion = joined(pending.request, pending.parts, completion)
+                    pending.answer.set_result(completion)
+                self._dispatch()  # into the slots that became free
         except _LOST as error:
             self._lost(lane, str(error))
 
@@ -367,28 +377,28 @@ class LLMProxy:
         if part.token_ids:
             pending.parts.append(part)
         pending.moves += 1
-        pending.worker = None
-        self._dispatch(pending)
+        self._requeue(pending)
+        self._dispatch()
 
     def _lost(self, lane: Lane, why: str) -> None:
         """A worker is dead or stuck: take its requests back, bring it up again in the background."""
         if not lane.alive:
             return
         lane.alive = False
+        self._router.close(lane.index, cache_lost=True)
         self.note_fault(f"worker {lane.worker.name}", why)
         for task in (lane.pump, lane.sender):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
         for pending in lane.sent.values():
-            pending.worker = None
+            self._requeue(pending)
         lane.sent.clear()
         lane.emptied.set()
         lane.outbox.clear()
         lane.aborts.clear()
-        self._holder = {t: index for t, index in self._holder.items() if index != lane.index}
         if not lane.lent:  # its device is the trainer's
             lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
-        self._redispatch()
+        self._dispatch()
 
     async def _revive(self, lane: Lane) -> None:
         """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
@@ -418,11 +428,13 @@ class LLMProxy:
             if isinstance(lane.worker, BorrowedWorker):
                 how, seconds = "taken back", loop.time() - began
             self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=f"{how}, {seconds:.1f} s")
-            self._redispatch()
+            self._dispatch()
             return
         lane.removed = True
         if all(other.removed for other in self.lanes):
             self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}"))
+        elif stranded := self._router.retire(lane.index):  # of a task that only it could serve
+            self._on_fatal(self._router.nobody(self._pending[stranded[0]].request.task))
 
     async def _bring_up(self, lane: Lane) -> None:
         """Restart a worker, and give it the present weights."""
@@ -468,6 +480,10 @@ class LLMProxy:
         """Record something that went wrong and was handled."""
         self.faults += 1
         self._events.emit("fault", what=what, cause=what.split(" ")[0], detail=detail[:300])
+
+    def _seat(self, lane: Lane) -> None:
+        """Tell the router whether it may be given requests."""
+        (self._router.open if lane.usable and self._fits(lane) else self._router.close)(lane.index)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from orchestrator import fleet
 from orchestrator.api import (
     ManagedWorker,
     Prompt,
@@ -74,6 +75,7 @@ class Rollout:
             stall_timeout=settings.stall_timeout,
             restarts=settings.worker_restarts,
             current_only=settings.alpha == 0,
+            router=fleet.router(settings.routing, workers),
             on_fatal=fail,
         )
         self.environments = EnvManager(

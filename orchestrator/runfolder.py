@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,6 +39,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.metadata = path / "metadata.sqlite"
+        self.job_file = path / "job"
         self.logs = path / "logs"
 
     @classmethod
@@ -71,6 +73,15 @@ class RunFolder:
     def config(self) -> Config:
         """The config it was started with."""
         return parse_config(json.loads(self.config_file.read_text(encoding="utf-8")))
+
+    def job(self, shared: bool) -> str:
+        """The job's name in metadata and relay. ``shared``: with runs of other folders, which may have this folder's name;
+        then it is made unique once, and kept for a resume."""
+        if not shared:
+            return self.path.name
+        if not self.job_file.exists():
+            self.job_file.write_text(f"{self.path.name[:100]}-{secrets.token_hex(4)}\n", encoding="utf-8")
+        return self.job_file.read_text(encoding="utf-8").strip()
 
     def check_space(self) -> None:
         """Refuse to start on a full disk."""

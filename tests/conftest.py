@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -113,3 +114,66 @@ def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> Non
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.2)
+
+
+class RedisServer:
+    """A real redis-server on a free port, which keeps what it is told. ``start`` after ``kill``: the same data."""
+
+    def __init__(self, folder: Path, *options: str, password: str = "") -> None:
+        self.folder, self.port, self.password = folder, free_port(), password
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.options = [*options, *(("--requirepass", password) if password else ())]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        keep = ["--save", "", "--appendonly", "yes", "--dir", str(self.folder)]
+        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), *keep, *self.options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while self.say("PING") not in (b"+PONG", b"-NOAUTH"):
+            assert time.monotonic() < deadline, "redis-server did not start"
+            time.sleep(0.02)
+
+    def say(self, *words: str) -> bytes:
+        """The first word of what it answers; b"": nothing."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+                lines = [("AUTH", self.password)] if self.password and words[0] != "PING" else []
+                connection.sendall(b"".join(" ".join(line).encode() + b"\r\n" for line in [*lines, words, ("QUIT",)]))
+                answers = connection.makefile("rb").readlines()
+                return bytes(answers[len(lines)].split()[0]) if len(answers) > len(lines) else b""
+        except OSError:
+            return b""
+
+    def flush(self) -> None:
+        assert self.say("FLUSHALL") == b"+OK"
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RedisServer]]:
+    """``redis_servers(*options, password="")`` starts one; all are killed at the end."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
+    pytest.importorskip("redis", reason="the package redis is not installed (pip install rl-coserve[redis])")
+    started: list[RedisServer] = []
+
+    def start(*options: str, password: str = "") -> RedisServer:
+        started.append(RedisServer(tmp_path_factory.mktemp("redis"), *options, password=password))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def redis_server(redis_servers: Callable[..., RedisServer]) -> RedisServer:
+    """One that all tests share: ``flush`` it first."""
+    return redis_servers()

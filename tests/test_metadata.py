@@ -11,13 +11,18 @@ import pytest
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
 from orchestrator.transfer import MemoryMetadata, RelayEndpoint, RelayError, SqliteMetadata, open_metadata
+from orchestrator.transfer.redis import RedisMetadata
 
 Open = Callable[[], MetadataStore]
 
 
-@pytest.fixture(params=["sqlite", "memory"])
+@pytest.fixture(params=["sqlite", "memory", "redis"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens handles of one store."""
+    if request.param == "redis":
+        server = request.getfixturevalue("redis_server")
+        server.flush()
+        return lambda: RedisMetadata(server.url)
     if request.param == "sqlite":
         return lambda: SqliteMetadata(tmp_path / "metadata.sqlite")
     keep = MemoryMetadata.shared(str(tmp_path))
@@ -67,13 +72,23 @@ def test_sqlite_keeps_values_across_a_restart(tmp_path: Path) -> None:
     assert SqliteMetadata(path).get("k") == (b"\x00binary\xff", 1)
 
 
-def test_four_processes_lose_no_update(tmp_path: Path) -> None:
-    path, rounds, writers = tmp_path / "m.sqlite", 50, 4
-    SqliteMetadata(path).close()
+def opened(where: str) -> MetadataStore:
+    return open_metadata(RelayEndpoint("job", "memory", metadata=where))
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_four_processes_lose_no_update(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    rounds, writers = 50 if kind == "sqlite" else 25, 4
+    path = str(tmp_path / "m.sqlite")
+    if kind == "redis":
+        server = request.getfixturevalue("redis_server")
+        server.flush()
+        path = server.url
+    first = opened(path)
     child = """
 import sys, time
-from orchestrator.transfer.sqlite import SqliteMetadata
-store, lost = SqliteMetadata(sys.argv[1]), 0
+from orchestrator.transfer import RelayEndpoint, open_metadata
+store, lost = open_metadata(RelayEndpoint("job", "memory", metadata=sys.argv[1])), 0
 print("ready", flush=True)
 sys.stdin.read()  # all start together
 for _ in range(int(sys.argv[2])):
@@ -87,7 +102,7 @@ print(lost)
 """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", child, str(path), str(rounds)],
+            [sys.executable, "-c", child, path, str(rounds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -105,7 +120,7 @@ print(lost)
         assert process.stdout is not None
         lost += int(process.stdout.read())
         assert process.wait(timeout=60) == 0
-    assert SqliteMetadata(path).get("n") == (str(rounds * writers).encode(), rounds * writers)
+    assert first.get("n") == (str(rounds * writers).encode(), rounds * writers)
     assert lost > 0  # they did meet: the test tested something
 
 

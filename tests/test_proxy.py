@@ -16,6 +16,7 @@ from orchestrator.api import (
     WorkerStats,
 )
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.policies.routing import Seat, TurnRouter
 from orchestrator.proxy import LLMProxy
 
 
@@ -130,13 +131,15 @@ def play(
     scenario: Callable[[LLMProxy, list[BaseException]], Awaitable[None]],
     stall: float = 5.0,
     restarts: int = 2,
+    router: TurnRouter | None = None,
 ) -> MemorySink:
     sink = MemorySink()
 
     async def run() -> None:
         fatal: list[BaseException] = []
         events = EventLog(sink, asyncio.get_running_loop().time)
-        proxy = LLMProxy(list(workers), events, stall_timeout=stall, restarts=restarts, on_fatal=fatal.append)
+        limits = {"stall_timeout": stall, "restarts": restarts}
+        proxy = LLMProxy(list(workers), events, **limits, router=router, on_fatal=fatal.append)  # type: ignore[arg-type]
         proxy.start()
         try:
             async with asyncio.timeout(10):
@@ -344,3 +347,86 @@ def test_later_turns_go_where_the_prefix_is(turns: int) -> None:
     for worker in (first, second):
         assert len({name.split("/")[0] for name in worker.added}) == 1
         assert len(worker.added) == turns
+
+
+def test_no_worker_gets_more_than_its_cap_and_what_waits_goes_in_order() -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        asked = [asyncio.ensure_future(proxy.generate(request(f"r{n}", f"t{n}"))) for n in range(6)]
+        await asyncio.sleep(0.02)
+        assert worker.added == ["r0", "r1"]
+        worker.answer("r1")
+        await asked[1]
+        asked[0].cancel()  # its slot is free as well
+        asked[3].cancel()  # and this one needs none any more
+        await asyncio.sleep(0.02)
+        assert worker.added == ["r0", "r1", "r2", "r4"]
+        assert worker.aborted == ["r0"]
+        for name in ("r2", "r4"):
+            worker.answer(name)
+        await asyncio.sleep(0.02)
+        worker.answer("r5")
+        assert [done.request_id for done in await asyncio.gather(asked[2], asked[4], asked[5])] == ["r2", "r4", "r5"]
+        assert proxy.in_flight == 0
+
+    play([worker], scenario, router=TurnRouter([Seat(cap=2)]))
+
+
+def test_what_a_dead_worker_had_goes_before_what_waited_all_along() -> None:
+    first, second = ScriptedWorker("a", auto=False), ScriptedWorker("b", auto=False)
+    first.fail_restarts = 99
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        asked = [asyncio.ensure_future(proxy.generate(request(f"r{n}", f"t{n}"))) for n in range(3)]
+        await asyncio.sleep(0.02)
+        assert (first.added, second.added) == (["r0"], ["r1"])
+        first.die()
+        await asyncio.sleep(0.02)
+        for name in ("r1", "r0", "r2"):
+            second.answer(name)
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*asked)
+
+    play([first, second], scenario, router=TurnRouter([Seat(cap=1), Seat(cap=1)]))
+    assert second.added == ["r1", "r0", "r2"]
+
+
+def test_while_suspended_a_free_slot_stays_free() -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        asked = [asyncio.ensure_future(proxy.generate(request(f"r{n}", f"t{n}"))) for n in range(2)]
+        await asyncio.sleep(0.02)
+        await proxy.suspend()
+        worker.answer("r0")
+        await asked[0]
+        await asyncio.sleep(0.02)
+        assert worker.added == ["r0"]
+        await proxy.resume()
+        await asyncio.sleep(0.02)
+        worker.answer("r1")
+        await asked[1]
+
+    play([worker], scenario, router=TurnRouter([Seat(cap=1)]))
+
+
+def test_when_the_last_worker_for_a_task_is_gone_the_run_ends_with_the_reason() -> None:
+    gone, other = ScriptedWorker("a", auto=False), ScriptedWorker("b")
+    gone.fail_restarts = 99
+    router = TurnRouter([Seat("H800"), Seat("H20")], affinity={"task": "H800", "default": "H20"}, fallback=False)
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.02)
+        gone.die()
+        await asyncio.sleep(0.05)
+        assert "no rollout worker is left for task task, which runs on class H800 only" in str(fatal.pop())
+        waiting.cancel()
+        with pytest.raises(RunError, match="H800"):
+            await proxy.generate(request("r2"))
+        elsewhere = GenerationRequest("r3", "t3", 0, (1,), Sampling(2), "maths")
+        assert (await proxy.generate(elsewhere)).finish_reason == "stop"
+        assert not fatal
+
+    play([gone, other], scenario, restarts=1, router=router)

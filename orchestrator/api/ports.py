@@ -86,6 +86,13 @@ class ManagedWorker(RolloutWorker, Protocol):
 
 
 @runtime_checkable
+class PlacedWorker(Protocol):
+    """A worker that knows which pool it was placed in."""
+
+    hardware: str  # the class of its pool ("H800", "H20", ...); "" where none was asked for
+
+
+@runtime_checkable
 class BorrowedWorker(ManagedWorker, Protocol):
     """A worker in a process that somebody else starts and ends: a server with users of its own.
 

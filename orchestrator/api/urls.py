@@ -1,8 +1,9 @@
-"""Where a bearer token may be sent: to this machine, over TLS, or (if somebody allows it) over a network in the clear."""
+"""Where a bearer token or a password may be sent: to this machine, over TLS, or (if somebody allows it) in the clear."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 
@@ -20,6 +21,36 @@ def mistake(url: str, allow_plain_http: bool) -> str:
     if parts.scheme == "http" and not allow_plain_http and not is_loopback(host):
         return "the token would travel unencrypted: use https, or allow_plain_http on a network that you trust"
     return ""
+
+
+def redis_mistake(url: str, allow_plain: bool) -> str:
+    """The same for the URL of a Redis server, which holds no password: configs are kept with the run."""
+    form = "write it as redis://[user@]host[:port][/database], or rediss:// for TLS"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"{error}; {form}"
+    if parts.scheme not in ("redis", "rediss") or not host or parts.query or parts.fragment:
+        return form
+    if parts.password is not None:
+        return (
+            "a password does not belong into a URL that is written to files: put it into a file, and the file's path into "
+            "relay.metadata_password_file"
+        )
+    if not re.fullmatch(r"(/\d{0,3})?", parts.path):
+        return f"the database is a number; {form}"
+    if parts.scheme == "redis" and not allow_plain and not is_loopback(host):
+        return (
+            "what is sent there would travel unencrypted: use rediss, or relay.metadata_allow_plain on a network that "
+            "you trust"
+        )
+    return ""
+
+
+def without_password(url: str) -> str:
+    """For messages."""
+    return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:***@", url)
 
 
 def is_loopback(host: str) -> bool:

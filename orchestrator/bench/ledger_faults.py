@@ -24,6 +24,7 @@ from unittest.mock import patch
 from orchestrator.api import Trajectory
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, parse_config
+from orchestrator.policies.routing import RULES
 from orchestrator.runfolder import describe_machine
 from orchestrator.sim.draws import stream
 from orchestrator.sim.run import SimResult, simulate
@@ -74,6 +75,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     size, groups = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
     extra = stream(seed, "shape", "streaming")  # its own draws, so that a seed keeps the rest of its shape
     weights = stream(seed, "shape", "weights")
+    route = stream(seed, "shape", "routing")
     return parse_config(
         {
             "run": {
@@ -97,6 +99,13 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "weights": weights.choice(("relay", "collective")),
                 "collective_timeout": 20.0,
                 "engine": {"max_num_seqs": rng.choice((2, 64))},
+                "routing": {
+                    "policy": route.choice(RULES),
+                    "cap": route.choice((0, 1, 4)),
+                    "imbalance": route.choice((0, 16)),
+                    "hardware": {"sim-0": "H800"},
+                    "affinity": route.choice(({}, {"default": "H800"})),
+                },
             },
             "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},

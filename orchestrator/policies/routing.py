@@ -1,37 +1,332 @@
-"""Turn routing: cache-affine first, then least loaded (ROSE 4.3, without the serving pool yet).
+"""Turn routing: which worker generates the next turn of a trajectory, and who waits (ROSE 4.3, RollArt 5.2).
 
-A later turn of a trajectory goes to the worker that holds its prefix, as long as that worker is alive and not more
-than ``imbalance`` requests above the least loaded one. Ties are broken by the worker's position, so that runs repeat.
+A turn goes, in this order: to the worker that served the trajectory's previous turn, which holds its prefix (unless that
+is ``imbalance`` requests busier than the least busy one of its pool); to the least busy dedicated worker of the hardware
+class that its task asks for, then of the other classes; to the least busy borrowed one, in the same order of classes; into
+the queue. The baselines differ in the choice inside a pool only, and ignore who holds the prefix.
+
+A slot that a queue waits for goes to the oldest turn whose prefix that worker holds, else to the oldest that may use it:
+first come, first served alone would scatter the turns of a full fleet over all workers and recompute nearly every prefix.
+A turn that was overtaken twice as often as there were turns before it is served next, whoever holds what.
+
+Guarantees: no worker gets more than its cap, or anything while it is closed; nothing starves while slots are freed; a turn
+that was taken back from a worker keeps its place; ties are broken by the worker's position, so that runs repeat. A decision
+costs the same with ten trajectories in flight and with ten thousand: the free workers of a pool are a bit mask a load, and
+of the waiting turns it looks at the oldest ones only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from orchestrator.api.errors import ConfigError, RunError
+
+CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN = "cache-affine", "least-loaded", "round-robin"
+RULES = (CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN)
+ANY = "any"  # the class of a worker of which nothing was said
+DEFAULT_TASK = "default"  # names the class for tasks without one of their own (RollArt, Listing 1)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What the router knows of a worker."""
+class Seat:
+    """A worker, as the router sees it. ``cap``: requests that it may have at a time, 0: any number. ``borrowed``: it is
+    used when no dedicated worker has room, if dedicated ones have caps; without caps it is one like the others."""
 
-    alive: bool
-    in_flight: int
+    hardware: str = ANY
+    cap: int = 0
+    borrowed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CacheAffineRouting:
-    """``imbalance``: requests that prefix affinity may cost before load wins."""
+def _lowest(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1
 
-    imbalance: int = 16
 
-    def choose(self, loads: Sequence[WorkerLoad], holder: int | None) -> int | None:
-        """Index of the worker for a turn, or None when no worker is alive."""
-        best: int | None = None
-        for index, load in enumerate(loads):
-            if load.alive and (best is None or load.in_flight < loads[best].in_flight):
-                best = index
-        if best is None:
+@dataclass(slots=True)
+class _Pool:
+    """The open workers with room of one class and tier, by load."""
+
+    levels: list[int] = field(default_factory=lambda: [0])  # load -> workers, as a bit mask
+    loads: int = 0  # the loads that some worker has, as a bit mask
+    free: int = 0  # all workers in it, as a bit mask
+    last: int = -1  # whose turn it was (round robin)
+
+    def add(self, worker: int, load: int) -> None:
+        while len(self.levels) <= load:
+            self.levels.append(0)
+        self.levels[load] |= 1 << worker
+        self.loads |= 1 << load
+        self.free |= 1 << worker
+
+    def drop(self, worker: int, load: int) -> None:
+        self.levels[load] &= ~(1 << worker)
+        if not self.levels[load]:
+            self.loads &= ~(1 << load)
+        self.free &= ~(1 << worker)
+
+    def least(self) -> int:
+        """The least busy worker. Only when there is one."""
+        return _lowest(self.levels[_lowest(self.loads)])
+
+    def following(self) -> int:
+        """The next one in turn. Only when there is one."""
+        after = self.free >> (self.last + 1) << (self.last + 1)
+        self.last = _lowest(after or self.free)
+        return self.last
+
+
+@dataclass(slots=True)
+class _Line:
+    """The turns that may use the same pools, in order of preference; the oldest first."""
+
+    pools: tuple[_Pool, ...]
+    classes: frozenset[str]
+    waiting: list[tuple[int, str]] = field(default_factory=list)  # a heap of (number, request)
+
+    def room(self) -> bool:
+        return any(pool.free for pool in self.pools)
+
+
+@dataclass(slots=True)
+class _Turn:
+    number: int  # order of asking
+    trajectory: str
+    line: _Line
+    due: int  # from this many grants on it is overtaken no more
+    worker: int = -1  # -1: it waits
+
+
+class TurnRouter:
+    """One object for a fleet: ``ask`` for each turn, then ``grant`` until it gives nothing, ``leave`` when it is done.
+
+    ``affinity``: task -> hardware class, with "default" for the others. ``fallback``: whether a turn may go to another class
+    while its own has no room. A class that no seat has is a ConfigError. ``patience``: grants to others that a waiting turn
+    may see, over twice the number of turns that waited when it asked, before prefixes count less than its age.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        rule: str = CACHE_AFFINE,
+        *,
+        imbalance: int = 16,
+        affinity: Mapping[str, str] | None = None,
+        fallback: bool = True,
+        patience: int = 64,
+    ) -> None:
+        if rule not in RULES:
+            raise ConfigError("rollout.routing.policy", rule, f"must be one of {', '.join(RULES)}")
+        self._seats = tuple(seats)
+        self._rule = rule
+        self._imbalance = imbalance
+        self._affinity = dict(affinity or {})
+        self._fallback = fallback
+        self._patience = patience
+        self._load = [0] * len(seats)
+        self._open = [False] * len(seats)
+        self._retired = [False] * len(seats)
+        self._lives = [0] * len(seats)  # counts the losses of what a worker has cached
+        self._holder: dict[str, tuple[int, int]] = {}  # trajectory -> (worker, its life)
+        self._turns: dict[str, _Turn] = {}
+        self._heirs: list[list[tuple[int, str]]] = [[] for _ in seats]  # worker -> heap of turns whose prefix it holds
+        self._numbers = 0
+        self._grants = 0
+        self._queued = 0
+        self._classes = list(dict.fromkeys(seat.hardware for seat in seats))
+        self._left = frozenset(self._classes)  # those with a worker that may still come back
+        capped = any(seat.cap and not seat.borrowed for seat in seats)
+        tiers = [capped and seat.borrowed for seat in seats]
+        self._pools = {(hardware, tier): _Pool() for hardware in self._classes for tier in (False, True)}
+        self._pool_of = [self._pools[seat.hardware, tier] for seat, tier in zip(seats, tiers, strict=True)]
+        self._lines: dict[tuple[str, ...], _Line] = {}
+        self._line_of: dict[str, _Line] = {}
+        for task in self._affinity:
+            self._line(task)
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def open(self, worker: int) -> None:
+        """It may be given turns. Idempotent."""
+        if not self._open[worker]:
+            self._open[worker] = True
+            self._list(worker)
+
+    def close(self, worker: int, *, cache_lost: bool = False) -> None:
+        """It gets none until it is opened again; those that it has stay. ``cache_lost``: it holds no prefix any more."""
+        if cache_lost:
+            self._lives[worker] += 1
+        if self._open[worker]:
+            self._unlist(worker)
+            self._open[worker] = False
+
+    def retire(self, worker: int) -> list[str]:
+        """It never comes back. Returns the waiting turns that no worker is left for; they have left the queue."""
+        self.close(worker, cache_lost=True)
+        self._retired[worker] = True
+        pairs = zip(self._seats, self._retired, strict=True)
+        self._left = frozenset(seat.hardware for seat, gone in pairs if not gone)
+        waiting = [(name, turn.line) for name, turn in self._turns.items() if turn.worker < 0]
+        stranded = [name for name, line in waiting if line.classes.isdisjoint(self._left)]
+        for name in stranded:
+            self.leave(name)
+        return stranded
+
+    def load(self, worker: int) -> int:
+        """Turns that it has."""
+        return self._load[worker]
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def ask(self, request: str, trajectory: str, task: str) -> None:
+        """A turn wants a worker. Raises RunError where no worker will ever serve its task."""
+        line = self._line(task)
+        if line.classes.isdisjoint(self._left):
+            raise self.nobody(task)
+        if request in self._turns:
+            raise ValueError(f"request {request} was asked for twice")
+        due = self._grants + 2 * self._queued + self._patience
+        turn = self._turns[request] = _Turn(self._numbers, trajectory, line, due)
+        self._numbers += 1
+        self._queue(request, turn)
+
+    def grant(self) -> tuple[str, int] | None:
+        """Give a waiting turn its worker: (request, worker); None: nobody can go."""
+        if not self._queued:
             return None
-        if holder is None or not loads[holder].alive:
-            return best
-        return holder if loads[holder].in_flight <= loads[best].in_flight + self.imbalance else best
+        chosen: _Line | None = None
+        for line in self._lines.values():
+            heap = line.waiting
+            while heap and not self._waits(heap[0]):  # it left meanwhile
+                heappop(heap)
+            if heap and (chosen is None or heap[0] < chosen.waiting[0]) and line.room():
+                chosen = line
+        if chosen is None:
+            return None
+        request = chosen.waiting[0][1]
+        worker = self._choose(self._turns[request])
+        if (heir := self._heir(worker, self._turns[request])) is not None:
+            request = heir
+        turn = self._turns[request]
+        turn.worker = worker  # its entries in the heaps are dropped when they come to the top
+        self._grants += 1
+        self._queued -= 1
+        self._move(worker, 1)
+        self._holder[turn.trajectory] = (worker, self._lives[worker])
+        return request, worker
+
+    def take_back(self, request: str) -> None:
+        """Its worker gave it up: it waits again, in its old place."""
+        turn = self._turns[request]
+        if turn.worker >= 0:
+            self._move(turn.worker, -1)
+            turn.worker = -1
+            self._queue(request, turn)
+
+    def leave(self, request: str) -> None:
+        """It ended, or nobody wants it any more. Unknown ones are ignored."""
+        turn = self._turns.pop(request, None)
+        if turn is None:
+            return
+        if turn.worker >= 0:
+            self._move(turn.worker, -1)
+        else:
+            self._queued -= 1
+
+    def forget(self, trajectory: str) -> None:
+        """The trajectory ended: who holds its prefix is of no use any more."""
+        self._holder.pop(trajectory, None)
+
+    @property
+    def queued(self) -> int:
+        """Turns that wait."""
+        return self._queued
+
+    # -- the choice --------------------------------------------------------------------------------------------------
+
+    def _choose(self, turn: _Turn) -> int:
+        if self._rule == CACHE_AFFINE:
+            worker, life = self._holder.get(turn.trajectory, (-1, 0))
+            if worker >= 0 and life == self._lives[worker]:
+                pool = self._pool_of[worker]
+                allowed = pool.free >> worker & 1 and self._seats[worker].hardware in turn.line.classes
+                if allowed and self._load[worker] <= _lowest(pool.loads) + self._imbalance:
+                    return worker
+        pool = next(pool for pool in turn.line.pools if pool.free)
+        return pool.following() if self._rule == ROUND_ROBIN else pool.least()
+
+    def _heir(self, worker: int, oldest: _Turn) -> str | None:
+        """The oldest waiting turn whose prefix this worker holds, if it may go before the oldest of all."""
+        scarce = self._seats[worker].cap and self._queued > 1 and self._grants < oldest.due
+        if self._rule != CACHE_AFFINE or not scarce or self._holds(worker, oldest):
+            return None
+        return self._first_heir(worker)
+
+    def _first_heir(self, worker: int) -> str | None:
+        heap = self._heirs[worker]
+        while heap:
+            turn = self._turns.get(heap[0][1])
+            if turn is not None and self._waits(heap[0]) and self._holds(worker, turn):
+                return heap[0][1] if self._seats[worker].hardware in turn.line.classes else None
+            heappop(heap)
+        return None
+
+    def _holds(self, worker: int, turn: _Turn) -> bool:
+        return self._holder.get(turn.trajectory) == (worker, self._lives[worker])
+
+    def _line(self, task: str) -> _Line:
+        """The queue of a task. Raises ConfigError for a class that was asked for and that nobody has."""
+        line = self._line_of.get(task)
+        if line is not None:
+            return line
+        first = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ""))
+        if first and first not in self._classes:
+            have = ", ".join(self._classes) or "none"
+            fix = f"no rollout worker is of that class (there are: {have}); name one of these, or add such a worker"
+            raise ConfigError(f"rollout.routing.affinity.{task}", first, fix)
+        usual = self._affinity.get(DEFAULT_TASK, "")
+        others = [usual, *self._classes] if self._fallback or not first else []
+        order = tuple(dict.fromkeys(name for name in (first, *others) if name))
+        line = self._lines.get(order)
+        if line is None:
+            pools = tuple(self._pools[name, tier] for tier in (False, True) for name in order)
+            line = self._lines[order] = _Line(pools, frozenset(order))
+        self._line_of[task] = line
+        return line
+
+    def nobody(self, task: str) -> RunError:
+        """The error when no worker is left that may serve a task."""
+        wanted = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ANY))
+        why = f"no rollout worker is left for task {task}, which runs on class {wanted}"
+        return RunError(why if self._fallback else f"{why} only (rollout.routing.fallback = false)")
+
+    # -- accounts ----------------------------------------------------------------------------------------------------
+
+    def _queue(self, request: str, turn: _Turn) -> None:
+        self._queued += 1
+        heappush(turn.line.waiting, (turn.number, request))
+        if self._rule == CACHE_AFFINE and (holder := self._holder.get(turn.trajectory)) is not None:
+            self._first_heir(holder[0])  # keeps the heap as short as the queue
+            heappush(self._heirs[holder[0]], (turn.number, request))
+
+    def _waits(self, entry: tuple[int, str]) -> bool:
+        turn = self._turns.get(entry[1])
+        return turn is not None and turn.worker < 0 and turn.number == entry[0]
+
+    def _move(self, worker: int, change: int) -> None:
+        self._unlist(worker)
+        self._load[worker] += change
+        self._list(worker)
+
+    def _list(self, worker: int) -> None:
+        cap = self._seats[worker].cap
+        if self._open[worker] and (not cap or self._load[worker] < cap):
+            self._pool_of[worker].add(worker, self._load[worker])
+
+    def _unlist(self, worker: int) -> None:
+        pool = self._pool_of[worker]
+        if pool.free >> worker & 1:
+            pool.drop(worker, self._load[worker])
+
+
+__all__ = ["ANY", "CACHE_AFFINE", "DEFAULT_TASK", "LEAST_LOADED", "ROUND_ROBIN", "RULES", "Seat", "TurnRouter"]

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 from pathlib import Path
 
-from orchestrator.api import ConfigError, Task
+from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
 from orchestrator.hooks import versions
 from orchestrator.runtime import served
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint, open_relay
+from orchestrator.transfer.redis import PASSWORD_FILE, RedisMetadata
 
 _ARCHITECTURES = ("Qwen3ForCausalLM",)
 
@@ -39,6 +41,7 @@ def check(config: Config, task: Task) -> None:
     _heldout(config)
     _relay(config)
     _port(config)
+    _metadata(config)
     served.check(config, task)
 
 
@@ -52,6 +55,23 @@ def _relay(config: Config) -> None:
     if config.relay.kind == "fsspec" and config.relay.master:
         endpoint = RelayEndpoint(job="preflight", kind="fsspec", master=config.relay.master)
         open_relay(endpoint).close()
+
+
+def _metadata(config: Config) -> None:
+    url, file = config.relay.metadata_url, config.relay.metadata_password_file
+    if not url:
+        if file:
+            fix = "is for a metadata store on a Redis server; give its relay.metadata_url, or leave this out"
+            raise ConfigError("relay.metadata_password_file", file, fix)
+        return
+    if file:
+        os.environ[PASSWORD_FILE] = str(Path(file).resolve())
+    try:
+        RedisMetadata(url).close()
+    except RetryableError as error:
+        raise ConfigError(
+            "relay.metadata_url", url, f"cannot be used: {error}; is a Redis server running there?"
+        ) from error
 
 
 def _port(config: Config) -> None:

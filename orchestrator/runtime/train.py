@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
@@ -35,6 +36,7 @@ from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer.redis import PASSWORD_FILE
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
@@ -46,6 +48,7 @@ def start_ray(config: Config) -> None:
     """Connect to Ray, or start it on this machine. Before the event loop: it blocks for seconds."""
     import ray
 
+    os.environ.update(_secrets(config))  # a local Ray passes its environment on
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the engines are the work; Ray would run them at 15
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -148,8 +151,9 @@ class _Assembly:
         self.display.stage("startup", "relay, reward host, model")
         reward = await self._start_reward()
         endpoint = await self._start_relay()
-        spread = bool(config.ray.address)
-        trainer = RayTrainer(TRAINER_CLASS, _environment(config.trainer.threads), _trainer_ranks(config), spread)
+        spread, secret = bool(config.ray.address), _secrets(config)
+        variables = _environment(config.trainer.threads) | secret
+        trainer = RayTrainer(TRAINER_CLASS, variables, _trainer_ranks(config), spread)
         trainer.start()
         self.stack.push_async_callback(trainer.close)
         model = await self._model(trainer)
@@ -158,7 +162,7 @@ class _Assembly:
                 f"vllm-{index}",
                 WORKER_CLASS,
                 _worker_arguments(config, model, endpoint, index),
-                _environment(config.rollout.engine.threads),
+                _environment(config.rollout.engine.threads) | secret,
             )
             for index in range(config.rollout.workers)
         ]
@@ -268,10 +272,11 @@ class _Assembly:
             self.children.append(("mooncake_master", master.alive))
             address = master.address
         return RelayEndpoint(
-            job=self.folder.path.name,
+            job=self.folder.job(shared=bool(settings.metadata_url)),
             kind=settings.kind,
             master=address,
-            metadata=str(self.folder.metadata.resolve()),  # servers have other working directories
+            metadata=settings.metadata_url
+            or str(self.folder.metadata.resolve()),  # servers have other working directories
             segment_bytes=settings.segment_mb << 20,
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,
@@ -345,6 +350,12 @@ def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> d
 def _environment(threads: int) -> dict[str, str]:
     """Set before the process starts: thread pools are sized when libraries load."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def _secrets(config: Config) -> dict[str, str]:
+    """Where processes find secrets: a path, never the secret, as Ray keeps what it is told."""
+    file = config.relay.metadata_password_file
+    return {PASSWORD_FILE: str(Path(file).resolve())} if file else {}
 
 
 async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list[RayWorker]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from orchestrator.api import ConfigError, MetadataStore, Relay
+from orchestrator.api import ConfigError, MetadataStore, Relay, urls
 from orchestrator.transfer.memory import MemoryMetadata, MemoryRelay
 
 MIB = 1 << 20
@@ -27,11 +27,12 @@ class RelayEndpoint:
 
     ``kind`` "mooncake": ``master`` is "host:port" of its mooncake_master. ``kind`` "fsspec": it is the URL of a folder or
     prefix (file:///mnt/shared/relay, s3://bucket/relay) that all processes reach. ``kind`` "memory": it is any name; all
-    endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, or
-    "memory" (same rule). ``host`` is the address that a process is reached at; empty: that of the interface which leads to the
-    master, on whatever machine the process is. ``segment_bytes`` is what a publisher lends
-    to the store, each of its ranks: room for ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers
-    lend nothing. ``snapshot_every``: versions travel as differences, with a full snapshot after so many; 0: always whole.
+    endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, the
+    URL of a Redis server (without a password: each process has that in its environment), or "memory" (same rule). ``host``
+    is the address that a process is reached at; empty: that of the interface which leads to the master, on whatever machine
+    the process is. ``segment_bytes`` is what a publisher lends to the store, each of its ranks: room for
+    ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing. ``snapshot_every``: versions
+    travel as differences, with a full snapshot after so many; 0: always whole.
     """
 
     job: str
@@ -61,7 +62,13 @@ class RelayEndpoint:
         if self.kind == "fsspec" and not _URL.fullmatch(self.master):
             raise ConfigError("relay.master", self.master, "write it as a URL, for instance file:///mnt/shared/relay")
         if not self.metadata:
-            raise ConfigError("relay.metadata", self.metadata, "give the path of a SQLite file, or 'memory'")
+            raise ConfigError(
+                "relay.metadata",
+                self.metadata,
+                "give the path of a SQLite file, the URL of a Redis server, or 'memory'",
+            )
+        if "://" in self.metadata and (mistake := urls.redis_mistake(self.metadata, allow_plain=True)):
+            raise ConfigError("relay.metadata", urls.without_password(self.metadata), mistake)
         if self.segment_bytes < 0:
             raise ConfigError("relay.segment_bytes", self.segment_bytes, "must be 0 (lend nothing) or more")
         if self.bucket_bytes < SMALLEST_BUCKET_BYTES:
@@ -104,9 +111,13 @@ def open_relay(endpoint: RelayEndpoint, *, segment_bytes: int = 0) -> Relay:
 
 
 def open_metadata(endpoint: RelayEndpoint) -> MetadataStore:
-    """Open the metadata store. Raises ConfigError when the file cannot be used."""
+    """Open the metadata store. Raises ConfigError when the file or server cannot be used, RelayError when it is away."""
     if endpoint.metadata == "memory":
         return MemoryMetadata.shared(endpoint.master)
+    if "://" in endpoint.metadata:
+        from orchestrator.transfer.redis import RedisMetadata  # lazily: only who uses it needs the client
+
+        return RedisMetadata(endpoint.metadata)
     from orchestrator.transfer.sqlite import SqliteMetadata
 
     return SqliteMetadata(endpoint.metadata)

@@ -21,7 +21,8 @@ class CorruptWeightsError(CoserveError):
 
 class RelayError(RetryableError):
     """The relay cannot serve now. ``reason``: relay_full, missing, exists, not_stored, leased, transfer, unreachable,
-    buffer, closed, setup, unknown; of the metadata store: metadata_busy, metadata_contention."""
+    buffer, closed, setup, unknown; of the metadata store: metadata_busy, metadata_contention,
+    metadata_unreachable."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

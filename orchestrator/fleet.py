@@ -1,0 +1,42 @@
+"""The rollout workers of a run as the router sees them: class of hardware, cap, dedicated or borrowed.
+
+Pure functions of the config and of what the workers say of themselves. Bad input is one ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.api import BorrowedWorker, ConfigError, PlacedWorker, RolloutWorker
+from orchestrator.config import RoutingSection
+from orchestrator.policies.routing import ANY, Seat, TurnRouter
+
+
+def router(settings: RoutingSection, workers: Sequence[RolloutWorker]) -> TurnRouter:
+    """The router of these workers. Two workers of one name, a class that nobody has: ConfigError."""
+    names = [worker.name for worker in workers]
+    placed = [worker.hardware if isinstance(worker, PlacedWorker) else "" for worker in workers]
+    borrowed = [isinstance(worker, BorrowedWorker) for worker in workers]
+    return plan(settings, names, placed, borrowed)
+
+
+def plan(settings: RoutingSection, names: Sequence[str], placed: Sequence[str], borrowed: Sequence[bool]) -> TurnRouter:
+    """The same before the workers are there. ``placed``: the class of each one's pool, "" where it has none."""
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError("rollout.workers", name, "two workers have this name; each needs one of its own")
+    for name in settings.hardware:
+        if name not in names:
+            fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
+            raise ConfigError("rollout.routing.hardware", name, fix)
+    seats = [
+        Seat(pool or settings.hardware.get(name, ANY), settings.served_cap if other else settings.cap, other)
+        for name, pool, other in zip(names, placed, borrowed, strict=True)
+    ]
+    return TurnRouter(
+        seats,
+        settings.policy,
+        imbalance=settings.imbalance,
+        affinity=settings.affinity,
+        fallback=settings.fallback,
+    )
