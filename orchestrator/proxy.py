@@ -134,9 +134,6 @@ class LLMProxy:
         lane.outbox.append(request)
         lane.wake.set()
 
-    def _fits(self, lane: Lane) -> bool:
-        return lane.version == self.version or not self._current_only
-
     def _requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
         pending.worker = None
@@ -483,7 +480,14 @@ class LLMProxy:
 
     def _seat(self, lane: Lane) -> None:
         """Tell the router whether it may be given requests."""
-        (self._router.open if lane.usable and self._fits(lane) else self._router.close)(lane.index)
+        if not lane.usable:
+            self._router.close(lane.index)
+        elif lane.version == self.version:
+            self._router.open(lane.index)
+        elif self._current_only:
+            self._router.close(lane.index)
+        else:  # a trajectory that has tokens of the new weights must not go on with old ones
+            self._router.keep(lane.index)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 

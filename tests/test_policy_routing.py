@@ -40,6 +40,23 @@ def test_a_later_turn_goes_to_who_holds_its_prefix_until_that_is_too_busy() -> N
     assert place(router, "b4", "b") == 0, "three more than the other: load decides"
 
 
+def test_a_worker_with_older_weights_goes_on_with_its_own_trajectories_and_gets_no_others() -> None:
+    router = opened([Seat(), Seat(cap=2)], imbalance=0)
+    assert [place(router, name, name) for name in "ab"] == [0, 1]
+    router.leave("b")
+    router.keep(1)
+    assert place(router, "c", "c") == 0, "a new one, though worker 0 has more"
+    assert place(router, "b1", "b") == 1
+    assert place(router, "a1", "a") == 0
+    router.leave("a1")
+    assert place(router, "b2", "b") == 1
+    assert place(router, "b3", "b") == 0, "no more than its cap: then with the others, and never back"
+    router.leave("b2")
+    assert place(router, "b4", "b") == 0
+    router.open(1)
+    assert place(router, "d", "d") == 1
+
+
 def test_a_prefix_is_forgotten_with_the_worker_that_held_it_and_with_the_trajectory() -> None:
     for forget in (lambda r: (r.close(1, cache_lost=True), r.open(1)), lambda r: r.forget("b")):
         router = opened([Seat(), Seat()])

@@ -125,6 +125,7 @@ class TurnRouter:
         self._patience = patience
         self._load = [0] * len(seats)
         self._open = [False] * len(seats)
+        self._keeps = [False] * len(seats)  # closed, but for the trajectories whose prefix it holds
         self._retired = [False] * len(seats)
         self._lives = [0] * len(seats)  # counts the losses of what a worker has cached
         self._holder: dict[str, tuple[int, int]] = {}  # trajectory -> (worker, its life)
@@ -148,17 +149,25 @@ class TurnRouter:
 
     def open(self, worker: int) -> None:
         """It may be given turns. Idempotent."""
+        self._keeps[worker] = False
         if not self._open[worker]:
             self._open[worker] = True
             self._list(worker)
 
     def close(self, worker: int, *, cache_lost: bool = False) -> None:
         """It gets none until it is opened again; those that it has stay. ``cache_lost``: it holds no prefix any more."""
+        self._keeps[worker] = False
         if cache_lost:
             self._lives[worker] += 1
         if self._open[worker]:
             self._unlist(worker)
             self._open[worker] = False
+
+    def keep(self, worker: int) -> None:
+        """It gets only turns of trajectories that it served last, and these (without ``imbalance``) first of all. For a worker
+        that still has older weights than others: no trajectory goes back to them. Under a baseline it gets nothing."""
+        self.close(worker)
+        self._keeps[worker] = True
 
     def retire(self, worker: int) -> list[str]:
         """It never comes back. Returns the waiting turns that no worker is left for; they have left the queue."""
@@ -248,6 +257,8 @@ class TurnRouter:
         if self._rule == CACHE_AFFINE:
             worker, life = self._holder.get(turn.trajectory, (-1, 0))
             if worker >= 0 and life == self._lives[worker]:
+                if self._keeps[worker] and not 0 < self._seats[worker].cap <= self._load[worker]:
+                    return worker
                 pool = self._pool_of[worker]
                 allowed = pool.free >> worker & 1 and self._seats[worker].hardware in turn.line.classes
                 if allowed and self._load[worker] <= _lowest(pool.loads) + self._imbalance:
