@@ -164,10 +164,8 @@ async def run_all(folder: Path) -> None:
             keep_versions=9,
         )
         order = {
-            "model": tiny_folder(
-                folder / "model", hidden_size=64, intermediate_size=96, head_dim=32, dtype="bfloat16",
-                vocabulary=[f"w{index}" for index in range(64)],
-            ),
+            # 24 words: vLLM pads them to 64, so the second rank of two has nothing but padding of the embedding.
+            "model": tiny_folder(folder / "model", hidden_size=64, intermediate_size=96, head_dim=32, dtype="bfloat16"),
             "settings": {
                 "learning_rate": 3e-4, "micro_batch_size": 4, "micro_batch_order": "arrival",
                 "tensor_parallel": 2, "pipeline_parallel": 2,
