@@ -227,6 +227,31 @@ def test_whatever_the_layouts_differences_end_in_the_published_bits(seed: int) -
     trainer.publisher.close()
 
 
+def test_the_operations_of_a_gpu_run_on_a_cpu_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: torch's gather and scatter, and its digest, on tensors of the host. No GPU takes part."""
+    prepare_process(1)
+    from vllm_rlplugin import cutting, digests, following, loaded, touched
+
+    monkeypatch.setattr(touched, "on_host", lambda memory: False)
+    for module in (following, loaded, cutting):
+        monkeypatch.setattr(module, "digest_for", lambda device: digests.mixsum)
+    monkeypatch.setattr(following, "digest_of_parts", lambda device: digests.mixsum_of_parts)
+    monkeypatch.setattr(following, "CHUNK_BYTES", 600)
+    trainer = Trainer("torch", 5)
+    rank = Rank(trainer.endpoint, 1, 2)
+    rank.update(0)
+    for version in (trainer.step(), trainer.step()):
+        assert rank.update(version).followed is not None
+        assert rank.holds(trainer.models[version])
+        assert not rank.loaded.mismatches()
+    before = rank.bits()
+    rank.loaded.load(staged := rank.take(trainer.step()))
+    assert rank.loaded.undo(staged) == []
+    assert rank.bits() == before
+    rank.fetcher.close()
+    trainer.publisher.close()
+
+
 def test_what_is_staged_is_as_large_as_the_change_and_no_copy_of_the_weights_stays(made: tuple[Trainer, Rank]) -> None:
     trainer, rank = made
     version = trainer.step(["q", "embed"])

@@ -121,7 +121,7 @@ class Touched:
         self._put(self._memory, self.index, self.old)
 
     def _put(self, memory: torch.Tensor, index: Index, values: Words) -> None:
-        if memory.device.type == "cpu":
+        if on_host(memory):
             memory.numpy().view(self._words)[index] = values  # several times as fast as torch's
         else:
             memory[self._tensor(index, np.int64)] = self._tensor(values)
@@ -131,7 +131,7 @@ class Touched:
         return found
 
     def _live(self, index: Index) -> Words:
-        if self._memory.device.type == "cpu":
+        if on_host(self._memory):
             memory: Words = self._memory.numpy().view(self._words)
             return memory[index]
         found: Words = self._memory[self._tensor(index, np.int64)].cpu().numpy().view(self._words)
@@ -143,3 +143,8 @@ class Touched:
         return torch.from_numpy(np.ascontiguousarray(plain)).to(
             self._memory.device, torch.int64 if dtype is np.int64 else None
         )
+
+
+def on_host(memory: torch.Tensor) -> bool:
+    """Whether NumPy reaches it."""
+    return bool(memory.device.type == "cpu")
