@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -393,6 +394,30 @@ def test_what_was_prepared_for_other_weights_is_prepared_again(made: tuple[Train
     rank.note(staged)
     assert not staged.follows(rank.base)
     assert staged.follows(old)
+    assert rank.holds(trainer.models[version])
+
+
+def test_nothing_reads_the_live_weights_once_the_fetch_was_settled(
+    made: tuple[Trainer, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rank = made
+    version = trainer.step()
+    gate, stock = threading.Event(), MemoryRelay.get_into
+
+    def get_into(relay: MemoryRelay, key: str, buffer: memoryview) -> int:
+        assert gate.wait(60)
+        return stock(relay, key, buffer)
+
+    monkeypatch.setattr(MemoryRelay, "get_into", get_into)
+    rank.fetcher.begin(version, rank.plan, rank.base)
+    threading.Timer(0.2, gate.set).start()
+    rank.fetcher.settle()
+    assert gate.is_set()
+    state = rank.fetcher.state()
+    assert (state["state"], "given up" in state["error"]) == ("failed", True)
+    rank.fetcher.begin(version, rank.plan, rank.base)
+    assert rank.update(version).followed is not None
+    rank.fetcher.settle()
     assert rank.holds(trainer.models[version])
 
 

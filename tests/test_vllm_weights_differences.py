@@ -169,7 +169,7 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
         return found
 
     async def scenario() -> None:
-        worker = EngineWorker(model=str(tmp_path / "m"), dtype="bfloat16", relay=endpoint.to_dict())
+        worker = EngineWorker(model=str(tmp_path / "m"), dtype="bfloat16", relay=endpoint.to_dict(), sleep_mode=True)
         await updated(worker, 0)
         old, sums = await answers(worker, "old"), await worker.checksums()
         monkeypatch.setattr(Following, "prove", tampered)
@@ -189,6 +189,14 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
             assert torch.equal(one.view(torch.int16), expected[name].view(torch.int16)), name
         assert await worker.checksums() != sums
         assert await answers(worker, "new") != old
+        publisher.publish_shards(2, shards(before, after), 1)
+        await worker.suspend()
+        await worker.release("dropped")  # whatever is in the memory now, no difference is applied to it
+        await worker.reclaim()
+        await worker.update(2)
+        await worker.resume()
+        assert report(worker)["touched"]["how"] == "whole"
+        assert await worker.checksums() == sums
         await worker.close()
 
     asyncio.run(scenario())
