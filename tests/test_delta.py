@@ -171,6 +171,40 @@ def test_a_reader_of_a_slice_gets_its_positions_only(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
+def test_a_reader_of_a_slice_gets_its_edits_whatever_the_encoding(backend: Backend) -> None:
+    random = np.random.default_rng(7)
+    old = random.integers(0, 1 << 32, 150_000, np.uint32)
+    near = np.where(random.random(old.size) < 0.1, old ^ 3, old)
+    words, moved = weights(8, 150_000), stepped(weights(8, 150_000), 0.05, 9)
+    made = [
+        (old, near, delta.encode(as_bytes(old), as_bytes(near), "float32", backend=backend)),
+        (words, moved, delta.encode(as_bytes(words), as_bytes(moved), "bfloat16", backend=backend)),
+        (words, moved, delta.encode(None, as_bytes(moved), "bfloat16", backend=backend)),
+        (old, old[::-1], delta.encode(as_bytes(old), as_bytes(old[::-1].copy()), "uint8", backend=backend)),
+    ]
+    made[3] = (made[3][0].view(np.uint8), as_bytes(old[::-1].copy()), made[3][2])
+    found = ("delta-xor", "delta-sparse", "dense-planes", "dense-raw")
+    assert tuple(change.encoding for _, _, change in made) == found
+    for before, after, change in made:
+        opened = delta.open_change(change.data)
+        for start, stop in (
+            (0, None),
+            (0, 0),
+            (65_536, 131_072),
+            (1_000, 1_001),
+            (70_001, 140_000),
+            (149_999, 900_000),
+        ):
+            mine = before.copy()
+            for edit in delta.edits(opened, start, stop, backend=backend):
+                assert edit.positions.size == edit.operand.size
+                mine[edit.positions] = edit.new(mine[edit.positions])
+            expected = before.copy()
+            expected[start:stop] = after[start:stop]
+            assert np.array_equal(mine, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
 def test_what_an_accelerator_gathered_gives_the_same_change(backend: Backend) -> None:
     old = weights(5, 50_000)
     new = stepped(old, 0.05, 6)

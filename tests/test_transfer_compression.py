@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError, ShardKey
-from orchestrator.transfer import CorruptWeightsError, Publisher, Resident, Subscriber, routing
+from orchestrator.transfer import CorruptWeightsError, Publisher, Resident, Subscriber, delta, routing
 from orchestrator.transfer.compression import DeltaCodec
 from orchestrator.transfer.routing import Region
 
@@ -96,3 +96,35 @@ def test_a_change_of_another_shard_or_encoding_is_refused_and_the_base_stays() -
     assert np.array_equal(base, old.view(np.uint8))
     with pytest.raises(ConfigError, match="threads"):
         DeltaCodec(threads=0)
+
+
+def test_a_change_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.transfer.delta import codec as work
+    from orchestrator.transfer.delta import format as wire
+
+    opened = []
+
+    def counted(data: np.ndarray) -> Any:
+        opened.append(data)
+        return stock(data)
+
+    stock, codec = wire.open_change, DeltaCodec()
+    old = np.arange(4000, dtype=np.uint16)
+    encoding, data = codec.encode(old.view(np.uint8), (old + (old % 100 == 0)).view(np.uint8), "bfloat16")
+    for module in (wire, delta):
+        monkeypatch.setattr(module, "open_change", counted)
+    assert work.wire is wire
+    codec.apply(encoding, data, old.copy().view(np.uint8))
+    assert len(opened) == 1
+    assert sum(edit.positions.size for edit in codec.edits(encoding, data, 4000, 2)) == 40
+    assert len(opened) == 2
+    for elements, width in ((4001, 2), (2000, 4)):
+        with pytest.raises(CorruptWeightsError, match="layout"):
+            next(codec.edits(encoding, data, elements, width))
+    with pytest.raises(CorruptWeightsError, match="encoding"):
+        next(codec.edits("dense-raw", data, 4000, 2))
+    raw = old.view(np.uint8)
+    edits = list(codec.edits("raw", raw, 4000, 2, 10, 20))
+    assert [edit.new(np.zeros(10, np.uint16)).tolist() for edit in edits] == [list(range(10, 20))]
+    with pytest.raises(CorruptWeightsError, match="layout"):
+        next(codec.edits("raw", raw, 4001, 2))

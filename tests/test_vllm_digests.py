@@ -8,7 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_rlplugin.digests import digest_for, mixsum, xxh3  # noqa: E402  (torch first)
+from vllm_rlplugin.digests import (  # noqa: E402  (torch first)
+    digest_for,
+    digest_of_parts,
+    mixsum,
+    mixsum_of_parts,
+    xxh3,
+    xxh3_of_parts,
+)
 
 KINDS = pytest.mark.parametrize("digest", [xxh3, mixsum])
 DEVICES = [
@@ -76,6 +83,19 @@ def test_a_long_tensor_in_parts_is_one_sum(monkeypatch: pytest.MonkeyPatch) -> N
     whole = mixsum(tensor)
     monkeypatch.setattr("vllm_rlplugin.digests._CHUNK_WORDS", 37)
     assert mixsum(tensor) == whole
+
+
+def test_a_tensor_that_comes_in_parts_has_the_digest_of_the_whole() -> None:
+    tensor = values(1003, torch.bfloat16)
+    for size in (8, 400, 2000):
+        parts = list(tensor.split(size))
+        assert xxh3_of_parts(iter(parts)) == xxh3(tensor)
+        assert mixsum_of_parts(iter(parts)) == mixsum(tensor)
+    with pytest.raises(ValueError, match="middle of a word"):
+        mixsum_of_parts(tensor.split(3))
+    assert mixsum_of_parts(()) == mixsum(tensor[:0])
+    cpu = torch.device("cpu")
+    assert digest_of_parts(cpu)(tensor.split(8)) == digest_for(cpu)(tensor)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -227,6 +228,31 @@ def test_whatever_the_layouts_differences_end_in_the_published_bits(seed: int) -
     trainer.publisher.close()
 
 
+def test_the_operations_of_a_gpu_run_on_a_cpu_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: torch's gather and scatter, and its digest, on tensors of the host. No GPU takes part."""
+    prepare_process(1)
+    from vllm_rlplugin import cutting, digests, following, loaded, touched
+
+    monkeypatch.setattr(touched, "on_host", lambda memory: False)
+    for module in (following, loaded, cutting):
+        monkeypatch.setattr(module, "digest_for", lambda device: digests.mixsum)
+    monkeypatch.setattr(following, "digest_of_parts", lambda device: digests.mixsum_of_parts)
+    monkeypatch.setattr(following, "CHUNK_BYTES", 600)
+    trainer = Trainer("torch", 5)
+    rank = Rank(trainer.endpoint, 1, 2)
+    rank.update(0)
+    for version in (trainer.step(), trainer.step()):
+        assert rank.update(version).followed is not None
+        assert rank.holds(trainer.models[version])
+        assert not rank.loaded.mismatches()
+    before = rank.bits()
+    rank.loaded.load(staged := rank.take(trainer.step()))
+    assert rank.loaded.undo(staged) == []
+    assert rank.bits() == before
+    rank.fetcher.close()
+    trainer.publisher.close()
+
+
 def test_what_is_staged_is_as_large_as_the_change_and_no_copy_of_the_weights_stays(made: tuple[Trainer, Rank]) -> None:
     trainer, rank = made
     version = trainer.step(["q", "embed"])
@@ -368,6 +394,30 @@ def test_what_was_prepared_for_other_weights_is_prepared_again(made: tuple[Train
     rank.note(staged)
     assert not staged.follows(rank.base)
     assert staged.follows(old)
+    assert rank.holds(trainer.models[version])
+
+
+def test_nothing_reads_the_live_weights_once_the_fetch_was_settled(
+    made: tuple[Trainer, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rank = made
+    version = trainer.step()
+    gate, stock = threading.Event(), MemoryRelay.get_into
+
+    def get_into(relay: MemoryRelay, key: str, buffer: memoryview) -> int:
+        assert gate.wait(60)
+        return stock(relay, key, buffer)
+
+    monkeypatch.setattr(MemoryRelay, "get_into", get_into)
+    rank.fetcher.begin(version, rank.plan, rank.base)
+    threading.Timer(0.2, gate.set).start()
+    rank.fetcher.settle()
+    assert gate.is_set()
+    state = rank.fetcher.state()
+    assert (state["state"], "given up" in state["error"]) == ("failed", True)
+    rank.fetcher.begin(version, rank.plan, rank.base)
+    assert rank.update(version).followed is not None
+    rank.fetcher.settle()
     assert rank.holds(trainer.models[version])
 
 

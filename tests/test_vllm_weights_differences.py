@@ -57,6 +57,15 @@ async def updated(worker: EngineWorker, version: int) -> int:
         await worker.resume()
 
 
+def report(worker: EngineWorker) -> dict[str, Any]:
+    (found,) = worker._engine.report()
+    return found
+
+
+def parameters(worker: Any) -> Weights:
+    return dict(worker.model_runner.model.named_parameters())
+
+
 async def answers(worker: EngineWorker, label: str) -> list[Any]:
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(5, 60))] for _ in range(6)]
@@ -89,7 +98,11 @@ def test_an_engine_that_follows_differences_equals_a_fresh_one_bit_for_bit(tmp_p
         assert await updated(worker, 0) == size
         for version in (1, 2):
             assert publish(version) < size / 10
+        assert report(worker)["touched"]["how"] == "whole"
         assert 0 < await updated(worker, 2) < size / 10  # two versions at once
+        elements = sum(int((versions[2][name] != tensor).sum()) for name, tensor in versions[0].items())
+        counts = {"tensors": len(versions[0]), "elements": elements, "staged_bytes": 8 * elements}
+        assert report(worker)["touched"] == {"how": "differences", **counts}
         sums = await worker.checksums()
         publish(3)
         bucket = next(key for key in relay.keys() if "/3/delta-2/0" in key)  # noqa: SIM118
@@ -109,6 +122,82 @@ def test_an_engine_that_follows_differences_equals_a_fresh_one_bit_for_bit(tmp_p
         await fresh.close()
         assert sums == expected_sums
         assert found == expected
+
+    asyncio.run(scenario())
+    publisher.close()
+
+
+def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_the_model_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same difference through vLLM's own ``load_checkpoint_weight_patches``, in the same model."""
+    import torch
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch,
+        load_checkpoint_weight_patches,
+    )
+
+    from vllm_rlplugin.following import Followed, Following
+
+    before = {
+        name: tensor.to(torch.bfloat16) for name, tensor in write_tiny_qwen3(tmp_path / "m", 1, tied=True).items()
+    }
+    after = stepped(before, 3)
+    endpoint = RelayEndpoint(job="o", kind="memory", master="oracle", bucket_bytes=32 << 10, snapshot_every=9)
+    publisher = Publisher(endpoint, codec=DeltaCodec())
+    publisher.publish_shards(0, shards(before, None), FULL)
+    publisher.publish_shards(1, shards(after, before), 0)
+    prove = Following.prove
+
+    def tampered(self: Following) -> Followed:
+        found = prove(self)
+        found.touched[-1].new[0] ^= 1  # the memory of what was staged goes bad
+        return found
+
+    def by_vllm(worker: Any) -> Weights:
+        model, kept = worker.model_runner.model, {name: one.clone() for name, one in parameters(worker).items()}
+        patches = []
+        for name, tensor in after.items():
+            where = (tensor.view(torch.int16) != before[name].view(torch.int16)).flatten().nonzero().flatten()
+            patches.append(
+                CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.flatten()[where], where)
+            )
+        load_checkpoint_weight_patches(model, patches)
+        found = {name: one.clone() for name, one in parameters(worker).items()}
+        for name, one in parameters(worker).items():
+            one.data.copy_(kept[name])
+        return found
+
+    async def scenario() -> None:
+        worker = EngineWorker(model=str(tmp_path / "m"), dtype="bfloat16", relay=endpoint.to_dict(), sleep_mode=True)
+        await updated(worker, 0)
+        old, sums = await answers(worker, "old"), await worker.checksums()
+        monkeypatch.setattr(Following, "prove", tampered)
+        with pytest.raises(RetryableError, match="the weights of before are back"):
+            await updated(worker, 1)
+        monkeypatch.undo()
+        assert (await worker.stats()).version == 0
+        assert await worker.checksums() == sums
+        assert await answers(worker, "still") == old
+        (expected,) = worker._engine._rpc(by_vllm)
+        assert await worker.checksums() == sums
+        await updated(worker, 1)
+        assert report(worker)["touched"]["how"] == "differences"
+        (found,) = worker._engine._rpc(parameters)
+        assert found.keys() == expected.keys()
+        for name, one in found.items():
+            assert torch.equal(one.view(torch.int16), expected[name].view(torch.int16)), name
+        assert await worker.checksums() != sums
+        assert await answers(worker, "new") != old
+        publisher.publish_shards(2, shards(before, after), 1)
+        await worker.suspend()
+        await worker.release("dropped")  # whatever is in the memory now, no difference is applied to it
+        await worker.reclaim()
+        await worker.update(2)
+        await worker.resume()
+        assert report(worker)["touched"]["how"] == "whole"
+        assert await worker.checksums() == sums
+        await worker.close()
 
     asyncio.run(scenario())
     publisher.close()

@@ -48,11 +48,11 @@ class WorkerExtension:
 
         return weights.verify(self)
 
-    def rl_forget_weights(self) -> None:
-        """The live weights will be discarded: the next version is taken whole."""
+    def rl_leave_weights(self, dropped: bool) -> None:
+        """Before the memory of the live weights is lent: nothing reads them afterwards. ``dropped``: without what is in it."""
         from vllm_rlplugin import weights
 
-        weights.forget(self)
+        weights.leave(self, dropped=dropped)
 
     def rl_give_back_kv(self) -> int:
         """On CPU: return the memory of the KV cache to the system. Bytes that were in memory and are not now."""

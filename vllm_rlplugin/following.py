@@ -31,7 +31,7 @@ from vllm_rlplugin.digests import digest_for, digest_of_parts, xxh3
 from vllm_rlplugin.mapping import Fill, Layout, Slice
 from vllm_rlplugin.mapping import Mapping as ModelMapping
 from vllm_rlplugin.places import Place, Places, together
-from vllm_rlplugin.touched import Touched
+from vllm_rlplugin.touched import Scratch, Touched
 
 CHUNK_BYTES = 16 << 20  # of a slice at a time, while its digest is made
 
@@ -107,9 +107,11 @@ class Following:
         self._check = check
         self._digest = digest_for(device)
         self._parts = digest_of_parts(device)
+        self._scratch = Scratch(device)
         self._touched: dict[Slice, Touched] = {}
         self._changed: dict[str, list[Place]] = {}  # by the label of a shard that came
         self._expected: dict[str, int] = {}  # its published digest, of the last version that it came with
+        self._proofs: dict[Slice, list[Proof]] = {}  # of the shards that came
         self._followed = Followed(base, [])
 
     def chain(self, subscriber: Subscriber, chain: Sequence[StoredManifest]) -> None:
@@ -157,10 +159,21 @@ class Following:
             self._compare_base(item)
         for item, touched in self._touched.items():
             if touched.index.size:
+                self._check()
                 followed.touched.append(touched)
-                if item not in followed.digests:
-                    followed.digests[item] = self._parts(touched.predicted(chunk) for chunk in _chunks(item.target))
+                self._expect(item, touched)
         return followed
+
+    def _expect(self, item: Slice, touched: Touched) -> None:
+        """What the update must find in a slice: its shards where each of them lies in one piece, else all of it at once."""
+        followed = self._followed
+        if item not in followed.digests:
+            chunks = (touched.predicted(chunk, self._scratch) for chunk in _chunks(item.target))
+            followed.digests[item] = self._parts(chunks)
+        proofs = self._proofs.get(item, [])
+        if not proofs or any(not proof.view.is_contiguous() for proof in proofs):
+            proofs = [Proof(item, item.target, followed.digests[item])]
+        followed.proofs += proofs
 
     def _take(self, manifest: StoredManifest, number: int, stored: Bytes, places: list[Place]) -> None:
         """Where a stored shard changes what, from what is there now."""
@@ -193,29 +206,29 @@ class Following:
         touched = self._of(item)
         touched.replace(made)
         if touched.index.size:
-            digest = self._digest(made.to(self._device))
-            self._followed.digests[item] = digest
-            self._followed.proofs.append(Proof(item, item.target, digest))
+            self._followed.digests[item] = self._digest(made.to(self._device))
 
     def _prove(self, name: str, places: list[Place]) -> bool:
         """Whether this rank has all of a shard; then it is proved, with a copy of it that is dropped at once."""
         whole = together(places)
         if len(whole) > 1:
-            made = _assembled(whole, [self._predicted(place) for place in whole])
-            self._compare_digest(name, xxh3(made))
+            assembled = torch.empty(extent(box_of(whole[0].key)), dtype=whole[0].view.dtype, device=self._device)
+            for place in whole:
+                assembled[tuple(slice(*bounds) for bounds in place.source)] = self._predicted(place)
+            self._compare_digest(name, xxh3(assembled))
         for place in places:
             made = self._predicted(place)
             found = xxh3(made)
             if place.whole:
                 self._compare_digest(name, found)
-            digest = found if self._device.type == "cpu" else self._digest(made)
-            self._followed.proofs.append(Proof(place.slice, place.view, digest))
+            digest = found if self._digest is xxh3 else self._digest(made)
+            self._proofs.setdefault(place.slice, []).append(Proof(place.slice, place.view, digest))
             if _same(place.view, place.slice.target):
                 self._followed.digests[place.slice] = digest
         return bool(whole)
 
     def _predicted(self, place: Place) -> torch.Tensor:
-        return self._of(place.slice).predicted(place.view)
+        return self._of(place.slice).predicted(place.view, self._scratch)
 
     def _compare_digest(self, name: str, found: int) -> None:
         expected = self._expected[name]
@@ -240,14 +253,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.numel(), one.storage_offset()) == (other.numel(), other.storage_offset()) and (
         (one.size(), one.stride()) == (other.size(), other.stride()) or (one.is_contiguous() and other.is_contiguous())
     )
-
-
-def _assembled(places: Sequence[Place], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A shard from its parts."""
-    made = torch.empty(extent(box_of(places[0].key)), dtype=parts[0].dtype, device=parts[0].device)
-    for place, part in zip(places, parts, strict=True):
-        made[tuple(slice(*bounds) for bounds in place.source)] = part
-    return made
 
 
 def _chunks(target: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
 """Gives the engine's device memory to somebody else for a while: KV, and on CUDA the weights (RollPacker 4.4).
 
 Guarantees: no KV that was computed before a release is ever read again: the prefix cache is reset and requests in flight
-are preempted (tokens kept) before any memory goes. A release says by which means it gave back how many bytes, measured.
+are preempted (tokens kept) before any memory goes. Nothing reads the weights while they are away. A release says by which
+means it gave back how many bytes, measured.
 
 On CUDA it is stock vLLM's sleep mode: ``kv`` discards the KV cache, ``weights`` is sleep level 1, ``dropped`` level 2. A CPU
 build of vLLM has no sleep mode (its worker ignores the call, with a warning): there the pages of the KV cache are given
@@ -55,8 +56,8 @@ class Releaser:
             raise CommandError("released", "its weights sleep on the host; reclaim before they are dropped")
         preempted = len(self._core.scheduler.running)
         self._core._reset_caches()
-        if level == "dropped":
-            self._rpc("rl_forget_weights")  # no difference can be applied to what is no longer there
+        if level in _SLEEP_LEVEL:  # a fetch may be reading them; and to what was dropped no difference can be applied
+            self._rpc("rl_leave_weights", args=(level == "dropped",))
         freed, how = self._pages() if self._on_cpu else self._sleep(level)
         before = self._result
         self._result = ReleaseResult(level, before.bytes + freed, before.preempted + preempted, 0.0, how)

@@ -213,6 +213,11 @@ class Fetcher:
 
         self._submit(hold)
 
+    def settle(self) -> None:
+        """Give up what is being fetched and wait until nothing reads the live weights; what is ready stays."""
+        self._cancel.set()
+        self._submit(lambda: None).result()
+
     def close(self) -> None:
         """Idempotent. A transfer in flight is waited for, for a limited time."""
         self._cancel.set()
@@ -371,7 +376,9 @@ class _Staging:
     def check(self) -> None:
         """Raises RetryableError when it is not wanted any more."""
         if self._cancel.is_set():
-            raise RetryableError(f"the fetch of weight version {self.version} was replaced by another")
+            raise RetryableError(
+                f"the fetch of weight version {self.version} was replaced by another, or given up for a release"
+            )
 
     def from_snapshot(self, subscriber: Subscriber, manifest: StoredManifest) -> Staged:
         """Nothing is kept but what the update needs."""

@@ -60,6 +60,7 @@ _SAFETENSORS: dict[str, torch.dtype] = {
 }
 
 _logger = logging.getLogger(__name__)
+_progress = logging.getLogger("vllm.rl_coserve")  # where people look
 
 
 @dataclass
@@ -196,9 +197,13 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
                 self._loaded = Mapped(mapping, self.device)
         return self._loaded
 
-    def forget(self) -> None:
-        """The live weights are, or will be, others than those that were loaded: the next version is taken whole."""
-        self._live = None
+    def leave(self, *, dropped: bool) -> None:
+        """The live weights go away for a while: nothing reads them when this returns. ``dropped``: they will not come back,
+        so the next version is taken whole."""
+        if self._fetcher is not None:
+            self._fetcher.settle()
+        if dropped:
+            self._live = None
 
     def prepare(self, version: int) -> None:
         """Begin to fetch; returns at once. Failures are told by :meth:`prepared`."""
@@ -253,6 +258,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
                 "elements": elements,
                 "staged_bytes": staged.staged_bytes,
             }
+        _progress.info("rank %d: weight version %d: %s", self.ranks.number, staged.version, self.touched)
         if self._fetcher is not None:
             self._fetcher.loaded(staged.version)
 
@@ -465,11 +471,11 @@ def verify(worker: Any) -> dict[str, Any]:
     }
 
 
-def forget(worker: Any) -> None:
-    """The live weights will be discarded or written by somebody else: the next version is taken whole."""
+def leave(worker: Any, *, dropped: bool) -> None:
+    """Before the memory of the live weights is lent. ``dropped``: without what is in it."""
     engine = _engine(worker)
     if engine is not None:
-        engine.forget()
+        engine.leave(dropped=dropped)
 
 
 _NOT_CONNECTED = "the weight-transfer engine was not initialised with a relay endpoint"
