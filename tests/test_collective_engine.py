@@ -1,0 +1,416 @@
+"""Two real vLLM engines take versions straight from a real Megatron trainer, while the same versions go out on a relay.
+
+The engines are processes of their own; the trainer, the relay (a folder) and the orchestrator's side of it are here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_rlplugin.trainer import MegatronTrainer  # noqa: E402
+from megatron_rlplugin.trainer_probe import make_batch, tiny_folder  # noqa: E402
+from orchestrator.api import (  # noqa: E402
+    CollectiveTrainer,
+    CollectiveWorker,
+    Completion,
+    GenerationRequest,
+    Meeting,
+    PublishResult,
+    RetryableError,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.delivery import Delivery  # noqa: E402
+from orchestrator.events import EventLog  # noqa: E402
+from orchestrator.proxy import LLMProxy  # noqa: E402
+from orchestrator.transfer import RelayEndpoint  # noqa: E402
+from orchestrator.transfer.filesystem import FsspecRelay  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
+
+# One engine: reads a line of JSON for each call, answers with a line.
+ENGINE = """
+import asyncio, json, os, signal, sys
+from vllm_rlplugin.engine import prepare_process
+prepare_process(1)
+from vllm_rlplugin import staging
+from vllm_rlplugin.worker import EngineWorker
+from orchestrator.api import CommandError, GenerationRequest, Meeting, RetryableError, Sampling
+
+lines = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+order = json.loads(sys.argv[1])
+stock = staging._Staging._add
+dying = []
+
+def add(self, region, data):
+    if dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    stock(self, region, data)
+
+staging._Staging._add = add
+
+async def main():
+    worker = EngineWorker(**order)
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+
+    async def call(number, method, arguments):
+        try:
+            if method == "die":
+                dying.append(True)
+                result = None
+            elif method == "add":
+                result = await worker.add(
+                    [GenerationRequest(r[0], r[0], 0, tuple(r[1]), Sampling(r[2], 0.0), "g") for r in arguments]
+                )
+            elif method == "completions":
+                result = [[c.request_id, list(c.token_ids), list(c.logprobs), [list(v) for v in c.versions]]
+                          for c in await worker.completions()]
+            elif method == "receive":
+                version, meetings, place, limit = arguments
+                result = await worker.receive(version, [Meeting(*m) for m in meetings], place, limit)
+            elif method == "update":
+                done = await worker.update(*arguments)
+                result = [done.version, done.bytes, done.seconds, done.preempted]
+            elif method == "version":
+                result = (await worker.stats()).version
+            else:
+                result = await getattr(worker, method)(*arguments)
+            answer = ["ok", result]
+        except CommandError as error:
+            answer = ["command", [error.code, error.detail]]
+        except RetryableError as error:
+            answer = ["error", str(error)]
+        lines.write(json.dumps([number, *answer]) + "\\n")
+
+    lines.write(json.dumps([0, "ok", None]) + "\\n")
+    tasks = []
+    while line := await reader.readline():
+        tasks.append(asyncio.ensure_future(call(*json.loads(line))))
+
+asyncio.run(main())
+"""
+
+
+class Engine:
+    """A CollectiveWorker in a process; what a Ray actor is in a run."""
+
+    ranks = 1
+
+    def __init__(self, name: str, model: str, endpoint: RelayEndpoint, log: Path) -> None:
+        self.name = name
+        self._order = {"model": model, "name": name, "dtype": "float32", "kv_cache_mb": 16, "relay": endpoint.to_dict()}
+        self._order |= {"max_model_len": 64, "max_num_seqs": 8}
+        self._log = log
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._reader: asyncio.Task[None] | None = None
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def restart(self) -> None:
+        await self.close()
+        self._asked[0] = started = asyncio.get_running_loop().create_future()
+        with self._log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", ENGINE, json.dumps({**self._order, "max_model_len": 64})),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+                limit=1 << 24,
+            )
+        self._reader = asyncio.create_task(self._read(self.process))
+        await started
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            number, kind, result = json.loads(line)
+            future = self._asked.pop(number)
+            if not future.done():
+                future.set_result(result) if kind == "ok" else future.set_exception(RetryableError(f"{kind}: {result}"))
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(RetryableError(f"{self.name} died"))
+        self._asked.clear()
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        if self.process is None or self.process.stdin is None or self.process.returncode is not None:
+            raise RetryableError(f"{self.name} is not there")
+        self._number += 1
+        self._asked[self._number] = answer = asyncio.get_running_loop().create_future()
+        self.process.stdin.write((json.dumps([self._number, method, arguments]) + "\n").encode())
+        return await answer
+
+    async def add(self, requests: Any) -> None:
+        await self.ask("add", *([r.request_id, r.token_ids, r.sampling.max_tokens] for r in requests))
+
+    async def abort(self, request_ids: Any = (), *, trajectories: Any = (), groups: Any = ()) -> None:
+        await self.ask("abort", list(request_ids))
+
+    async def prioritize(self, priorities: Any) -> None:
+        await self.ask("prioritize", dict(priorities))
+
+    async def completions(self) -> list[Completion]:
+        return [
+            Completion(name, tuple(ids), tuple(logs), tuple((v, n) for v, n in spans), "length")
+            for name, ids, logs, spans in await self.ask("completions")
+        ]
+
+    async def suspend(self) -> None:
+        await self.ask("suspend")
+
+    async def prepare(self, version: int) -> None:
+        await self.ask("prepare", version)
+
+    async def receive(self, version: int, meetings: Any, place: int, limit: float) -> str:
+        told = [[m.name, m.backend, m.where, m.receivers] for m in meetings]
+        content: str = await self.ask("receive", version, told, place, limit)
+        return content
+
+    async def update(self, version: int) -> UpdateResult:
+        return UpdateResult(*await self.ask("update", version))
+
+    async def resume(self) -> None:
+        await self.ask("resume")
+
+    async def stats(self) -> WorkerStats:
+        return WorkerStats(0, 0, 0, 0, 0, 0.0, await self.ask("version"))
+
+    async def close(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+        if self._reader is not None:
+            await self._reader
+
+
+class ThreadTrainer:
+    """The trainer's port, with ``publish`` in a thread of its own: in a run it is another process that is busy then."""
+
+    def __init__(self, inner: MegatronTrainer) -> None:
+        self.inner = inner
+        for name in ("train_step", "feed", "save", "load", "close"):
+            setattr(self, name, getattr(inner, name))
+
+    async def publish(self) -> PublishResult:
+        return await asyncio.to_thread(lambda: asyncio.run(self.inner.publish()))
+
+    async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
+        return await self.inner.send(receivers, limit, anew)
+
+
+class Rig:
+    """A trainer, a relay whose buckets can be held back, engines, and what the orchestrator makes of them."""
+
+    def __init__(self, folder: Path, model: str, endpoint: RelayEndpoint, engines: list[Engine], limit: float) -> None:
+        self.endpoint = endpoint
+        self.trainer = MegatronTrainer(model=model, total_steps=10, seed=3, dtype="float32", relay=endpoint.to_dict())
+        self.engines = engines
+        self.log = StringIO()
+        loop = asyncio.get_running_loop()
+        self.events = EventLog(self.log, loop.time, 0.0)
+        self.fatal: list[Exception] = []
+        self.proxy = LLMProxy(
+            engines,  # type: ignore[arg-type]
+            self.events,
+            stall_timeout=120.0,
+            restarts=1,
+            on_fatal=self.fatal.append,
+        )
+
+        async def call(_: str, asked: Any) -> Any:
+            return await asked
+
+        port = ThreadTrainer(self.trainer)
+        assert isinstance(port, CollectiveTrainer)
+        assert isinstance(engines[0], CollectiveWorker)
+        self.delivery = Delivery(port, self.proxy, self.events, call, limit)  # type: ignore[arg-type]
+
+    async def deliver(self, version: int) -> None:
+        await self.delivery.begin(version, version)
+        await self.delivery.lead(version, version)
+        await self.delivery.follow(version, version)
+
+    async def train(self, step: int) -> None:
+        await self.trainer.train_step(make_batch(step))
+
+    def seen(self, kind: str, **what: Any) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in self.log.getvalue().splitlines()]
+        return [e for e in found if e["kind"] == kind and all(e.get(name) == value for name, value in what.items())]
+
+
+@contextlib.asynccontextmanager
+async def rig(folder: Path, workers: int = 2, limit: float = 60.0) -> AsyncIterator[Rig]:
+    endpoint = RelayEndpoint(
+        job="collective",
+        kind="fsspec",
+        master=f"file://{folder}/relay",
+        metadata=str(folder / "metadata.sqlite"),
+        bucket_bytes=4 << 10,
+    )
+    model = tiny_folder(folder / "model")
+    engines = [Engine(f"vllm-{index}", model, endpoint, folder / f"{index}.log") for index in range(workers)]
+    try:
+        await asyncio.gather(*(engine.restart() for engine in engines))
+        made = Rig(folder, model, endpoint, engines, limit)
+        made.proxy.start()
+        yield made
+        await made.delivery.close()
+        await made.proxy.close()
+        await made.trainer.close()
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def sums(engine: Engine) -> dict[str, str]:
+    found: dict[str, str] = await engine.ask("checksums")
+    return found
+
+
+async def by_the_relay(made: Rig, engine: Engine, version: int) -> dict[str, str]:
+    """What an engine that takes the version from the relay holds."""
+    await engine.suspend()
+    await engine.update(version)
+    await engine.resume()
+    return await sums(engine)
+
+
+def requests(count: int, tokens: int, label: str) -> list[GenerationRequest]:
+    from vllm_rlplugin.recompute_probe import greedy
+
+    return [greedy(f"{label}-{index}", [(7 * index + k) % 10 for k in range(5)], tokens) for index in range(count)]
+
+
+def held_back(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """No bucket of the relay is stored until the function that is returned was called."""
+    import threading
+
+    gate = threading.Event()
+    stock = FsspecRelay.put
+
+    def put(relay: FsspecRelay, key: str, data: memoryview) -> None:
+        assert gate.wait(240)
+        stock(relay, key, data)
+
+    patch.setattr(FsspecRelay, "put", put)
+    return gate.set
+
+
+def test_workers_resume_with_the_version_of_the_trainer_before_its_first_bucket_is_on_the_relay_and_it_is_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as made:
+            first, second = made.engines
+            await made.deliver(0)
+            start = await sums(first)
+            await made.train(0)
+            let_go = held_back(monkeypatch)
+            answers = [asyncio.ensure_future(made.proxy.generate(item)) for item in requests(6, 40, "r")]
+            await made.delivery.begin(1, 1)
+            await made.delivery.lead(1, 1)
+            assert [await engine.ask("version") for engine in made.engines] == [1, 1]
+            assert [lane.version for lane in made.proxy.lanes] == [1, 1]
+            done = await asyncio.gather(*answers)
+            assert made.delivery.under_way, "nothing of it is on the relay yet"
+            assert all(len(item.token_ids) == 40 and item.versions[-1][0] == 1 for item in done)
+            let_go()
+            await made.delivery.follow(1, 1)
+            resumed = made.seen("stage", stage="resume", step=1)
+            published = made.seen("stage", stage="publish", step=1)
+            assert resumed[0]["end"] < published[0]["end"]
+            assert [event["workers"] for event in made.seen("collective")] == [2, 2]
+            assert made.seen("fault") == []
+            got = await sums(first)
+            assert got == await sums(second) != start
+            # The same version by the relay, into an engine that has another one.
+            await made.train(1)
+            await made.delivery._publish(2)
+            assert await by_the_relay(made, first, 2) != got
+            relayed = await fresh(made, tmp_path, 1)
+            assert relayed == got
+
+    asyncio.run(scenario())
+
+
+async def fresh(made: Rig, folder: Path, version: int) -> dict[str, str]:
+    """A late joiner: a new engine that takes the version from the relay."""
+    late = made.engines[1]
+    await late.restart()
+    return await by_the_relay(made, late, version)
+
+
+@pytest.mark.long
+def test_a_worker_killed_in_the_middle_holds_up_nobody_and_both_have_the_version_in_the_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as made:
+            first, second = made.engines
+            await made.deliver(0)
+            await made.train(0)
+            await second.ask("die")  # at the next tensor that it receives
+            await made.deliver(1)
+            assert {event["what"] for event in made.seen("fault")} >= {"receive vllm-1"}
+            while not made.seen("recovered"):
+                await asyncio.sleep(0.1)
+            assert await first.ask("version") == 1
+            assert await second.ask("version") == 1
+            assert await sums(first) == await sums(second)
+            await made.train(1)
+            await made.deliver(2)  # in a new group, all of them again
+            assert made.seen("collective")[-1]["workers"] == 2
+            assert await sums(first) == await sums(second)
+            assert await first.ask("version") == await second.ask("version") == 2
+            assert made.fatal == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.long
+def test_a_version_with_a_wrong_checksum_is_refused_and_the_relay_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rlplugin import collective
+
+    stock = collective.GlooGroup.shards
+
+    def wrong(group: Any, keys: Any, shards: Any, deadline: float) -> list[int]:
+        digests = stock(group, keys, shards, deadline)
+        return [digests[0] ^ 1, *digests[1:]]
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as made:
+            first, second = made.engines
+            await made.deliver(0)
+            start = await sums(first)
+            await made.train(0)
+            monkeypatch.setattr(collective.GlooGroup, "shards", wrong)
+            await made.delivery.begin(1, 1)
+            await made.delivery.lead(1, 1)
+            assert [await engine.ask("version") for engine in made.engines] == [0, 0]
+            assert await sums(first) == start
+            assert all("corrupt weights (digest)" in event["detail"] for event in made.seen("fault"))
+            assert len(made.seen("fault")) == 2
+            await made.delivery.follow(1, 1)
+            assert [await engine.ask("version") for engine in made.engines] == [1, 1]
+            assert start != await sums(first) == await sums(second)
+            monkeypatch.setattr(collective.GlooGroup, "shards", stock)
+            await made.train(1)
+            await made.deliver(2)
+            assert made.seen("collective")[-1]["workers"] == 2
+
+    asyncio.run(scenario())
