@@ -414,3 +414,112 @@ def test_a_version_with_a_wrong_checksum_is_refused_and_the_relay_brings_it(
             assert made.seen("collective")[-1]["workers"] == 2
 
     asyncio.run(scenario())
+
+
+# One rank of a trainer: publishes, sends, and ends when it is told to.
+RANK = """
+import asyncio, json, sys
+from megatron_rlplugin.trainer import MegatronTrainer
+order = json.loads(sys.argv[1])
+rank, out = int(sys.argv[2]), sys.argv[3]
+
+async def main():
+    trainer = MegatronTrainer(model=order["model"], settings=order["settings"], total_steps=10, seed=3, dtype="float32",
+                              relay=order["relay"], rank=rank, world_size=2, init_method=order["meet"])
+    [meeting] = await trainer.send(1, 120.0, True)
+    result = await trainer.publish()
+    told = [meeting.name, meeting.backend, meeting.where, meeting.receivers]
+    open(f"{out}/{rank}.part", "w").write(json.dumps([result.content, told]))
+    import os
+    os.rename(f"{out}/{rank}.part", f"{out}/{rank}.json")
+    trainer._sender.finish()
+    open(f"{out}/{rank}.error", "w").write((await trainer.status())["sending_failed"])
+    await trainer.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel", "data_parallel"])
+def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: str, tmp_path: Path) -> None:
+    import socket
+    import subprocess
+    import time
+
+    from orchestrator.transfer import Subscriber
+    from orchestrator.transfer.routing import label
+    from vllm_rlplugin.collective import Receiver
+
+    endpoint = RelayEndpoint(
+        job="ranks", kind="fsspec", master=f"file://{tmp_path}/relay", metadata=str(tmp_path / "metadata.sqlite")
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    order = {
+        "model": tiny_folder(tmp_path / "model"),
+        "settings": {layout: 2},
+        "relay": endpoint.to_dict(),
+        "meet": meet,
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, json.dumps(order), str(rank), str(tmp_path)], env=environment)
+        for rank in (0, 1)
+    ]
+    try:
+        files = [tmp_path / f"{rank}.json" for rank in (0, 1)]
+        deadline = time.monotonic() + 200
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline
+            assert all(process.poll() in (None, 0) for process in ranks)
+            time.sleep(0.1)
+        told = [json.loads(file.read_text()) for file in files]
+        received: dict[str, bytes] = {}
+        coming = Receiver(torch.device("cpu"), 0).open(0, [Meeting(*place) for _, place in told], 1, 60.0)
+        content = coming.receive(lambda n, data: received.__setitem__(label(coming.shards[n]), data.tobytes()))
+        assert [f"{content:016x}"] * 2 == [published for published, _ in told]
+        subscriber = Subscriber(endpoint)
+        manifest = subscriber.manifest(0)
+        relayed = {label(key): data.tobytes() for key, data in subscriber.fetch(manifest)}
+        assert received == relayed
+        subscriber.close()
+        assert [process.wait(60) for process in ranks] == [0, 0]
+        assert [(tmp_path / f"{rank}.error").read_text() for rank in (0, 1)] == ["", ""]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_run_whose_workers_take_their_weights_from_the_trainer(mode: str, tmp_path: Path) -> None:
+    import subprocess
+
+    small = ["model.hidden_size=64", "model.intermediate_size=128", "rollout.groups_per_step=4", "warmup.steps=5"]
+    small += ["rollout.environments=32", "trainer.micro_batch_size=8", "evaluation.prompts=40", "evaluation.every=0"]
+    small += [
+        "run.steps=3",
+        "rollout.weights=collective",
+        "rollout.workers=2",
+        f'run.folder="{tmp_path}"',
+        "run.name=t",
+    ]
+    small += [f"run.mode={mode}", f"rollout.alpha={int(mode == 'async')}", "ray.cpus=3"]
+    command = [sys.executable, "-m", "orchestrator.cli", "train", "examples/frozenlake.toml", *small]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=400, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    delivered = [event for event in events if event["kind"] == "collective"]
+    assert [event["version"] for event in delivered] == [0, 1, 2, 3]
+    assert [(event["workers"], event["of"]) for event in delivered] == [(2, 2)] * 4
+    assert [event for event in events if event["kind"] == "fault"] == []
+    waits = [event["waiting_for"] for event in events if event["kind"] == "stage" and event["stage"] == "prepare"]
+    assert all("from the trainer" in wait for wait in waits)
+    assert [event["status"] for event in events if event["kind"] == "run_end"] == ["completed"]

@@ -128,6 +128,9 @@ def test_own_workers_resume_before_the_version_is_on_the_relay_and_the_run_is_fa
     first = sum(event["end"] < ends[event["step"] - mode[1]] for event in resumed)
     assert first == 4 if mode[0] == "sync" else first >= 2
     assert result.summary["seconds"] < plain.summary["seconds"]
+    if mode[0] == "sync":
+        asked = {event["step"]: event["start"] for event in stages(result, "get_batch")}
+        assert all(asked[step + 1] < ends[step] for step in (0, 1, 2)), "the next batch does not wait for the relay"
     for published, trained in zip(stages(result, "publish")[1:], stages(result, "train_step")[1:], strict=False):
         assert trained["start"] >= published["end"], "the weights stay as they are until they are published"
 
@@ -221,6 +224,9 @@ def test_a_worker_that_hangs_costs_the_time_limit_and_takes_the_version_from_the
         await rig.delivery.follow(1, 1)
         assert await rig.held() == [1, 1]
         assert [event["what"] for event in rig.seen("fault")] == ["receive w0"]
+        rig.trainer.version = 2
+        await rig.delivery.begin(2, 2)
+        assert rig.asked[-1] == (2, True), "the same workers, but their group is lost"
         await rig.close()
 
     run(main())
