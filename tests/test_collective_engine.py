@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from orchestrator.api import (  # noqa: E402
     CollectiveTrainer,
     CollectiveWorker,
     Completion,
-    GenerationRequest,
     Meeting,
     PublishResult,
     RetryableError,
@@ -269,10 +269,12 @@ async def rig(folder: Path, workers: int = 2, limit: float = 60.0) -> AsyncItera
         await asyncio.gather(*(engine.restart() for engine in engines))
         made = Rig(folder, model, endpoint, engines, limit)
         made.proxy.start()
-        yield made
-        await made.delivery.close()
-        await made.proxy.close()
-        await made.trainer.close()
+        try:
+            yield made
+        finally:
+            await made.proxy.close()
+            await made.delivery.close()
+            await made.trainer.close()
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
 
@@ -282,37 +284,56 @@ async def sums(engine: Engine) -> dict[str, str]:
     return found
 
 
-async def by_the_relay(made: Rig, engine: Engine, version: int) -> dict[str, str]:
-    """What an engine that takes the version from the relay holds."""
-    await engine.suspend()
-    await engine.update(version)
-    await engine.resume()
-    return await sums(engine)
+class Players:
+    """Requests, one after the other on each of six lines, until they are told to stop. Versions that wrote the answers."""
+
+    def __init__(self, proxy: LLMProxy) -> None:
+        self.versions: list[tuple[int, ...]] = []
+        self._stopped = False
+        self._proxy = proxy
+        self._tasks = [asyncio.create_task(self._play(line)) for line in range(6)]
+
+    async def _play(self, line: int) -> None:
+        from vllm_rlplugin.recompute_probe import greedy
+
+        turn = 0
+        while not self._stopped:
+            prompt = [(7 * line + turn + place) % 24 for place in range(5)]
+            done = await self._proxy.generate(greedy(f"{line}-{turn}", prompt, 40))
+            assert done.finish_reason == "length"
+            assert len(done.token_ids) == 40
+            self.versions.append(tuple(version for version, _ in done.versions))
+            turn += 1
+
+    async def until(self, version: int) -> None:
+        """Some answer was written by this version from its first token on."""
+        while (version,) not in self.versions:
+            assert not any(task.done() for task in self._tasks)
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        self._stopped = True
+        await asyncio.gather(*self._tasks)
 
 
-def requests(count: int, tokens: int, label: str) -> list[GenerationRequest]:
-    from vllm_rlplugin.recompute_probe import greedy
-
-    return [greedy(f"{label}-{index}", [(7 * index + k) % 10 for k in range(5)], tokens) for index in range(count)]
-
-
-def held_back(patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """No bucket of the relay is stored until the function that is returned was called."""
-    import threading
-
+@pytest.fixture
+def relay_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is not set, no object of the relay is stored."""
     gate = threading.Event()
+    gate.set()
     stock = FsspecRelay.put
 
     def put(relay: FsspecRelay, key: str, data: memoryview) -> None:
         assert gate.wait(240)
         stock(relay, key, data)
 
-    patch.setattr(FsspecRelay, "put", put)
-    return gate.set
+    monkeypatch.setattr(FsspecRelay, "put", put)
+    yield gate
+    gate.set()
 
 
 def test_workers_resume_with_the_version_of_the_trainer_before_its_first_bucket_is_on_the_relay_and_it_is_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, relay_gate: threading.Event
 ) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as made:
@@ -320,39 +341,37 @@ def test_workers_resume_with_the_version_of_the_trainer_before_its_first_bucket_
             await made.deliver(0)
             start = await sums(first)
             await made.train(0)
-            let_go = held_back(monkeypatch)
-            answers = [asyncio.ensure_future(made.proxy.generate(item)) for item in requests(6, 40, "r")]
-            await made.delivery.begin(1, 1)
-            await made.delivery.lead(1, 1)
-            assert [await engine.ask("version") for engine in made.engines] == [1, 1]
-            assert [lane.version for lane in made.proxy.lanes] == [1, 1]
-            done = await asyncio.gather(*answers)
-            assert made.delivery.under_way, "nothing of it is on the relay yet"
-            assert all(len(item.token_ids) == 40 and item.versions[-1][0] == 1 for item in done)
-            let_go()
+            players = Players(made.proxy)
+            await players.until(0)
+            relay_gate.clear()
+            try:
+                await made.delivery.begin(1, 1)
+                await made.delivery.lead(1, 1)
+                assert [await engine.ask("version") for engine in made.engines] == [1, 1]
+                await players.until(1)
+                assert made.delivery.under_way, "nothing of it is on the relay yet"
+            finally:
+                relay_gate.set()
             await made.delivery.follow(1, 1)
-            resumed = made.seen("stage", stage="resume", step=1)
-            published = made.seen("stage", stage="publish", step=1)
-            assert resumed[0]["end"] < published[0]["end"]
+            await players.stop()
+            assert {len(versions) for versions in players.versions} <= {1, 2}
+            [resumed] = made.seen("stage", stage="resume", step=1)
+            [published] = made.seen("stage", stage="publish", step=1)
+            assert resumed["end"] < published["end"]
             assert [event["workers"] for event in made.seen("collective")] == [2, 2]
             assert made.seen("fault") == []
             got = await sums(first)
             assert got == await sums(second) != start
-            # The same version by the relay, into an engine that has another one.
-            await made.train(1)
-            await made.delivery._publish(2)
-            assert await by_the_relay(made, first, 2) != got
-            relayed = await fresh(made, tmp_path, 1)
-            assert relayed == got
+            # One that comes late takes the same version from the relay: the same bits.
+            assert second.process is not None
+            second.process.kill()
+            while not made.seen("recovered"):
+                await asyncio.sleep(0.1)
+            assert await second.ask("version") == 1
+            assert await sums(second) == got
+            assert len(made.seen("collective")) == 2
 
     asyncio.run(scenario())
-
-
-async def fresh(made: Rig, folder: Path, version: int) -> dict[str, str]:
-    """A late joiner: a new engine that takes the version from the relay."""
-    late = made.engines[1]
-    await late.restart()
-    return await by_the_relay(made, late, version)
 
 
 @pytest.mark.long
