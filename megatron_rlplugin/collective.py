@@ -148,19 +148,24 @@ class Sender:
             announcement = pack_announcement(keys)
             group.message(pack_opening(version, announcement), deadline)
             group.message(announcement, deadline)
-            group.message(pack_digests(group.shards(keys, self._wanted(group), deadline)), deadline)
+            group.message(pack_digests(group.shards(keys, self._wanted(keys, group), deadline)), deadline)
         except Exception as error:  # noqa: BLE001  of gloo, NCCL or torch: the relay has the version, and this is told
-            self.error = f"version {version}: {error or type(error).__name__}"
+            self.error = f"version {version}: {str(error) or type(error).__name__}"
             group.close()
         self.seconds = time.monotonic() - started
 
-    def _wanted(self, group: Group) -> Shards:
-        """Nothing is read any more once it was given up."""
+    def _wanted(self, keys: Sequence[ShardKey], group: Group) -> Shards:
+        """Just what was announced. Nothing is read any more once it was given up."""
+        places = iter(keys)
         with torch.no_grad():
-            for item in self._shards():
+            for key, tensor in self._shards():
                 if self._group is not group:
                     raise RetryableError("it was given up")
-                yield item
+                if next(places, None) != key:
+                    raise RetryableError(f"{key.tensor} was not announced here")
+                yield key, tensor
+        if (missing := next(places, None)) is not None:
+            raise RetryableError(f"{missing.tensor} was announced, and is not there")
 
 
 class GlooGroup:

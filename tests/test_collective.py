@@ -271,6 +271,74 @@ def listening() -> set[tuple[str, int]]:
     return found
 
 
+# -- what the engine's worker stages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() -> None:
+    from vllm_rlplugin.engine import prepare_process
+
+    prepare_process(1)
+    from vllm_rlplugin.staging import Fetcher, Plan, Refusal, Staged
+
+    shards = model(1)
+    name = "collective-staged"
+    endpoint = RelayEndpoint(job="t", kind="memory", master=name)
+    publisher = Publisher(endpoint, MemoryRelay.shared(name))
+    fetcher = Fetcher(endpoint)
+    plan = Plan("m", CPU, None, False, None)
+    source = sender(shards)
+
+    def received(version: int, limit: float = LIMIT) -> dict[str, Any]:
+        meeting = source.begin(version, 1, limit, True)
+        fetcher.receive(version, plan, [meeting], 1, limit)
+        while (state := fetcher.state())["state"] == "fetching":
+            time.sleep(0.01)
+        source.finish()
+        return state
+
+    def publish(version: int) -> None:
+        raw = [(key, tensor.reshape(-1).view(torch.uint8).numpy(), None) for key, tensor in shards]
+        publisher.publish_shards(version, raw)
+
+    state = received(4)
+    assert (state["state"], state["version"], state["checksum"]) == ("ready", 4, as_published(shards))
+    fetcher.begin(4, plan)  # as UPDATE does: it is at hand, though the relay has nothing yet
+    sent = fetcher.take(4, plan)
+    assert isinstance(sent, Staged)
+    publish(5)
+    relayed = fetcher.take(5, plan)
+    assert isinstance(relayed, Staged)
+    assert (sent.checksum, sent.bytes) == (relayed.checksum, relayed.bytes)
+    assert sent.tensors.keys() == relayed.tensors.keys() == {"w", "norm"}
+    for tensor, value in sent.tensors.items():
+        assert value.dtype == relayed.tensors[tensor].dtype
+        assert torch.equal(value.view(torch.uint8), relayed.tensors[tensor].view(torch.uint8))
+
+    # One that does not come whole is refused, and the relay's is taken once it is there.
+    source._shards = lambda: iter(shards[:-1])
+    state = received(6)
+    assert state["state"] == "failed"
+    assert "the group with the trainer failed" in state["error"]
+    assert source.error == "version 6: norm was announced, and is not there"
+    refused = fetcher.take(6, plan)
+    assert isinstance(refused, Refusal)
+    assert refused.retryable
+    publish(6)
+    assert isinstance(fetcher.take(6, plan), Staged)
+    # Weights of another model are refused before any of them is staged, and the sender is not left waiting.
+    source._shards = lambda: iter(shards)
+    from vllm_rlplugin.mapping import TensorSpec
+
+    plan = Plan("m", CPU, {"w": TensorSpec((7, WIDTH), torch.float32)}, False, None)
+    state = received(7, 60.0)
+    assert "does not fit m: unknown: norm" in state["error"]
+    assert source.error != ""
+    source.close()
+    fetcher.close()
+    publisher.close()
+
+
 # -- what is said around the weights -----------------------------------------------------------------------------------
 
 

@@ -120,3 +120,13 @@ def test_an_untested_engine_version_is_refused_with_the_range(version: str, monk
     with pytest.raises(ConfigError, match=r"0\.32") as caught:
         preflight.check(config, preflight.make_task(config))
     assert version in str(caught.value)
+
+
+def test_a_collective_needs_workers_of_the_run_itself() -> None:
+    url = 'rollout.served=["http://127.0.0.1:8000"]'
+    with pytest.raises(ConfigError, match="own workers only") as caught:
+        load_config(None, ["rollout.weights=collective", "rollout.workers=0", url])
+    assert caught.value.field == "rollout.weights"
+    mixed = load_config(None, ["rollout.weights=collective", "rollout.collective_timeout=7", url])
+    assert mixed.collective_limit == 7.0
+    assert load_config(None).collective_limit is None

@@ -286,7 +286,7 @@ def _own_address(host: str, port: int) -> str:
 def _told(error: BaseException) -> BaseException:
     """What gloo and NCCL raise, as what it means here."""
     if isinstance(error, RuntimeError | OSError | ValueError | ImportError):
-        return RetryableError(f"the group with the trainer failed: {error or type(error).__name__}")
+        return RetryableError(f"the group with the trainer failed: {str(error) or type(error).__name__}")
     return error
 
 

@@ -29,6 +29,9 @@ _POOL = "vllm.v1.core.block_pool:BlockPool"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
 _TRANSFER = "vllm.distributed.weight_transfer.base"
+_NCCL = "vllm.distributed.weight_transfer.nccl"
+_PACKED = "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast"
+_PYNCCL = "vllm.distributed.device_communicators.pynccl"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
 
@@ -139,6 +142,21 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
     f"{_EMBEDDING}:UnquantizedEmbeddingMethod.process_weights_after_loading": ("self", "layer"),
     "vllm.inputs:tokens_input": ("prompt_token_ids",),
+    # Weights by NCCL, on CUDA only; the first and the second also in the trainer's process.
+    f"{_NCCL}_common:uid_init_process_group": ("nccl_unique_id_bytes", "rank", "world_size", "device"),
+    f"{_PACKED}_producer": ("iterator", "group", "src", "post_iter_func", "buffer_size_bytes", "num_buffers"),
+    f"{_PACKED}_consumer": (
+        "iterator",
+        "group",
+        "src",
+        "post_unpack_func",
+        "buffer_size_bytes",
+        "num_buffers",
+        "device",
+    ),
+    f"{_PYNCCL}:PyNcclCommunicator.broadcast": ("self", "tensor", "src", "stream"),
+    f"{_PYNCCL}:PyNcclCommunicator.destroy": ("self",),
+    f"{_PYNCCL}_wrapper:NCCLLibrary.ncclGetUniqueId": ("self",),
 }
 
 _ENGINE_ARGUMENTS = (
