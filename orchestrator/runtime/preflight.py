@@ -38,7 +38,7 @@ def check(config: Config, task: Task) -> None:
     _lengths(config, task)
     _heldout(config)
     _relay(config)
-    _port(config)
+    check_port(config)
     served.check(config, task)
 
 
@@ -54,7 +54,8 @@ def _relay(config: Config) -> None:
         open_relay(endpoint).close()
 
 
-def _port(config: Config) -> None:
+def check_port(config: Config) -> None:
+    """Where the embedded master would listen. Raises ConfigError."""
     if config.relay.kind != "mooncake" or config.relay.master:
         return
     address = own_address(config.relay.host)
