@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     doctor = commands.add_parser("doctor", help="check this installation")
+    doctor.add_argument("config", nargs="?", default="", help="TOML file, to look at its relay, too")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
@@ -174,7 +175,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from orchestrator.doctor import run_doctor
 
-    return run_doctor(json=arguments.json, quick=arguments.quick)
+    return run_doctor(json=arguments.json, quick=arguments.quick, config=arguments.config)
 
 
 def _run_path(name: str) -> Path:

@@ -24,16 +24,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from json import dumps, loads
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.finding import Check, Finding, Status
 from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component, check, find
-
-Status = Literal["ok", "warn", "fail", "skip"]
 
 PLUGIN = "rl-coserve"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each
@@ -44,27 +43,7 @@ MEMORY_MIN_MB = 2_500
 DISK_TIGHT_MB = 2_000
 DISK_MIN_MB = 200  # what a run refuses to start below
 SHARED_MEMORY_MB = 256  # Ray's object store and a margin; a container has 64 by default
-LIGHT_LIMIT = 10.0  # seconds for a check that only reads
 _ANSWER = "rl-coserve-doctor-answer "  # engines print too: the answer's line starts with this
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check found."""
-
-    status: Status
-    detail: str
-    fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One question. ``isolated`` ones run in a process of their own."""
-
-    name: str
-    run: Callable[[], Finding]
-    limit: float = LIGHT_LIMIT  # seconds
-    isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +57,19 @@ class CheckResult:
     seconds: float
 
 
-def run_doctor(json: bool = False, quick: bool = False) -> int:
-    """Run all checks and print them; ``quick`` skips those that start processes. Returns the exit code."""
+def run_doctor(json: bool = False, quick: bool = False, config: str = "") -> int:
+    """Run all checks and print them; ``quick`` skips those that start processes. Returns the exit code.
+
+    ``config``: a TOML file whose relay is looked at, too. Raises ConfigError when it is none.
+    """
+    checks: Sequence[Check] = CHECKS
+    if config:
+        from orchestrator.config import load_config
+        from orchestrator.doctor_relay import for_config
+
+        checks = for_config(CHECKS, load_config(config))
     results = []
-    for result in examine(CHECKS, quick):
+    for result in examine(checks, quick):
         results.append(result)
         if not json:
             print(as_text(result), flush=True)

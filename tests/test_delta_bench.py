@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.bench import delta_bytes, delta_real
+from orchestrator.bench import delta_bytes, delta_peers, delta_real, figures
 from orchestrator.bench.delta_synthetic import LAYOUTS, Layout, Pool, bf16, entropy_bound
 from orchestrator.transfer.delta import steps_between
 
@@ -100,3 +101,30 @@ def test_checkpoints_of_a_run_are_versions_and_float32_can_be_cast(tmp_path: Pat
     assert published["bit_exact"]
     for found in (published, cast):
         assert 1.0 <= found["over_bound"] < 1.15
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_the_same_change_arrives_bit_for_bit_in_the_peers_formats() -> None:
+    found = delta_peers._probe(0.01, 256, 1)
+    rows = {row["format"]: row for row in found["rows"]}
+    assert set(rows) == {"ours", "vllm-sparse-nccl", "safetensors", "safetensors-coo"}
+    assert all(row["bit_exact"] for row in rows.values())
+    control = rows["vllm-sparse-nccl"]["control"]
+    assert rows["vllm-sparse-nccl"]["bytes"] == 6 * found["changed"] + control  # int32 and bf16
+    assert 50 * found["tensors"] < control < 200 * found["tensors"]
+    assert rows["vllm-sparse-nccl"]["messages"] == 2 * found["tensors"] + 3
+    assert rows["safetensors"]["bytes"] > 2 * found["elements"]
+    assert rows["ours"]["bytes"] < rows["vllm-sparse-nccl"]["bytes"]
+
+
+def test_every_drawing_of_the_results_is_made_from_the_file_beside_it() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    for name, (source, draw) in figures.DRAWINGS.items():
+        drawn = draw(json.loads((folder / source).read_text())["detail"])
+        ElementTree.fromstring(drawn)
+        assert drawn == (folder / name).read_text(encoding="utf-8"), f"{name} is older than {source}"
+    figure = (folder / "transfer-limit.svg").read_text(encoding="utf-8")
+    for name in ("ROSE, shard-aware (paper)", "ROSE, sparse (paper)"):  # whose numbers these are
+        assert f">{name}</text>" in figure
+    assert "computed" in figure

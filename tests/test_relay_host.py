@@ -12,10 +12,13 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
+from orchestrator.doctor import CHECKS
+from orchestrator.doctor_relay import for_config
+from orchestrator.finding import Check, Finding
 from orchestrator.runtime import served
 from orchestrator.runtime.mooncake import MooncakeMaster, own_address
 from orchestrator.transfer import RelayEndpoint
-from orchestrator.transfer.mooncake import _check_master
+from orchestrator.transfer.mooncake import seen_from
 
 # In a process of its own, as everywhere: Mooncake brings threads.
 CLIENT = """
@@ -57,7 +60,7 @@ def test_a_client_says_the_address_that_the_master_sees() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        own = _check_master(f"127.0.0.1:{listener.getsockname()[1]}")
+        own = seen_from(f"127.0.0.1:{listener.getsockname()[1]}")
         connection, (peer, _) = listener.accept()
         connection.close()
     assert own == peer
@@ -86,3 +89,31 @@ def test_the_master_listens_at_its_host_only_and_weights_go_through_it(tmp_path:
             await master.stop()
 
     asyncio.run(measure())
+
+
+def relay_finding(relay: dict[str, object]) -> Finding:
+    checks = for_config(CHECKS, parse_config({"relay": relay}))
+    assert ("mooncake store" in [check.name for check in checks]) == (relay.get("kind", "mooncake") == "mooncake")
+    return next(result for result in map(_result, checks) if result is not None)
+
+
+def _result(check: Check) -> Finding | None:
+    return check.run() if check.name == "relay" else None
+
+
+def test_the_doctor_looks_at_the_relay_of_a_config(tmp_path: Path) -> None:
+    found = relay_finding({"kind": "fsspec", "master": f"file://{tmp_path}/relay"})
+    assert found.status == "ok"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []  # nothing stays
+    (tmp_path / "file").write_text("in the way")
+    assert relay_finding({"kind": "fsspec", "master": f"file://{tmp_path}/file"}).status == "fail"
+    assert relay_finding({}).status == "ok"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert "127.0.0.1" in relay_finding({"master": address}).detail
+    gone = relay_finding({"master": address})
+    assert (gone.status, bool(gone.fix)) == ("fail", True)
+    with pytest.raises(ConfigError):
+        relay_finding({"host": "192.0.2.1"})

@@ -9,7 +9,8 @@ to the last one that is right. Models are Qwen3-8B and -32B, made up (:mod:`orch
 ROSE (6.3) trains on 16 GPUs. This process is one of ``RANKS`` ranks on both sides: it has 1 / RANKS of the model and of the
 link. What all ranks take together is then what one takes, as they work side by side. Where only some of the layers were
 moved, the time of the whole is computed from them (``measured`` says how much was). ``one_machine``: these two cores alone
-for the whole model at the whole link's speed, which shows what binds them.
+for the whole model at the whole link's speed, which shows what binds them. ``alone_over_limit`` is computed: the longer of
+the wire and the publisher's processor time, then the subscriber's, without what other work on the machine took.
 """
 
 from __future__ import annotations
@@ -116,11 +117,11 @@ class Job:
         self.codec.use, self.codec.encode_seconds, self.codec.apply_seconds = method, 0.0, 0.0
         self.link.restart(gbps * 1e9)
         self.version += 1
-        begun = time.perf_counter()
+        begun, began = time.perf_counter(), time.process_time()
         self.publisher.publish_shards(self.version, shards, FULL if full else self.version - 1)
-        published = time.perf_counter()
+        published, half = time.perf_counter(), time.process_time()
         changed = self.resident.advance(self.version)  # verifies the digest of every shard after it was applied
-        ended = time.perf_counter()
+        ended, done = time.perf_counter(), time.process_time()
         at_rate = 8 * self.link.bytes / (gbps * 1e9)
         return {
             "seconds": ended - begun,
@@ -131,6 +132,10 @@ class Job:
             "encode_seconds": self.codec.encode_seconds,
             "advance_seconds": ended - published,
             "apply_seconds": self.codec.apply_seconds,
+            # Processor time of all threads: what of the above would stay on cores that nobody else uses (computed).
+            "publish_processor_seconds": half - began,
+            "advance_processor_seconds": done - half,
+            "alone_over_limit": (max(at_rate, half - began) + done - half) / at_rate,
             "messages": sum(self.link.calls.values()),
             "calls": dict(self.link.calls),
             "tensors": len(changed),

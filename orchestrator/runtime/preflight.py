@@ -40,7 +40,7 @@ def check(config: Config, task: Task) -> None:
     _lengths(config, task)
     _heldout(config)
     _relay(config)
-    _port(config)
+    check_port(config)
     _metadata(config)
     served.check(config, task)
 
@@ -74,7 +74,8 @@ def _metadata(config: Config) -> None:
         ) from error
 
 
-def _port(config: Config) -> None:
+def check_port(config: Config) -> None:
+    """Where the embedded master would listen. Raises ConfigError."""
     if config.relay.kind != "mooncake" or config.relay.master:
         return
     address = own_address(config.relay.host)

@@ -74,7 +74,7 @@ class MooncakeRelay:
         self, master: str, *, host: str = "", protocol: str = "tcp", segment_bytes: int = 0, devices: str = ""
     ) -> None:
         module = load_store()
-        seen = _check_master(master)
+        seen = seen_from(master)
         host = host or seen
         self._config = module.ReplicateConfig()
         self._config.replica_num = 1
@@ -190,7 +190,7 @@ class _Registration:
             self._relay.unregister(self._buffer)
 
 
-def _check_master(master: str) -> str:
+def seen_from(master: str) -> str:
     """The address of this machine that the master sees. The store's own setup tries for 90 s when nobody listens."""
     host, _, port = master.rpartition(":")
     try:

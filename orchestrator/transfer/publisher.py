@@ -51,8 +51,8 @@ from orchestrator.transfer.writing import ShardWriter, store
 Tensor = tuple[str, tuple[int, ...], str, Bytes]  # name, shape, dtype, contiguous uint8 bytes
 Shard = tuple[ShardKey, Bytes, Bytes | None]  # where it belongs, its bytes, its bytes in the base version (if known)
 # Of a difference at most: a rank's share of one is often less than a bucket, and would otherwise leave only when all of it
-# is encoded. 1 MiB still outweighs the two messages that a bucket costs (docs/results/transfer-limit.md).
-DIFFERENCE_BUCKET_BYTES = 1 << 20
+# is encoded. 2 MiB still outweigh the two messages that a bucket costs (docs/results/transfer-limit.md).
+DIFFERENCE_BUCKET_BYTES = 2 << 20
 CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
 Cuts = dict[str, tuple[tuple[int, ...], str]]  # label -> shape and dtype: how a version is cut into shards
 
