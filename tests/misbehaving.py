@@ -88,7 +88,7 @@ class Misbehaving:
             case "crash":
                 ctypes.string_at(0)
             case "flood":
-                answer = StepResult(Observation((4,) * 5_000_000), 0.0, False)
+                answer = StepResult(Observation((10**18,) * 450_000), 0.0, False)  # 9 MB on the wire
             case "take all memory":
                 bytearray(8 << 30)
             case "print":

@@ -7,10 +7,12 @@ is the official one, the manifests are ours, and the command of a pod really run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -22,7 +24,7 @@ from aiohttp import web
 
 from orchestrator.api import ConfigError, Prompt, RunError, TrajectoryError
 from orchestrator.config import load_config
-from orchestrator.environments import manifests, pods
+from orchestrator.environments import manifests, pods, tcp
 from orchestrator.environments.assemble import make_pool, owner_of
 from orchestrator.environments.manifests import PodSettings, mirrored, name_of
 from orchestrator.environments.pods import PodBackend
@@ -129,10 +131,12 @@ class RecordedCluster:
                 "status": {"phase": "Pending", "containerStatuses": [{**common, "ready": False, "state": waiting}]},
             }
         ended = self.processes[pod["metadata"]["name"]].returncode is not None
+        probe = pod["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]
+        ready = not ended and _listens(pod["status"]["podIP"], probe["port"])
         status = {"phase": "Failed" if ended else "Running", "podIP": pod["status"]["podIP"]}
         return {
             **pod,
-            "status": {**status, "containerStatuses": [{**common, "ready": not ended, "state": {"running": {}}}]},
+            "status": {**status, "containerStatuses": [{**common, "ready": ready, "state": {"running": {}}}]},
         }
 
     async def end(self, name: str) -> None:
@@ -149,12 +153,19 @@ class RecordedCluster:
         return PodBackend(target, {}, settings, **{"limits": {"call_seconds": 5.0}, **options})
 
 
+def _listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
+        return True
+    return False
+
+
 Scenario = Callable[[RecordedCluster], Awaitable[None]]
 
 
 @pytest.fixture
 def with_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
     monkeypatch.setattr(pods, "POLL", 0.05)
+    monkeypatch.setattr(tcp, "CONNECT_PAUSE", 0.01)
     for variable in ("KUBERNETES_SERVICE_HOST", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -241,6 +252,7 @@ def test_a_lost_connection_is_made_again_and_nothing_is_done_twice_on_a_recorded
 
 
 @needs_client
+@pytest.mark.long
 def test_who_has_no_token_gets_nothing_on_a_recorded_local_api_server(with_cluster: Callable[[Scenario], None]) -> None:
     async def scenario(cluster: RecordedCluster) -> None:
         backend = cluster.backend()
@@ -276,6 +288,7 @@ def test_a_pod_ends_when_nobody_is_connected_on_a_recorded_local_api_server(
 
 
 @needs_client
+@pytest.mark.long
 def test_a_busy_pod_ends_too_when_nobody_is_connected_on_a_recorded_local_api_server(
     with_cluster: Callable[[Scenario], None],
 ) -> None:
@@ -320,7 +333,7 @@ def test_images_come_from_the_mirror_first_and_are_pulled_ahead_on_a_recorded_lo
 
 
 @needs_client
-@pytest.mark.parametrize("reason", ["ErrImagePull", "CreateContainerConfigError", "InvalidImageName"])
+@pytest.mark.parametrize("reason", ["ErrImagePull", "CreateContainerConfigError"])
 def test_a_pod_that_does_not_start_is_deleted_and_says_why_on_a_recorded_local_api_server(
     with_cluster: Callable[[Scenario], None], reason: str
 ) -> None:

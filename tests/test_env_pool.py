@@ -17,7 +17,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.sim.loop import run
 
 PROMPT = Prompt("key", "toy", 3, "payload")
-SEEDS = 80
+SEEDS = 50
 
 
 class Session:

@@ -15,7 +15,7 @@ from orchestrator.report.runlog import load_run
 from orchestrator.sim.run import simulate
 from orchestrator.sim.twins import SimEnvironment
 
-SEEDS = 12
+SEEDS = 6
 
 
 def config(*overrides: str) -> Config:

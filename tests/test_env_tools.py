@@ -107,6 +107,7 @@ async def _stats(host: FunctionHost, settings: ToolSettings) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.long
 def test_a_burst_beyond_the_limit_is_refused_and_the_others_are_served(tmp_path: Path) -> None:
     async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
         tools = ToolClient(ToolSettings(settings.urls, settings.token, concurrency=2, burst=3))
@@ -121,7 +122,10 @@ def test_a_burst_beyond_the_limit_is_refused_and_the_others_are_served(tmp_path:
     with_host(tmp_path, scenario)
 
 
-@pytest.mark.parametrize(("url", "cause"), [("http://127.0.0.1:9/x", "tool_unavailable"), ("", "tool_refused")])
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [("http://127.0.0.1:9/x", "tool_unavailable"), pytest.param("", "tool_refused", marks=pytest.mark.long)],
+)
 def test_a_tool_that_is_not_reached_masks_the_trajectory(tmp_path: Path, url: str, cause: str) -> None:
     async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
         tools = ToolClient(ToolSettings({"add": url or settings.urls["add"]}, "a wrong token", retries=1))
