@@ -16,6 +16,7 @@ from orchestrator.config import load_config
 from orchestrator.environments.subprocesses import SubprocessBackend
 from orchestrator.environments.tools import ToolAnswer, ToolClient, ToolSettings
 from orchestrator.rewards.launch import FunctionHost
+from orchestrator.runtime import preflight
 
 ROOT = Path(__file__).parents[1]
 TOOLS = '''
@@ -150,6 +151,21 @@ def test_an_environment_in_another_process_calls_tools(tmp_path: Path) -> None:
         await session.kill()
 
     with_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ('tools.functions={a="no.such.module:f"}', "tools.functions.a"),
+        ('tools.functions={a="json:no_such_function"}', "tools.functions.a"),
+        ('tools.functions={a="json:loads"}', "tools"),
+    ],
+)
+def test_tools_that_cannot_be_are_found_before_anything_starts(override: str, field: str) -> None:
+    config = load_config(None, [override])
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(config, preflight.make_task(config))
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
