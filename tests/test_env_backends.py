@@ -20,6 +20,7 @@ import pytest
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, TrajectoryError
 from orchestrator.config import load_config
 from orchestrator.environments import remote
+from orchestrator.environments.assemble import make_pool
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.pool import EnvPool, PoolSettings
 from orchestrator.environments.remote import RemoteSession
@@ -27,6 +28,7 @@ from orchestrator.environments.session import Backend
 from orchestrator.environments.subprocesses import SubprocessBackend
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.runtime.preflight import make_task
 from orchestrator.sim.run import simulate
 
 HERE = Path(__file__).parent
@@ -303,6 +305,28 @@ def test_what_an_environment_sees_holds_no_secret_of_the_run(monkeypatch: pytest
         assert len(seen) == 2
         assert not any(b"nobody-may-see-4711" in variables for variables in seen)
         await session.kill()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+
+
+def test_the_task_of_a_config_plays_in_another_process() -> None:
+    config = load_config(None, ["environment.backend=subprocess", "environment.warm=0", "environment.size=1"])
+
+    async def scenario() -> None:
+        task = make_task(config)
+        events = EventLog(MemorySink(), asyncio.get_running_loop().time)
+        pool = make_pool(config, task, "run-1", events)
+        assert pool is not None
+        try:
+            await pool.open()
+            environment = await pool.acquire(lambda _: None)
+            here, prompt = task.environment(), next(task.prompts("train", 0))
+            assert environment.version == here.version
+            assert await environment.reset(prompt) == await here.reset(prompt)
+            assert await environment.step((3, 1)) == await here.step((3, 1))
+            await pool.release(environment, True)
+        finally:
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 100))
 

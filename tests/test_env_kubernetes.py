@@ -124,6 +124,12 @@ class RecordedCluster:
             return pod
         image = pod["spec"]["containers"][0]["image"]
         common = {"name": "environment", "image": image, "imageID": "", "restartCount": 0}
+        if self.trouble.get(image) == "":
+            full = {"reason": "Unschedulable", "message": "0/1 nodes are available: insufficient cpu."}
+            return {
+                **pod,
+                "status": {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", **full}]},
+            }
         if image in self.trouble:
             waiting = {"waiting": {"reason": self.trouble[image], "message": f"about {image}"}}
             return {
@@ -341,6 +347,21 @@ def test_a_pod_that_does_not_start_is_deleted_and_says_why_on_a_recorded_local_a
         cluster.trouble["registry.local/team/tasks:1"] = reason
         pool = pool_of(cluster.backend())
         with pytest.raises(RunError, match=f"failed 2 times in a row: .*{reason}: about registry.local"):
+            await pool.open()
+        assert not cluster.pods
+        await pool.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_a_pod_that_finds_no_node_says_so_when_its_time_is_over_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        cluster.trouble["registry.local/team/tasks:1"] = ""
+        pool = pool_of(cluster.backend(), start_timeout=0.5, start_tries=1)
+        with pytest.raises(RunError, match=r"took over 0.5 s; pod .*: Unschedulable: 0/1 nodes are available"):
             await pool.open()
         assert not cluster.pods
         await pool.close()

@@ -161,7 +161,10 @@ class PodBackend:
                 raise RetryableError(f"pod {pod} has ended: {status.reason or status.phase} {status.message or ''}")
             if states and all(item.ready for item in states) and status.pod_ip:
                 return str(status.pod_ip)
-            await asyncio.sleep(POLL)
+            try:
+                await asyncio.sleep(POLL)
+            except asyncio.CancelledError as error:  # it took too long: say what it waits for
+                raise asyncio.CancelledError(f"pod {pod}: {_held_up(status, waiting)}") from error
 
     async def _delete(self, pod: str) -> None:
         try:
@@ -200,6 +203,15 @@ class PodBackend:
                     await asyncio.sleep(POLL)
         with contextlib.suppress(aio.client.ApiException, OSError):  # `close` removes it too
             await self._ask(self._daemons.delete_namespaced_daemon_set, name, namespace)
+
+
+def _held_up(status: Any, waiting: Any) -> str:
+    """Why a pod is not ready, in Kubernetes' words."""
+    if waiting is not None:
+        return f"{waiting.reason} {waiting.message or ''}".strip()
+    conditions = (status.conditions or ()) if status is not None else ()
+    reasons = [f"{item.reason}: {item.message}" for item in conditions if item.status == "False" and item.message]
+    return "; ".join(reasons) or (status.phase if status is not None and status.phase else "no status yet")
 
 
 class _NoImage(RetryableError):
