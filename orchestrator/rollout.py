@@ -92,6 +92,7 @@ class Rollout:
             self._next_prompt()
         self._members: dict[str, asyncio.Task[None]] = {}
         self._episodes: dict[str, Episode] = {}
+        self._environment_versions: dict[str, list[str]] = {}  # by task
         self._end_reason: dict[str, tuple[str, str]] = {}  # why we cancel a member: (state, cause)
         self._open = False
         self._room = asyncio.Event()
@@ -197,6 +198,7 @@ class Rollout:
         """Play, score, buffer."""
         await self.environments.play(episode, self._sampling)
         self._ledger.move(episode.id, "scoring")
+        self._note_version(episode)
         finished = self._events.time()
         episode.waiting_for = "reward"
         reward = await self._score(episode.trajectory(finished))
@@ -204,6 +206,14 @@ class Rollout:
         self._ledger.move(episode.id, "buffered")
         if self.buffer.put(trajectory):
             self.buffer.lose(episode.group_id, episode.id, self._replacement(episode.group_id))
+
+    def _note_version(self, episode: Episode) -> None:
+        """An environment that changes in mid-run changes what is learned: say so, once for each new version."""
+        known = self._environment_versions.setdefault(episode.prompt.task, [episode.env_version])
+        if episode.env_version not in known:
+            detail = f"task {episode.prompt.task}: {episode.env_version!r} beside {', '.join(map(repr, known))}"
+            self._events.emit("alarm", what="environment_version", detail=detail[:300])
+            known.append(episode.env_version)
 
     async def _score(self, trajectory: Trajectory) -> float:
         try:

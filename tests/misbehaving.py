@@ -30,6 +30,7 @@ class Misbehaving:
     def __init__(self) -> None:
         self.what = ""
         self.fresh = True
+        self.count = 0
 
     async def reset(self, prompt: Prompt) -> Observation:
         assert self.fresh, "used again without being renewed"
@@ -58,6 +59,10 @@ class Misbehaving:
                 except asyncio.CancelledError:
                     await asyncio.sleep(0.5)
                     return StepResult(Observation((4,)), 1.0, True)
+            case "count slowly":
+                await asyncio.sleep(0.3)
+                self.count += 1
+                answer = StepResult(Observation((4,)), float(self.count), False)
             case "return nothing":
                 answer = None
             case "return NaN":
@@ -83,7 +88,7 @@ class Misbehaving:
             case "crash":
                 ctypes.string_at(0)
             case "flood":
-                answer = StepResult(Observation((4,) * 5_000_000), 0.0, False)
+                answer = StepResult(Observation((10**18,) * 450_000), 0.0, False)  # 9 MB on the wire
             case "take all memory":
                 bytearray(8 << 30)
             case "print":

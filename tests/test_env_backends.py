@@ -20,6 +20,7 @@ import pytest
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, TrajectoryError
 from orchestrator.config import load_config
 from orchestrator.environments import remote
+from orchestrator.environments.assemble import make_pool
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.pool import EnvPool, PoolSettings
 from orchestrator.environments.remote import RemoteSession
@@ -27,6 +28,7 @@ from orchestrator.environments.session import Backend
 from orchestrator.environments.subprocesses import SubprocessBackend
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.runtime.preflight import make_task
 from orchestrator.sim.run import simulate
 
 HERE = Path(__file__).parent
@@ -44,7 +46,7 @@ def _load(name: str) -> Any:
 
 MisbehavingTask = _load("misbehaving").MisbehavingTask
 SAMPLING = Sampling(2, stop_token_ids=(1,))
-STEP_LIMIT = 4.0  # seconds; the honest ones take milliseconds
+STEP_LIMIT = 3.0  # seconds in a process of its own; the honest ones take milliseconds
 GONE_LIMIT = 30.0
 
 ANYWHERE = {
@@ -104,7 +106,7 @@ def with_pool(backend: Backend, scenario: Callable[[EnvPool, EnvManager], Awaita
         manager = EnvManager(
             MisbehavingTask(),
             EchoProxy(),  # type: ignore[arg-type]
-            step_timeout=STEP_LIMIT,
+            step_timeout=STEP_LIMIT if backend.name == "subprocess" else STEP_LIMIT / 3,
             trajectory_timeout=60.0,
             is_stale=lambda _: False,
             source=pool,
@@ -177,6 +179,7 @@ def test_each_misbehaviour_has_its_cause_and_the_pool_goes_on(kind: str) -> None
     with_pool(backend, scenario)
 
 
+@pytest.mark.long
 def test_a_session_is_used_by_one_episode_after_the_other_and_renewed_between() -> None:
     async def scenario(pool: EnvPool, manager: EnvManager) -> None:
         for _ in range(5):
@@ -193,6 +196,7 @@ def test_an_environment_that_cannot_be_built_says_why() -> None:
         with_pool(SubprocessBackend("misbehaving:no_such_thing", {}), scenario)
 
 
+@pytest.mark.long
 def test_another_distribution_on_the_other_side_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(pool: EnvPool, manager: EnvManager) -> None: ...
 
@@ -222,6 +226,7 @@ def test_kill_ends_what_an_environment_started_even_what_left_its_session() -> N
     asyncio.run(asyncio.wait_for(scenario(), 100))
 
 
+@pytest.mark.long
 def test_processor_time_of_one_call_is_limited() -> None:
     async def scenario() -> None:
         session = await subprocesses(cpu_seconds=1).start("e1")
@@ -271,7 +276,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_when_the_orchestrator_is_killed_no_process_of_an_environment_is_left(number: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", _ORCHESTRATOR], stdout=subprocess.PIPE)
     try:
@@ -300,6 +305,28 @@ def test_what_an_environment_sees_holds_no_secret_of_the_run(monkeypatch: pytest
         assert len(seen) == 2
         assert not any(b"nobody-may-see-4711" in variables for variables in seen)
         await session.kill()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+
+
+def test_the_task_of_a_config_plays_in_another_process() -> None:
+    config = load_config(None, ["environment.backend=subprocess", "environment.warm=0", "environment.size=1"])
+
+    async def scenario() -> None:
+        task = make_task(config)
+        events = EventLog(MemorySink(), asyncio.get_running_loop().time)
+        pool = make_pool(config, task, "run-1", events)
+        assert pool is not None
+        try:
+            await pool.open()
+            environment = await pool.acquire(lambda _: None)
+            here, prompt = task.environment(), next(task.prompts("train", 0))
+            assert environment.version == here.version
+            assert await environment.reset(prompt) == await here.reset(prompt)
+            assert await environment.step((3, 1)) == await here.step((3, 1))
+            await pool.release(environment, True)
+        finally:
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 100))
 

@@ -17,7 +17,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.sim.loop import run
 
 PROMPT = Prompt("key", "toy", 3, "payload")
-SEEDS = 80
+SEEDS = 50
 
 
 class Session:
@@ -372,6 +372,26 @@ def test_who_waits_is_served_in_order_and_knows_that_all_are_in_use() -> None:
             assert order == list(range(8))
             assert "a free environment, all in use" in setting.told
             assert setting.pool.stats()["wait_seconds"] > 0
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_a_user_that_is_cancelled_just_when_it_is_served_loses_no_session(ticks: int) -> None:
+    async def scenario() -> None:
+        async with Setting(Backend(lambda *_: 0.0), size=1) as setting:
+            taken = await setting.take()
+            waiting = asyncio.create_task(setting.take())
+            await asyncio.sleep(1)
+            await setting.pool.release(taken, True)
+            for _ in range(ticks):  # until it is renewed, handed over, received
+                await asyncio.sleep(0)
+            waiting.cancel()
+            (end,) = await asyncio.gather(waiting, return_exceptions=True)
+            if isinstance(end, PooledEnvironment):
+                await setting.pool.release(end, True)
+            async with asyncio.timeout(100):
+                await setting.pool.release(await setting.take(), True)
 
     played(scenario)
 

@@ -16,6 +16,7 @@ from orchestrator.config import load_config
 from orchestrator.environments.subprocesses import SubprocessBackend
 from orchestrator.environments.tools import ToolAnswer, ToolClient, ToolSettings
 from orchestrator.rewards.launch import FunctionHost
+from orchestrator.runtime import preflight
 
 ROOT = Path(__file__).parents[1]
 TOOLS = '''
@@ -107,6 +108,7 @@ async def _stats(host: FunctionHost, settings: ToolSettings) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.long
 def test_a_burst_beyond_the_limit_is_refused_and_the_others_are_served(tmp_path: Path) -> None:
     async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
         tools = ToolClient(ToolSettings(settings.urls, settings.token, concurrency=2, burst=3))
@@ -121,7 +123,10 @@ def test_a_burst_beyond_the_limit_is_refused_and_the_others_are_served(tmp_path:
     with_host(tmp_path, scenario)
 
 
-@pytest.mark.parametrize(("url", "cause"), [("http://127.0.0.1:9/x", "tool_unavailable"), ("", "tool_refused")])
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [("http://127.0.0.1:9/x", "tool_unavailable"), pytest.param("", "tool_refused", marks=pytest.mark.long)],
+)
 def test_a_tool_that_is_not_reached_masks_the_trajectory(tmp_path: Path, url: str, cause: str) -> None:
     async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
         tools = ToolClient(ToolSettings({"add": url or settings.urls["add"]}, "a wrong token", retries=1))
@@ -146,6 +151,21 @@ def test_an_environment_in_another_process_calls_tools(tmp_path: Path) -> None:
         await session.kill()
 
     with_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ('tools.functions={a="no.such.module:f"}', "tools.functions.a"),
+        ('tools.functions={a="json:no_such_function"}', "tools.functions.a"),
+        ('tools.functions={a="json:loads"}', "tools"),
+    ],
+)
+def test_tools_that_cannot_be_are_found_before_anything_starts(override: str, field: str) -> None:
+    config = load_config(None, [override])
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(config, preflight.make_task(config))
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

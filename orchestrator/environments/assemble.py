@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from orchestrator.environments.pool import EnvPool, PoolSettings
 from orchestrator.environments.session import Backend
 from orchestrator.events import EventLog
 
+LIFETIME_MARGIN = (
+    600  # seconds that a pod may outlive its greatest age and one trajectory: it waits in the pool, starts
+)
 TASK_OF_CONFIG = "orchestrator.environments.worker:task_of_config"
 
 
@@ -26,10 +31,18 @@ def make_pool(
     tools: Mapping[str, Any] | None = None,
 ) -> EnvPool | None:
     """The pool that the config asks for, not yet opened; None for fresh objects in this process. ``owner`` begins the names
-    of its sessions and marks what is theirs; ``log`` gets what environments in other processes print, ``tools`` (fields of ToolSettings) is for them
-    too: those in this process have the task's."""
+    of its sessions and marks what is theirs. For environments in other processes: ``log`` gets what they print, ``tools``
+    are the fields of their ToolSettings (those in this process have the task's)."""
     backend = _backend(config, task, owner, log, tools)
     return None if backend is None else EnvPool(backend, _settings(config, owner), events)
+
+
+def owner_of(run: Path) -> str:
+    """Who owns what environments leave outside this machine: the same for every life of a run, no two runs share it."""
+    file = run / "owner"
+    if not file.exists():
+        file.write_text(f"{run.name}-{secrets.token_hex(4)}\n", encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def target_of(config: Config, task: Task) -> tuple[str, dict[str, Any]]:
@@ -57,8 +70,33 @@ def _backend(
             target, arguments = target_of(config, task)
             limits = {"memory_mb": chosen.memory_mb, "cpu_seconds": chosen.cpu_seconds}
             return SubprocessBackend(target, arguments, owner=owner, log=log, tools=tools, **limits)
-        case other:
-            raise ConfigError("environment.backend", other, "not yet")
+        case "kubernetes":
+            return _pods(config, task, owner, tools)
+
+
+def _pods(config: Config, task: Task, owner: str, tools: Mapping[str, Any] | None) -> Backend:
+    from orchestrator.environments.manifests import PodSettings
+    from orchestrator.environments.pods import PodBackend
+
+    if config.tools.functions:
+        fix = "pods do not reach the embedded host, which listens on loopback: give tools.urls that they reach"
+        raise ConfigError("tools.functions", sorted(config.tools.functions), fix)
+    chosen, rollout = config.environment, config.rollout
+    pods = chosen.kubernetes
+    names = ("image", "namespace", "registry_mirror", "pull_policy", "cpu", "memory", "node_selector", "port")
+    own_pod = (os.environ.get("POD_NAME", ""), os.environ.get("POD_UID", ""))
+    settings = PodSettings(
+        owner=owner,
+        orphan_seconds=pods.orphan_seconds,
+        lifetime=int(chosen.max_age_seconds + rollout.trajectory_timeout) + LIFETIME_MARGIN,
+        owner_pod=own_pod if all(own_pod) else None,
+        **{name: getattr(pods, name) for name in names},
+    )
+    target, arguments = target_of(config, task)
+    limits = {"cpu_seconds": chosen.cpu_seconds, "call_seconds": rollout.environment_step_timeout}
+    return PodBackend(
+        target, arguments, settings, limits=limits, context=pods.context, pre_pull=pods.pre_pull, tools=tools
+    )
 
 
 def _settings(config: Config, owner: str) -> PoolSettings:

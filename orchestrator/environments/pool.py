@@ -315,8 +315,11 @@ class EnvPool:
             self._forget(member)
             if _was_cancelled(error):
                 raise
-            slow = isinstance(error, TimeoutError) and limit.expired()
-            self._start_failed(member.name, f"took over {self._settings.start_timeout:g} s" if slow else told(error))
+            detail = told(error)
+            if isinstance(error, TimeoutError) and limit.expired():
+                so_far = f"; {error.__cause__}" if str(error.__cause__ or "") else ""  # what a backend said of it
+                detail = f"took over {self._settings.start_timeout:g} s{so_far}"
+            self._start_failed(member.name, detail)
             return
         self._totals.started += 1
         member.born = member.seen = member.used = loop.time()

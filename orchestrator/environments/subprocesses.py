@@ -104,9 +104,15 @@ class PipeChannel:
 
     async def kill(self) -> None:
         """See the protocol."""
-        process = self.process
-        if process.returncode is not None:
-            return
+        if self.process.returncode is None:
+            await self._kill_all(self.process)
+        assert self.process.stdout is not None
+        # What was not read keeps the pipe open. A call in progress (RuntimeError) reads to the end itself.
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            async with asyncio.timeout(KILL_LIMIT):
+                await self.process.stdout.read()
+
+    async def _kill_all(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         process.stdin.transport.abort()  # the watcher sees it, and kills
         try:

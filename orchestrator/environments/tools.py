@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from orchestrator.api import TrajectoryError
 from orchestrator.rewards.functions import FunctionClient, FunctionFailed
@@ -83,10 +83,9 @@ class ToolClient:
             await function.close()
 
 
-def give_tools(user: Any, tools: ToolClient) -> bool:
-    """Hand the tools to a task or an environment that has a method ``use_tools``. Whether it has."""
-    take = getattr(user, "use_tools", None)
-    if take is None:
-        return False
-    take(tools)
-    return True
+@runtime_checkable
+class ToolUser(Protocol):
+    """A task or an environment that calls tools."""
+
+    def use_tools(self, tools: ToolClient) -> None:
+        """Called once, before the first environment is made, or reset."""

@@ -112,7 +112,6 @@ class Service:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         self._cpu_seconds = int(limits.get("cpu_seconds", 0))
         self._call_seconds = float(limits.get("call_seconds", 0.0))
-        self._arm()
         tools = None
         if message.get("tools"):
             from orchestrator.environments.tools import ToolClient, ToolSettings

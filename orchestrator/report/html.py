@@ -13,6 +13,7 @@ from pathlib import Path
 
 from orchestrator.report import accounts, sections
 from orchestrator.report.compare import compare
+from orchestrator.report.environments import environments
 from orchestrator.report.parts import page
 from orchestrator.report.runlog import RunLog, load_run
 from orchestrator.report.text import tag
@@ -23,9 +24,10 @@ _NAVIGATION = (
     ("staleness", "Staleness"),
     ("speed", "Speed"),
     ("health", "Trainer"),
+    ("environments", "Environments"),
     ("ledger", "Ledger"),
     ("incidents", "Incidents"),
-    ("environment", "Environment"),
+    ("environment", "Machine"),
 )
 
 
@@ -51,6 +53,7 @@ def render(run: RunLog) -> str:
         sections.staleness(run),
         sections.speed(run),
         sections.trainer_health(run),
+        environments(run),
         accounts.ledger(run, _stored(run)),
         accounts.incidents(run),
         accounts.environment(run),

@@ -117,6 +117,25 @@ class WorkerSnapshot:
 
 
 @dataclass(frozen=True)
+class PoolSnapshot:
+    """The pool of environments at the end of a step; counts are since the start of that life of the run."""
+
+    backend: str
+    size: int
+    busy: int
+    ready: int
+    waiting: int
+    waiting_for: str
+    started: int
+    start_failures: int
+    episodes: int
+    wait_seconds: float
+    abandoned: int
+    replaced: Mapping[str, int]
+    versions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Incident:
     """An alarm, a fault, or a recovery."""
 
@@ -156,6 +175,8 @@ class RunLog:
     updates: list[Update] = field(default_factory=list)
     workers: list[WorkerSnapshot] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
+    pool: list[PoolSnapshot] = field(default_factory=list)  # empty without a pool
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # counters by tool, of the last step
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -308,6 +329,10 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
                 float(event["loss_last"]),
                 float(event["seconds"]),
             )
+        case "environments":
+            run.pool.append(_pool(event))
+        case "tools":
+            run.tools = {str(name): dict(counts) for name, counts in (event.get("tools") or {}).items()}
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(
@@ -321,6 +346,24 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
         case "run_end":
             run.status, run.reason = str(event["status"]), str(event.get("reason", ""))
             run.ledger = LedgerCounts.of(event.get("ledger") or {})
+
+
+def _pool(event: Mapping[str, Any]) -> PoolSnapshot:
+    return PoolSnapshot(
+        backend=str(event["backend"]),
+        size=int(event["size"]),
+        busy=int(event["busy"]),
+        ready=int(event["ready"]),
+        waiting=int(event["waiting"]),
+        waiting_for=str(event.get("waiting_for", "")),
+        started=int(event["started"]),
+        start_failures=int(event["start_failures"]),
+        episodes=int(event["episodes"]),
+        wait_seconds=float(event["wait_seconds"]),
+        abandoned=int(event["abandoned"]),
+        replaced={str(cause): int(number) for cause, number in event["replaced"].items()},
+        versions=tuple(str(version) for version in event["versions"]),
+    )
 
 
 def _take_start(run: RunLog, event: dict[str, Any], t: float) -> None:

@@ -37,6 +37,7 @@ def check(config: Config, task: Task) -> None:
         versions.check(component)
     _model(config)
     _function(config)
+    _environments(config, task)
     _lengths(config, task)
     _heldout(config)
     _relay(config)
@@ -110,19 +111,34 @@ def _model(config: Config) -> None:
         )
 
 
+def _environments(config: Config, task: Task) -> None:
+    if config.environment.backend == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        fix = "the Kubernetes client is not installed: pip install 'rl-coserve[kubernetes]'"
+        raise ConfigError("environment.backend", "kubernetes", fix)
+    tools = config.tools
+    for name, target in tools.functions.items():
+        _importable(f"tools.functions.{name}", target)
+    if tools.any and not hasattr(task, "use_tools"):
+        names = sorted({*tools.functions, *tools.urls})
+        raise ConfigError("tools", names, f"task {task.name} uses no tools: leave the section out")
+
+
 def _function(config: Config) -> None:
-    if config.reward.url:
-        return
-    module, _, name = config.reward.function.partition(":")
+    if not config.reward.url:
+        _importable("reward.function", config.reward.function)
+
+
+def _importable(field: str, target: str) -> None:
+    module, _, name = target.partition(":")
     try:
         found = importlib.util.find_spec(module)
     except ImportError:
         found = None
     if found is None:
         fix = f"there is no module {module!r} on the path; write module:function"
-        raise ConfigError("reward.function", config.reward.function, fix)
+        raise ConfigError(field, target, fix)
     if not hasattr(importlib.import_module(module), name):
-        raise ConfigError("reward.function", config.reward.function, f"{module} has no function {name!r}")
+        raise ConfigError(field, target, f"{module} has no function {name!r}")
 
 
 def _lengths(config: Config, task: Task) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
-from orchestrator.environments.assemble import make_pool
-from orchestrator.environments.tools import ToolClient, ToolSettings, give_tools
+from orchestrator.environments.assemble import make_pool, owner_of
+from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.pipeline import Parts, Pipeline, Position
@@ -172,7 +172,7 @@ class _Assembly:
             self.stack.push_async_callback(worker.close)
         tools = await self._start_tools()
         log = self.folder.logs / "environments.log"
-        pool = make_pool(config, self.task, self.folder.path.name, self.events, log=log, tools=tools)
+        pool = make_pool(config, self.task, owner_of(self.folder.path), self.events, log=log, tools=tools)
         if pool is not None:
             self.stack.push_async_callback(pool.close)
             self.display.stage("startup", "environments")
@@ -251,8 +251,9 @@ class _Assembly:
         found = ToolSettings(urls, token, seed=self.config.run.seed, **limits)
         self.tools = ToolClient(found)
         self.stack.push_async_callback(self.tools.close)
-        if not give_tools(self.task, self.tools):
-            raise ConfigError("tools", sorted(urls), f"task {self.task.name} uses no tools: leave the section out")
+        user: object = self.task
+        assert isinstance(user, ToolUser), "see preflight"
+        user.use_tools(self.tools)
         cold = await self.tools.prewarm(settings.warm)
         if cold:
             self.display.message(f"no way to warm up tools {', '.join(cold)}: their first calls will be cold")

@@ -1,0 +1,229 @@
+"""Sessions in Kubernetes pods, through the official client (extra ``kubernetes``, imported on first use).
+
+Guarantees: what an earlier life of this run left is removed before the first pod starts, and everything of the run after the
+last; a pod that does not come up is deleted, with its reason in the error; pods end without the orchestrator too
+(:mod:`orchestrator.environments.manifests`). Images come from ``registry_mirror`` first, and from their own registry when
+the mirror does not have them; with ``pre_pull`` all nodes pull the image when the run starts. The API server is asked with
+time limits, and not at all while an episode runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from orchestrator.api import ConfigError, RetryableError
+from orchestrator.environments import manifests
+from orchestrator.environments.manifests import PodSettings
+from orchestrator.environments.remote import RemoteSession
+from orchestrator.environments.tcp import TcpChannel
+
+T = TypeVar("T")
+API_LIMIT = 20.0  # seconds for one request
+POLL = 0.5  # seconds between two looks at a pod that starts
+PRE_PULL_LIMIT = 900.0  # seconds; then the nodes that have not pulled it pull it when they need it
+NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull")
+NEVER_STARTS = ("InvalidImageName", "CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+class PodBackend:
+    """Implements :class:`~orchestrator.environments.session.Backend`. ``limits`` are those of the worker; ``context`` names
+    one of the kubeconfig."""
+
+    name = "kubernetes"
+
+    def __init__(
+        self,
+        target: str,
+        arguments: Mapping[str, Any],
+        settings: PodSettings,
+        *,
+        limits: Mapping[str, Any],
+        context: str = "",
+        pre_pull: bool = False,
+        tools: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._target = target
+        self._arguments = arguments
+        self._settings = settings
+        self._limits = limits
+        self._context = context
+        self._wanted_pre_pull = pre_pull
+        self._tools = tools
+        self._token = secrets.token_urlsafe(32)
+        self._life = secrets.token_hex(2)  # pods of an earlier life may still be on their way out
+        self._mirror = settings.registry_mirror
+        self._api: Any = None
+        self._pods: Any = None
+        self._daemons: Any = None
+        self._pulling: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """See the protocol."""
+        aio = _library()
+        configuration = await self._access(aio)
+        self._api = aio.client.ApiClient(configuration)
+        self._pods, self._daemons = aio.client.CoreV1Api(self._api), aio.client.AppsV1Api(self._api)
+        where = f"namespace {self._settings.namespace} at {configuration.host}"
+        try:
+            await self._remove_all()
+            token = aio.client.V1Secret.from_dict(manifests.secret(self._settings, self._token))
+            await self._ask(self._pods.create_namespaced_secret, self._settings.namespace, token)
+            if self._wanted_pre_pull:
+                await self._pull_everywhere(aio)
+        except aio.client.ApiException as error:
+            needed = "create, get, list, delete and deletecollection of pods and secrets (and daemonsets)"
+            fix = f"HTTP {error.status} {error.reason}: the account needs {needed}"
+            raise ConfigError("environment.kubernetes", where, fix) from error
+        except (OSError, TimeoutError) as error:
+            raise ConfigError("environment.kubernetes", where, f"the API server does not answer: {error!r}") from error
+
+    async def _pull_everywhere(self, aio: Any) -> None:
+        manifest = manifests.pre_pull(self._settings, manifests.mirrored(self._settings.image, self._mirror))
+        body = aio.client.V1DaemonSet.from_dict(manifest)
+        await self._ask(self._daemons.create_namespaced_daemon_set, self._settings.namespace, body)
+        hold = self._hold_until_pulled(aio, manifest["metadata"]["name"])
+        self._pulling = asyncio.create_task(hold, name="pull images")
+
+    async def start(self, name: str) -> RemoteSession:
+        """See the protocol."""
+        aio = _library()
+        settings, images = self._settings, [self._settings.image]
+        if self._mirror:
+            images.insert(0, manifests.mirrored(settings.image, self._mirror))
+        for number, image in enumerate(images):
+            pod = manifests.name_of(name, self._life, *(("r",) if number else ()))
+            body = aio.client.V1Pod.from_dict(manifests.pod(settings, pod, image))
+            try:
+                await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
+                address = await self._ready(pod)
+                channel = TcpChannel(address, settings.port, self._token, functools.partial(self._delete, pod), pod)
+                session = RemoteSession(channel, pod)
+                await session.begin(self._target, self._arguments, self._limits, self._tools)
+                return session
+            except _NoImage:
+                await self._delete(pod)
+                if number == len(images) - 1:
+                    raise
+            except BaseException:
+                await self._abandon(pod)
+                raise
+        raise AssertionError
+
+    async def close(self) -> None:
+        """See the protocol."""
+        if self._api is None:
+            return
+        if self._pulling is not None:
+            self._pulling.cancel()
+            await asyncio.gather(self._pulling, return_exceptions=True)
+        try:
+            await self._remove_all()
+        finally:
+            api, self._api = self._api, None
+            await api.close()
+
+    # -- the API server ----------------------------------------------------------------------------------------------
+
+    async def _access(self, aio: Any) -> Any:
+        """Where the cluster is, and who we are."""
+        configuration = aio.client.Configuration()
+        try:
+            if not self._context:
+                with contextlib.suppress(aio.config.ConfigException):
+                    aio.config.load_incluster_config(client_configuration=configuration)
+                    return configuration
+            await aio.config.load_kube_config(context=self._context or None, client_configuration=configuration)
+        except (aio.config.ConfigException, OSError) as error:
+            fix = f"neither in a cluster nor a usable kubeconfig (KUBECONFIG): {error}"
+            raise ConfigError("environment.kubernetes.context", self._context or "(current)", fix) from error
+        return configuration
+
+    async def _ask(self, call: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
+        return await call(*arguments, **options, _request_timeout=API_LIMIT)
+
+    async def _ready(self, pod: str) -> str:
+        """Its address, when it listens. Raises what is wrong with it."""
+        while True:
+            found = await self._ask(self._pods.read_namespaced_pod, pod, self._settings.namespace)
+            status = found.status
+            states = [item for item in (status.container_statuses or ()) if item is not None] if status else []
+            waiting = next((item.state.waiting for item in states if item.state and item.state.waiting), None)
+            if waiting is not None and waiting.reason in NO_IMAGE:
+                raise _NoImage(f"pod {pod}: {waiting.reason}: {waiting.message}")
+            if waiting is not None and waiting.reason in NEVER_STARTS:
+                raise RetryableError(f"pod {pod}: {waiting.reason}: {waiting.message}")
+            if status is not None and status.phase in ("Failed", "Succeeded"):
+                raise RetryableError(f"pod {pod} has ended: {status.reason or status.phase} {status.message or ''}")
+            if states and all(item.ready for item in states) and status.pod_ip:
+                return str(status.pod_ip)
+            try:
+                await asyncio.sleep(POLL)
+            except asyncio.CancelledError as error:  # it took too long: say what it waits for
+                raise asyncio.CancelledError(f"pod {pod}: {_held_up(status, waiting)}") from error
+
+    async def _delete(self, pod: str) -> None:
+        try:
+            await self._ask(self._pods.delete_namespaced_pod, pod, self._settings.namespace, grace_period_seconds=0)
+        except _library().client.ApiException as error:
+            if error.status != 404:
+                raise
+
+    async def _abandon(self, pod: str) -> None:
+        """Delete what did not come up, though this task may have been cancelled; what cannot be deleted ends by itself."""
+        task = asyncio.ensure_future(self._delete(pod))
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        task.exception()
+
+    async def _remove_all(self) -> None:
+        """Everything that carries our label."""
+        options = {"label_selector": manifests.selector(self._settings), "grace_period_seconds": 0}
+        await self._ask(self._pods.delete_collection_namespaced_pod, self._settings.namespace, **options)
+        await self._ask(self._pods.delete_collection_namespaced_secret, self._settings.namespace, **options)
+        if self._wanted_pre_pull:
+            await self._ask(self._daemons.delete_collection_namespaced_daemon_set, self._settings.namespace, **options)
+
+    async def _hold_until_pulled(self, aio: Any, name: str) -> None:
+        """Until every node has the image, or the limit; then the pods that held it go."""
+        namespace = self._settings.namespace
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PRE_PULL_LIMIT):
+                while True:
+                    with contextlib.suppress(aio.client.ApiException, OSError):  # the next look may work
+                        found = await self._ask(self._daemons.read_namespaced_daemon_set, name, namespace)
+                        wanted = found.status.desired_number_scheduled if found.status else 0
+                        if wanted and found.status.number_ready >= wanted:
+                            break
+                    await asyncio.sleep(POLL)
+        with contextlib.suppress(aio.client.ApiException, OSError):  # `close` removes it too
+            await self._ask(self._daemons.delete_namespaced_daemon_set, name, namespace)
+
+
+def _held_up(status: Any, waiting: Any) -> str:
+    """Why a pod is not ready, in Kubernetes' words."""
+    if waiting is not None:
+        return f"{waiting.reason} {waiting.message or ''}".strip()
+    conditions = (status.conditions or ()) if status is not None else ()
+    reasons = [f"{item.reason}: {item.message}" for item in conditions if item.status == "False" and item.message]
+    return "; ".join(reasons) or (status.phase if status is not None and status.phase else "no status yet")
+
+
+class _NoImage(RetryableError):
+    """The image cannot be pulled from there."""
+
+
+def _library() -> Any:
+    try:
+        from kubernetes import aio
+    except ImportError as error:
+        fix = "the Kubernetes client is not installed: pip install 'rl-coserve[kubernetes]'"
+        raise ConfigError("environment.backend", "kubernetes", fix) from error
+    from kubernetes.aio import client, config  # noqa: F401  modules of `aio`, loaded
+
+    return aio
