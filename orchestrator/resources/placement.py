@@ -9,6 +9,7 @@ goes to another pool by the manager's rules, and its devices are marked.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from orchestrator.api import RetryableError
 from orchestrator.policies.allocation import Binding
 from orchestrator.resources.manager import ResourceManager
 
-RESERVE_SECONDS = 60.0  # for Ray to reserve a place; a free one takes milliseconds
+RESERVE_SECONDS = 60.0  # for Ray to reserve a place; a free one takes milliseconds. Ray counts whole seconds
 
 
 def cluster_resources(pools: Mapping[str, int]) -> dict[str, float]:
@@ -113,7 +114,7 @@ class Placement:
 
         wanted = bundle(binding.hardware, self._devices, self._cpus)
         self._group = placement_group([wanted], strategy="STRICT_PACK")
-        if not self._group.wait(self._limit):
+        if not self._group.wait(math.ceil(self._limit)):
             self.drop()
             why = f"Ray gives it no place within {self._limit:g} s ({_shortage(wanted)})"
             raise RetryableError(f"{self._worker}: {why}")
