@@ -341,6 +341,23 @@ class CheckpointSection(Section):
     keep: Positive = 2
 
 
+class ResourcesSection(Section):
+    """Pools of hardware by class (RollArt 5.2). Without pools nothing is bound, and Ray places processes by CPUs."""
+
+    pools: dict[str, Positive] = {}  # class -> devices; in a Ray cluster, custom resources of these names
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = (
+        "default"  # of the pools, where jobs share a metadata store
+    )
+    trainer: str = "H800"  # class that trainer ranks ask for
+    devices_per_rank: Positive = 1
+    rollout: dict[
+        str, Positive
+    ] = {}  # class -> rollout workers that ask for it, rollout.workers in all; empty: all H20
+    devices_per_worker: Positive = 1
+    devices_per_server: Positive = 8
+    compatible: dict[str, tuple[str, ...]] = {}  # class -> stand-ins while it has none free; not in it: all of its kind
+
+
 class RaySection(Section):
     """The local Ray, or the address of a cluster."""
 
@@ -389,6 +406,7 @@ class Config(Section):
     relay: RelaySection = RelaySection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    resources: ResourcesSection = ResourcesSection()
     ray: RaySection = RaySection()
     sim: SimSection = SimSection()
 
@@ -402,6 +420,12 @@ class Config(Section):
             raise ValueError("rollout.alpha = 0 is synchronous: set run.mode='sync', or rollout.alpha >= 1")
         if self.rollout.environments < self.rollout.group_size:
             raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
+        if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:
+            raise ValueError(
+                "resources.rollout must name the class of each worker: its numbers must add up to rollout.workers"
+            )
+        if self.resources.rollout and not self.resources.pools:
+            raise ValueError("resources.rollout names classes of resources.pools: name the pools too")
         compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
         if self.rollout.dynamic_sampling and not compared:
             raise ValueError(

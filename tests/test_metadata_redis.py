@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.api import ConfigError, RunError
@@ -212,3 +216,58 @@ def test_before_a_run_starts_a_server_that_is_not_there_is_named(redis_servers: 
         preflight._metadata(load_config(None, [f"relay.metadata_url={url}"]))
     with pytest.raises(ConfigError, match="metadata_url"):
         preflight._metadata(load_config(None, ["relay.metadata_password_file=x"]))
+
+
+ENGINE = """
+import json, sys
+from orchestrator.transfer import RelayEndpoint, RelayError, Subscriber
+subscriber = None
+for line in sys.stdin:
+    try:
+        subscriber = subscriber or Subscriber(RelayEndpoint.from_dict(json.loads(sys.argv[1])))
+        version = subscriber.latest_version()
+        data = [int(data[0]) for _, data in subscriber.fetch(subscriber.manifest(version))] if version >= 0 else []
+        print("holds", version, data, flush=True)
+    except RelayError as error:
+        print(error.reason, flush=True)
+"""
+
+
+def test_weights_go_from_a_trainer_to_an_engine_process_across_an_outage(
+    redis_servers: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a run, without the engines: one endpoint for both, the password in each process's environment."""
+    server = redis_servers(password=SECRET)
+    (tmp_path / "secret").write_text(SECRET)
+    monkeypatch.setenv(PASSWORD_FILE, str(tmp_path / "secret"))
+    endpoint = RelayEndpoint("job", "fsspec", f"file://{tmp_path}/relay", server.url)
+    publisher = Publisher(endpoint)
+    publisher.rollback(0)
+
+    def publish(version: int) -> None:
+        publisher.publish(version, [("w", (4,), "uint8", np.full(4, version, np.uint8))])
+
+    command = [sys.executable, "-c", ENGINE, json.dumps(endpoint.to_dict())]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+
+    def ask() -> str:
+        engine.stdin.write("\n")
+        engine.stdin.flush()
+        return engine.stdout.readline().strip()
+
+    try:
+        publish(1)
+        assert ask() == "holds 1 [1]"
+        server.kill()
+        assert ask() == "metadata_unreachable"
+        with pytest.raises(RelayError, match="metadata_unreachable"):
+            publish(2)
+        server.start()
+        assert ask() == "holds 1 [1]"
+        publish(2)
+        assert ask() == "holds 2 [2]"
+    finally:
+        engine.kill()
+        engine.wait()

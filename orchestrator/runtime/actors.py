@@ -15,7 +15,7 @@ import socket
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import (
     CommandError,
@@ -33,6 +33,9 @@ from orchestrator.api import (
     UpdateResult,
     WorkerStats,
 )
+
+if TYPE_CHECKING:
+    from orchestrator.resources import Placement
 
 _OK, _CONFIG, _COMMAND, _ERROR = "ok", "config", "command", "error"
 _MEETING_POINT = "orchestrator.runtime.actors:meeting_point"
@@ -89,18 +92,25 @@ def _resolve(target: str) -> Any:
 
 
 class Actor:
-    """A handle on one :class:`ActorHost`; ``environment`` is set before its process starts."""
+    """A handle on one :class:`ActorHost`; ``environment`` is set before its process starts. ``placement``: its devices."""
 
-    def __init__(self, name: str, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, environment: dict[str, str], placement: Placement | None = None) -> None:
         self.name = name
+        self.placement = placement
+        self._place: dict[str, Any] = {}
         self._environment = environment
         self._handle: Any = None
+
+    async def place(self) -> None:
+        """Reserve its place, where it has one in a pool. Before :meth:`start`."""
+        if self.placement is not None:
+            self._place = await self.placement.options()
 
     def start(self) -> None:
         """Start the process (Ray does it in the background)."""
         import ray
 
-        options = {"num_cpus": 1, "max_concurrency": 64, "runtime_env": {"env_vars": self._environment}}
+        options = {"num_cpus": 1, "max_concurrency": 64, "runtime_env": {"env_vars": self._environment}, **self._place}
         self._handle = ray.remote(ActorHost).options(**options).remote()
 
     async def ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
@@ -145,24 +155,46 @@ class Actor:
 
 
 class RayWorker:
-    """A vLLM engine in a Ray actor, as a ManagedWorker."""
+    """A vLLM engine in a Ray actor, as a ManagedWorker. ``hardware``: the class of its pool, "" without one."""
 
-    def __init__(self, name: str, target: str, kwargs: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        kwargs: dict[str, Any],
+        environment: dict[str, str],
+        placement: Placement | None = None,
+    ) -> None:
         self.name = name
         self._target = target
         self._kwargs = {**kwargs, "name": name}
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
-        self._actor = Actor(name, environment)
+        self._actor = Actor(name, environment, placement)
+        self._failed_here = False  # the last restart in this place
+
+    @property
+    def hardware(self) -> str:
+        """See :class:`orchestrator.api.PlacedWorker`."""
+        placement = self._actor.placement
+        return "" if placement is None else placement.bind().hardware
 
     async def start(self) -> None:
         """Start the process and the engine in it."""
+        await self._actor.place()
         self._actor.start()
         await self._actor.ask("create", self._target, self._kwargs)
 
     async def restart(self) -> None:
-        """See the protocol."""
+        """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8)."""
         self._actor.kill()
+        if self._failed_here and self._actor.placement is not None:
+            try:
+                await asyncio.to_thread(self._actor.placement.move)
+            except RetryableError as error:
+                raise RetryableError(f"{self.name} did not come up, and has nowhere else to go: {error}") from error
+        self._failed_here = True
         await self.start()
+        self._failed_here = False
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See the protocol."""
@@ -240,13 +272,26 @@ class RayTrainer:
     so on every later call, until it is closed.
     """
 
-    def __init__(self, target: str, environment: dict[str, str], ranks: int = 1, spread: bool = False) -> None:
+    def __init__(
+        self,
+        target: str,
+        environment: dict[str, str],
+        ranks: int = 1,
+        placements: Sequence[Placement] = (),
+        *,
+        spread: bool = False,
+    ) -> None:
         """``spread``: workers may run on other machines than the trainer."""
         self._target = target
         self._spread = spread
-        names = ["trainer"] + [f"trainer-{rank}" for rank in range(1, ranks)]
-        self._actors = [Actor(name, environment) for name in names]
+        places: Sequence[Placement | None] = placements or [None] * ranks
+        pairs = zip(trainer_names(ranks), places, strict=True)
+        self._actors = [Actor(name, environment, place) for name, place in pairs]
         self._broken = ""
+
+    async def place(self) -> None:
+        """Reserve the places of its ranks, where they have some in a pool. Before :meth:`start`."""
+        await asyncio.gather(*(actor.place() for actor in self._actors))
 
     def start(self) -> None:
         """Start the processes; :meth:`create` makes the trainer in them."""
@@ -357,6 +402,11 @@ class RayTrainer:
             self._broken = f"the trainer has lost a rank, {message}{others}"
             raise RetryableError(self._broken) from error
         raise RetryableError(message) from error
+
+
+def trainer_names(ranks: int) -> list[str]:
+    """Of the processes of a trainer, by rank."""
+    return ["trainer", *(f"trainer-{rank}" for rank in range(1, ranks))]
 
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:

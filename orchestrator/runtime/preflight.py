@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
 from orchestrator.hooks import versions
-from orchestrator.runtime import served
+from orchestrator.runtime import pools, served
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint, open_relay
@@ -43,6 +43,7 @@ def check(config: Config, task: Task) -> None:
     _relay(config)
     check_port(config)
     _metadata(config)
+    pools.check(config)
     served.check(config, task)
 
 

@@ -25,17 +25,20 @@ from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.pipeline import Parts, Pipeline, Position
+from orchestrator.policies.allocation import Binding
 from orchestrator.progress import Progress
+from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, rewind
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.launch import FunctionHost, RewardHost
 from orchestrator.runfolder import RunFolder
+from orchestrator.runtime import pools
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore
 from orchestrator.tasks.frozenlake import FrozenLakeTask
-from orchestrator.transfer import RelayEndpoint
+from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.redis import PASSWORD_FILE
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
@@ -60,6 +63,7 @@ def start_ray(config: Config) -> None:
             ray.init(
                 num_cpus=config.ray.cpus,
                 object_store_memory=config.ray.object_store_mb << 20,
+                resources=cluster_resources(config.resources.pools),
                 include_dashboard=False,
                 **common,
             )
@@ -153,9 +157,12 @@ class _Assembly:
         endpoint = await self._start_relay()
         spread, secret = bool(config.ray.address), _secrets(config)
         variables = _environment(config.trainer.threads) | secret
-        trainer = RayTrainer(TRAINER_CLASS, variables, _trainer_ranks(config), spread)
-        trainer.start()
+        ranks = pools.trainer_ranks(config)
+        places = await asyncio.to_thread(self._places, endpoint)
+        trainer = RayTrainer(TRAINER_CLASS, variables, ranks, list(places.values())[:ranks], spread=spread)
         self.stack.push_async_callback(trainer.close)
+        await trainer.place()
+        trainer.start()
         model = await self._model(trainer)
         workers = [
             RayWorker(
@@ -163,6 +170,7 @@ class _Assembly:
                 WORKER_CLASS,
                 _worker_arguments(config, model, endpoint, index),
                 _environment(config.rollout.engine.threads) | secret,
+                places.get(f"vllm-{index}"),
             )
             for index in range(config.rollout.workers)
         ]
@@ -284,6 +292,31 @@ class _Assembly:
             snapshot_every=settings.snapshot_every,
         )
 
+    def _places(self, endpoint: RelayEndpoint) -> dict[str, Placement]:
+        """By worker; empty without pools."""
+        if not self.config.resources.pools:
+            return {}
+        metadata = open_metadata(endpoint)
+        self.stack.callback(metadata.close)
+        manager, places = pools.place(self.config, metadata, endpoint.job, self._note_binding)
+
+        def give_back() -> None:
+            try:
+                for placement in places.values():
+                    placement.release()
+                manager.close()
+            except RetryableError as error:
+                self.display.message(f"what this run had of the pools stays bound until it is started again: {error}")
+
+        self.stack.callback(give_back)
+        return places
+
+    def _note_binding(self, binding: Binding) -> None:
+        wish, devices = binding.wish, list(binding.devices)
+        self.events.emit(
+            "bound", worker=wish.worker, hardware=binding.hardware, devices=devices, instead=binding.fallback
+        )
+
     async def _model(self, trainer: RayTrainer) -> str:
         """The model's folder; a tiny one is made in the trainer's process."""
         config, folder = self.config, self.folder.model
@@ -328,12 +361,6 @@ def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index
         "seed": config.run.seed + index,
         "relay": endpoint.to_dict(),
     }
-
-
-def _trainer_ranks(config: Config) -> int:
-    """Experts are split over data-parallel ranks: they need no ranks of their own."""
-    trainer = config.trainer
-    return trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
 
 
 def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> dict[str, Any]:

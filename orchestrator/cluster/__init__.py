@@ -1,0 +1,35 @@
+"""Worker and Cluster: the programming interface of the data plane (RollArt 5, Listing 1).
+
+import orchestrator.cluster as rdist
+from orchestrator.cluster import ActorTrain, ActorTrainCls
+from orchestrator.resources import ResourceManager
+
+class MyActorTrain(ActorTrainCls):
+    @rdist.register(mode="execute_all")
+    def compute_gradients(self, batch): ...
+
+with ActorTrain(ResourceManager({"H800": 8}), MyActorTrain) as cluster:
+    results = cluster.compute_gradients(batch)      # one a worker, by rank
+"""
+
+from orchestrator.cluster.cluster import ActorGen, ActorTrain, Cluster, Environment, Reward
+from orchestrator.cluster.decorators import hw_mapping, register, register_serverless
+from orchestrator.cluster.errors import WorkerError
+from orchestrator.cluster.workers import ActorGenCls, ActorTrainCls, EnvironmentCls, RewardCls, Worker
+
+__all__ = [
+    "ActorGen",
+    "ActorGenCls",
+    "ActorTrain",
+    "ActorTrainCls",
+    "Cluster",
+    "Environment",
+    "EnvironmentCls",
+    "Reward",
+    "RewardCls",
+    "Worker",
+    "WorkerError",
+    "hw_mapping",
+    "register",
+    "register_serverless",
+]

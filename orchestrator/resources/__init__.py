@@ -1,0 +1,11 @@
+"""The resource plane (RollArt 4.1, 5.2): pools of hardware by class, who has what of them, and where that is in Ray.
+
+from orchestrator.resources import ResourceManager
+manager = ResourceManager({"H800": range(0, 8), "H20": range(8, 32)})
+binding = manager.bind("actor-gen-0", "H20", devices=4)
+"""
+
+from orchestrator.resources.manager import ROLE_CLASSES, ResourceManager
+from orchestrator.resources.placement import Placement, cluster_resources
+
+__all__ = ["ROLE_CLASSES", "Placement", "ResourceManager", "cluster_resources"]
