@@ -25,6 +25,7 @@ from orchestrator.api import (
     TrajectoryError,
     Turn,
 )
+from orchestrator.lockstep import Lockstep
 from orchestrator.proxy import LLMProxy
 
 Answer = TypeVar("Answer")
@@ -80,19 +81,21 @@ class EnvManager:
         step_timeout: float,
         trajectory_timeout: float,
         is_stale: Callable[[int], bool],
+        lockstep: Lockstep | None = None,
     ) -> None:
         self._task = task
         self._proxy = proxy
         self._step_timeout = step_timeout
         self._trajectory_timeout = trajectory_timeout
         self._is_stale = is_stale
+        self._lockstep = lockstep
 
     async def play(self, episode: Episode, sampling: Sampling) -> None:
         """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
         environment = self._create()
         try:
-            async with asyncio.timeout(self._trajectory_timeout):
-                await self._turns(episode, sampling, environment)
+            async with asyncio.timeout(self._trajectory_timeout) as limit:
+                await self._turns(episode, sampling, environment, limit)
         except TimeoutError as error:
             raise TrajectoryError(
                 "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
@@ -100,7 +103,9 @@ class EnvManager:
         finally:
             await self._close(environment)
 
-    async def _turns(self, episode: Episode, sampling: Sampling, environment: Environment) -> None:
+    async def _turns(
+        self, episode: Episode, sampling: Sampling, environment: Environment, limit: asyncio.Timeout
+    ) -> None:
         loop = asyncio.get_running_loop()
         episode.env_version = str(environment.version)
         episode.waiting_for = "environment reset"
@@ -115,7 +120,7 @@ class EnvManager:
                     raise TrajectoryError("environment_output", "the first observation fills the context")
                 episode.truncated = True
                 return
-            episode.waiting_for = "generation"
+            await self._in_step(episode, "generation", limit)
             asked = loop.time()
             completion = await self._proxy.generate(
                 GenerationRequest(
@@ -132,7 +137,8 @@ class EnvManager:
             episode.requests += 1
             if completion.finish_reason in ("error", "abort") or not completion.token_ids:
                 raise TrajectoryError(f"generation_{completion.finish_reason}", completion.error)
-            episode.waiting_for = "environment step"
+            await self._in_step(episode, "environment step", limit)
+            begun = loop.time()
             result: StepResult = await self._guard(environment.step(completion.token_ids), StepResult, "step")
             if not math.isfinite(result.reward):
                 raise TrajectoryError("environment_not_finite", f"step reward {result.reward}")
@@ -146,7 +152,7 @@ class EnvManager:
                     reward=result.reward,
                     done=result.done,
                     generate_seconds=round(answered - asked, 6),
-                    environment_seconds=round(loop.time() - answered, 6),
+                    environment_seconds=round(loop.time() - begun, 6),
                 )
             )
             if result.done or result.truncated:
@@ -156,6 +162,13 @@ class EnvManager:
                 raise StaleTrajectory
             observation = result.observation
         episode.truncated = True
+
+    async def _in_step(self, episode: Episode, phase: str, limit: asyncio.Timeout) -> None:
+        """The next phase of a turn begins; where all take their turns in step, when the others are there too."""
+        if self._lockstep is not None:
+            episode.waiting_for = f"the others before {phase}"
+            await self._lockstep.arrive(episode.id, phase, limit)
+        episode.waiting_for = phase
 
     def _create(self) -> Environment:
         try:

@@ -24,6 +24,7 @@ from unittest.mock import patch
 from orchestrator.api import Trajectory
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, parse_config
+from orchestrator.policies import modes
 from orchestrator.runfolder import describe_machine
 from orchestrator.sim.draws import stream
 from orchestrator.sim.run import SimResult, simulate
@@ -73,13 +74,14 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     alpha = rng.choice((0, 1, 1, 2, 3))
     size, groups = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
     extra = stream(seed, "shape", "streaming")  # its own draws, so that a seed keeps the rest of its shape
+    fitting = [name for name in modes.MODES if not modes.conflict(name, alpha)]
     return parse_config(
         {
             "run": {
                 "name": "ledger-faults",
                 "seed": seed,
                 "steps": rng.choice((2, 3, 4)),
-                "mode": "async" if alpha else "sync",
+                "mode": stream(seed, "shape", "mode").choice(fitting),
             },
             "rollout": {
                 "workers": rng.choice((1, 2, 3)),
