@@ -125,17 +125,21 @@ class SampleBuffer:
         self._filtered = 0
         return batch
 
-    def drain(self, state: str, cause: str) -> None:
-        """End every scored trajectory that is not in a batch (the run ends)."""
+    def drop_untaken(self, state: str, cause: str) -> None:
+        """End every scored trajectory that ``get_batch`` has not taken. Nothing may be in flight."""
         for group in list(self._groups.values()):
             scored, group.scored = group.scored, []
             for trajectory in scored:
                 self._on_evict(trajectory, state, cause)
+        self._groups.clear()
+        self._ready.clear()
+
+    def drain(self, state: str, cause: str) -> None:
+        """End every scored trajectory, taken ones too (the run ends)."""
+        self.drop_untaken(state, cause)
         for members in list(self._taken.values()):
             for taken in members:
                 self._on_evict(taken.trajectory, state, cause)
-        self._groups.clear()
-        self._ready.clear()
         self._taken.clear()
 
     # -- what others ask ---------------------------------------------------------------------------------------------

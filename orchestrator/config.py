@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from orchestrator.api import ConfigError, urls
+from orchestrator.policies import modes
 from orchestrator.policies.objectives import OBJECTIVES, conflicts
 
 Positive = Annotated[int, Field(gt=0)]
@@ -37,7 +38,7 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"  # folder name prefix under `folder`
     folder: str = "runs"
     seed: Annotated[int, Field(ge=0)] = 0
-    mode: Literal["sync", "async"] = "async"
+    mode: Literal["sync", "sync_plus", "one_off", "areal", "async"] = "async"  # docs/modes.md
     steps: Positive = 100
     trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long ends the run
     minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
@@ -412,12 +413,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across(self) -> Config:
-        if self.run.mode == "sync" and self.rollout.alpha != 0:
-            raise ValueError(
-                "rollout.alpha must be 0 when run.mode is 'sync' (set rollout.alpha=0, or run.mode='async')"
+        if fix := modes.conflict(self.run.mode, self.rollout.alpha):
+            found = InitErrorDetails(
+                type=PydanticCustomError("conflict", "{fix}", {"fix": fix}),
+                loc=("rollout", "alpha"),
+                input=self.rollout.alpha,
             )
-        if self.run.mode == "async" and self.rollout.alpha == 0:
-            raise ValueError("rollout.alpha = 0 is synchronous: set run.mode='sync', or rollout.alpha >= 1")
+            raise ValidationError.from_exception_data("config", [found])
         if self.rollout.environments < self.rollout.group_size:
             raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
         if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:

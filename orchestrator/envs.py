@@ -25,6 +25,7 @@ from orchestrator.api import (
 )
 from orchestrator.environments.checks import observation_of, step_of, told
 from orchestrator.environments.source import EnvironmentSource, FreshEnvironments
+from orchestrator.lockstep import Lockstep
 from orchestrator.proxy import LLMProxy
 
 
@@ -81,6 +82,7 @@ class EnvManager:
         trajectory_timeout: float,
         is_stale: Callable[[int], bool],
         source: EnvironmentSource | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
         self._task = task
@@ -88,6 +90,7 @@ class EnvManager:
         self._step_timeout = step_timeout
         self._trajectory_timeout = trajectory_timeout
         self._is_stale = is_stale
+        self._lockstep = lockstep
 
     async def play(self, episode: Episode, sampling: Sampling) -> None:
         """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
@@ -97,8 +100,8 @@ class EnvManager:
 
         environment = await self.source.acquire(waiting)  # its time is the pool's, not the trajectory's
         try:
-            async with asyncio.timeout(self._trajectory_timeout):
-                await self._turns(episode, sampling, environment)
+            async with asyncio.timeout(self._trajectory_timeout) as limit:
+                await self._turns(episode, sampling, environment, limit)
         except TimeoutError as error:
             raise TrajectoryError(
                 "trajectory_timeout", f"after {self._trajectory_timeout} s in {episode.waiting_for}"
@@ -106,7 +109,9 @@ class EnvManager:
         finally:
             await self.source.release(environment, episode.environment_in_order)
 
-    async def _turns(self, episode: Episode, sampling: Sampling, environment: Environment) -> None:
+    async def _turns(
+        self, episode: Episode, sampling: Sampling, environment: Environment, limit: asyncio.Timeout
+    ) -> None:
         loop = asyncio.get_running_loop()
         episode.env_version = environment.version
         episode.waiting_for = "environment reset"
@@ -122,7 +127,7 @@ class EnvManager:
                     raise TrajectoryError("environment_output", "the first observation fills the context")
                 episode.truncated = True
                 return
-            episode.waiting_for = "generation"
+            await self._in_step(episode, "generation", limit)
             asked = loop.time()
             completion = await self._proxy.generate(
                 GenerationRequest(
@@ -139,7 +144,8 @@ class EnvManager:
             episode.requests += 1
             if completion.finish_reason in ("error", "abort") or not completion.token_ids:
                 raise TrajectoryError(f"generation_{completion.finish_reason}", completion.error)
-            episode.waiting_for = "environment step"
+            await self._in_step(episode, "environment step", limit)
+            begun = loop.time()
             result = step_of(await self._ask(episode, environment, "step", completion.token_ids))
             episode.environment_in_order = True
             context.extend(completion.token_ids)
@@ -152,7 +158,7 @@ class EnvManager:
                     reward=result.reward,
                     done=result.done,
                     generate_seconds=round(answered - asked, 6),
-                    environment_seconds=round(loop.time() - answered, 6),
+                    environment_seconds=round(loop.time() - begun, 6),
                 )
             )
             if result.done or result.truncated:
@@ -162,6 +168,13 @@ class EnvManager:
                 raise StaleTrajectory
             observation = result.observation
         episode.truncated = True
+
+    async def _in_step(self, episode: Episode, phase: str, limit: asyncio.Timeout) -> None:
+        """The next phase of a turn begins; where all take their turns in step, when the others are there too."""
+        if self._lockstep is not None:
+            episode.waiting_for = f"the others before {phase}"
+            await self._lockstep.arrive(episode.id, phase, limit)
+        episode.waiting_for = phase
 
     async def _ask(self, episode: Episode, environment: Environment, what: str, argument: object) -> object:
         """An environment's answer within the step limit; whatever goes wrong becomes a TrajectoryError."""

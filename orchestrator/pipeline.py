@@ -2,9 +2,9 @@
 
 Each iteration: (1) ``get_batch`` collects complete groups while the previous batch still trains; then, once that is
 trained and published, and the rollout workers have fetched it while they generate, (2) suspend, (3) update, (4) resume
-them; they (5) recompute the KV of what is in flight and go on, while (6) ``train_step`` runs on the batch. ``sync`` mode
-trains before it resumes and starts nothing meanwhile: the same code with alpha = 0. With ``trainer.stream`` the groups of
-(1) also go to the trainer as they are taken, whenever it is not training: :mod:`orchestrator.feeding`.
+them; they (5) recompute the KV of what is in flight and go on, while (6) ``train_step`` runs on the batch. Other modes end
+what is in flight at (2), or train before they resume: the same code, asking :mod:`orchestrator.policies.modes`. With
+``trainer.stream`` the groups of (1) also go to the trainer as they are taken, while it is idle: :mod:`orchestrator.feeding`.
 
 Guarantees: every trajectory that starts is in the ledger and ends there; the ledger is checked at every step's end; a
 checkpoint holds everything a resume needs; what waits, waits with a named reason.
@@ -146,22 +146,21 @@ class Pipeline:
             await self._shut_down(helpers)
 
     async def _iteration(self, step: int) -> None:
-        sync = self.config.run.mode == "sync"
+        mode = self.rollout.mode
         self.rollout.open_starts()
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
             note.waiting_for = "" if self._training is None else "rollout and training"
-        await (self._settled() if sync else self._finish_training(early=True))
-        if sync:
-            self.rollout.close_starts()
-            await self.rollout.end_members("aborted_redundant", "")
+        if not mode.carries_over:
+            await self.rollout.end_redundant()
+        await (self._finish_training(early=True) if mode.overlaps else self._settled())
         batch = TrainBatch(step, self.position.version, tuple(sample_of(item.trajectory) for item in taken))
         self._note_uniform(step)
         self.rollout.buffer.hand_over()
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
-        if sync:
+        if not mode.overlaps:
             self.feeder.close()
             self._start_training(step, taken, batch)
             await self._until_trained()
@@ -169,6 +168,7 @@ class Pipeline:
             await self._evaluate_if_due(step + 1)
         else:
             await self._sync_weights(step)  # (2) (3) (4), and (5) in the engines
+            self.rollout.open_starts()
             self.feeder.close()  # before anything of the next batch is taken
             self._start_training(step, taken, batch)  # (6)
             await self._evaluate_if_due(step)

@@ -29,7 +29,8 @@ from orchestrator.environments.source import EnvironmentSource
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
-from orchestrator.policies.staleness import StalenessBound, StartGate
+from orchestrator.lockstep import Lockstep
+from orchestrator.policies import modes
 from orchestrator.proxy import LLMProxy
 
 
@@ -62,10 +63,10 @@ class Rollout:
         self._fail = fail
         self._groups = groups  # ever started: numbers go on after a resume
         self._trajectories = trajectories
-        bound = StalenessBound(settings.alpha)
-        self.gate = StartGate(
-            settings.alpha, config.batch_trajectories, settings.redundant_groups, settings.environments
-        )
+        self.mode = modes.mode(config.run.mode, settings.alpha)
+        bound = self.mode.bound()
+        self.gate = self.mode.gate(config.batch_trajectories, settings.redundant_groups, settings.environments)
+        self._lockstep = Lockstep()
         self.buffer = SampleBuffer(
             bound, self._on_evict, settings.max_filtered_groups if settings.dynamic_sampling else 0
         )
@@ -74,7 +75,7 @@ class Rollout:
             events,
             stall_timeout=settings.stall_timeout,
             restarts=settings.worker_restarts,
-            current_only=settings.alpha == 0,
+            current_only=not self.mode.carries_over,
             router=fleet.router(settings.routing, workers),
             on_fatal=fail,
         )
@@ -85,6 +86,7 @@ class Rollout:
             trajectory_timeout=settings.trajectory_timeout,
             is_stale=lambda first: not bound.admissible(self.buffer.version, first),
             source=environments,
+            lockstep=self._lockstep if self.mode.batch_environments else None,
         )
         self._sampling = Sampling(task.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
         self._prompts = task.prompts("train", config.run.seed)
@@ -138,6 +140,12 @@ class Rollout:
             await asyncio.gather(*(task for _, task in members), return_exceptions=True)
             await asyncio.sleep(0)  # done callbacks run on the next tick
 
+    async def end_redundant(self) -> None:
+        """The batch is complete, and nothing outlives it: end what is in flight and what waits in the buffer."""
+        self.close_starts()
+        await self.end_members("aborted_redundant", "")
+        self.buffer.drop_untaken("aborted_redundant", "")
+
     def on_take(self, group: list[Trajectory]) -> None:
         """``get_batch`` took a group."""
         for trajectory in group:
@@ -188,6 +196,7 @@ class Rollout:
         self._episodes[trajectory_id] = episode
         member = asyncio.create_task(self._member(episode), name=f"trajectory {trajectory_id}")
         self._members[trajectory_id] = member
+        self._lockstep.enter(trajectory_id)
 
         def done(task: asyncio.Task[None]) -> None:
             self._member_done(trajectory_id, task)
@@ -197,6 +206,9 @@ class Rollout:
     async def _member(self, episode: Episode) -> None:
         """Play, score, buffer."""
         await self.environments.play(episode, self._sampling)
+        if self.mode.batch_rewards:
+            episode.waiting_for = "the end of the others"
+            await self._lockstep.arrive(episode.id, "reward")
         self._ledger.move(episode.id, "scoring")
         self._note_version(episode)
         finished = self._events.time()
@@ -230,6 +242,7 @@ class Rollout:
     def _member_done(self, trajectory_id: str, task: asyncio.Task[None]) -> None:
         """The member's task ended, one way or another: close its entry if it got no score."""
         del self._members[trajectory_id]
+        self._lockstep.leave(trajectory_id)
         episode = self._episodes.pop(trajectory_id)
         self.proxy.forget(trajectory_id)
         state, cause = self._end_reason.pop(trajectory_id, ("", ""))

@@ -25,7 +25,7 @@ def test_every_toml_of_the_repository_loads(path: Path) -> None:
         ("rollout.alpha=-1", "rollout.alpha", "greater than or equal to 0"),
         ("rollout.group_size=1", "rollout.group_size", "greater than or equal to 2"),
         ("trainer.learning_rate=0", "trainer.learning_rate", "greater than 0"),
-        ("run.mode=sometimes", "run.mode", "'sync' or 'async'"),
+        ("run.mode=sometimes", "run.mode", "'sync', 'sync_plus', 'one_off', 'areal' or 'async'"),
         ("nothing.here=1", "nothing", "known keys"),
         ("relay.port=70000", "relay.port", "65535"),
         ("relay.kind=redis", "relay.kind", "'mooncake' or 'fsspec'"),

@@ -29,7 +29,7 @@ from orchestrator.sim.remains import SimStore
 from orchestrator.sim.run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.twins import SimReward, SimTrainer
 
-MODES = [("sync", 0), ("async", 1), ("async", 2)]
+MODES = [("sync_plus", 0), ("async", 1), ("async", 2)]
 MORE = [  # shapes: many groups, of which the last ones take long
     "run.steps=5",
     "rollout.workers=2",
@@ -42,7 +42,7 @@ MORE = [  # shapes: many groups, of which the last ones take long
 ]
 
 
-def config(mode: tuple[str, int] = ("sync", 0), *overrides: str, stream: bool = True) -> Config:
+def config(mode: tuple[str, int] = ("sync_plus", 0), *overrides: str, stream: bool = True) -> Config:
     mine = [f"run.mode={mode[0]}", f"rollout.alpha={mode[1]}", f"trainer.stream={str(stream).lower()}"]
     return load_config(None, [*MORE, *mine, *overrides])
 
@@ -78,7 +78,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[TrainBatch]:
 # -- streaming ---------------------------------------------------------------------------------------------------------
 
 
-def test_in_sync_mode_streaming_changes_nothing_but_time(batches: list[TrainBatch]) -> None:
+def test_in_sync_plus_streaming_changes_nothing_but_time(batches: list[TrainBatch]) -> None:
     plain = simulate(config(stream=False))
     expected, batches[:] = list(batches), []
     streamed = simulate(config(stream=True))
@@ -86,7 +86,7 @@ def test_in_sync_mode_streaming_changes_nothing_but_time(batches: list[TrainBatc
     assert streamed.ledger == plain.ledger
     assert streamed.summary["seconds"] < plain.summary["seconds"]
     assert not stages(plain, "feed")
-    for step in events(streamed, "step"):  # in sync mode the trainer is free while the batch is collected
+    for step in events(streamed, "step"):  # in sync_plus the trainer is free while the batch is collected
         assert step["metrics"]["stream_fed"] >= 0.5, "only the last groups may come too late"
         assert step["metrics"]["stream_restarts"] == 0
 
@@ -164,7 +164,7 @@ def test_feeds_that_are_lost_repeated_or_late_change_no_batch(
         return kind
 
     monkeypatch.setattr(FaultInjector, "draw", draw)
-    result = simulate(config(("sync", 0), "sim.fault_rate=1e-9", "sim.faults=['delay']"))
+    result = simulate(config(("sync_plus", 0), "sim.fault_rate=1e-9", "sim.faults=['delay']"))
     assert result.injected.get(f"{kind} trainer.feed", 0) >= 3
     restarts = sum(step["metrics"]["stream_restarts"] for step in events(result, "step"))
     assert (restarts > 0) is (kind != "delay")
@@ -176,14 +176,16 @@ def test_feeds_that_are_lost_repeated_or_late_change_no_batch(
 def test_the_fault_runs_stream_and_filter_in_part() -> None:
     """What `test_every_trajectory_is_accounted_for_in_seeded_fault_runs` covers."""
     shapes = Counter(
-        (shape.trainer.stream, shape.rollout.dynamic_sampling, shape.run.mode)
+        (shape.trainer.stream, shape.rollout.dynamic_sampling, shape.rollout.alpha > 0)
         for shape in map(ledger_faults.config_of, range(200))
     )
     assert len(shapes) == 8
     assert min(shapes.values()) >= 5
     fed = restarts = 0.0
-    for seed in range(40):
-        for step in events(simulate(ledger_faults.config_of(seed)), "step"):
+    some = (*range(30), 91, 94, 106)  # a feed is lost in about one of 25 that stream: in the last three of these
+    streamed = [shape for shape in map(ledger_faults.config_of, some) if shape.trainer.stream]
+    for shape in streamed:
+        for step in events(simulate(shape), "step"):
             fed += step["metrics"].get("stream_fed", 0.0) * step["trained"]
             restarts += step["metrics"].get("stream_restarts", 0.0)
     assert fed > 100
@@ -275,7 +277,8 @@ def test_groups_of_equal_rewards_are_replaced(
     assert len(sampled) == len(batches) == 5
     filtered = sum(event["filtered"] for event in sampled)
     assert filtered > 0
-    assert 4 * filtered <= kept["filtered: zero_variance"] == result.ledger["filtered"]
+    small = kept["filtered: group_too_small"]  # the run's end may leave one member of a group
+    assert 4 * filtered <= kept["filtered: zero_variance"] == result.ledger["filtered"] - small
     assert not sum(event["kept"] for event in sampled)
     for batch in batches:
         rewards: dict[str, set[float]] = {}
@@ -339,7 +342,7 @@ def test_a_filter_without_its_limit_would_never_end(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(SimReward, "score", score)
     monkeypatch.setattr(SampleBuffer, "_settle", settle)
-    result = simulate(config(("sync", 0), SAMPLING, "rollout.max_filtered_groups=7"), strict=False)
+    result = simulate(config(("sync_plus", 0), SAMPLING, "rollout.max_filtered_groups=7"), strict=False)
     assert "still collecting" in result.summary["reason"]
     assert not events(result, "step")
 
@@ -353,7 +356,7 @@ def test_a_group_that_is_filtered_twice_or_not_ended_is_caught(monkeypatch: pyte
         honest(self, group, cause)
 
     monkeypatch.setattr(SampleBuffer, "_filter", lose_one)
-    assert "in flight" in failures(config(("sync", 0), SAMPLING))
+    assert "in flight" in failures(config(("sync_plus", 0), SAMPLING))
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from unittest.mock import patch
 from orchestrator.api import Trajectory
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, parse_config
+from orchestrator.policies import modes
 from orchestrator.policies.routing import RULES
 from orchestrator.runfolder import describe_machine
 from orchestrator.sim.draws import stream
@@ -76,13 +77,14 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     extra = stream(seed, "shape", "streaming")  # its own draws, so that a seed keeps the rest of its shape
     weights = stream(seed, "shape", "weights")
     route = stream(seed, "shape", "routing")
+    fitting = [name for name in modes.MODES if not modes.conflict(name, alpha)]
     return parse_config(
         {
             "run": {
                 "name": "ledger-faults",
                 "seed": seed,
                 "steps": rng.choice((2, 3, 4)),
-                "mode": "async" if alpha else "sync",
+                "mode": stream(seed, "shape", "mode").choice(fitting),
             },
             "rollout": {
                 "workers": rng.choice((1, 2, 3)),

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """``alpha`` is counted in weight versions."""
+    """``alpha`` is counted in weight versions. ``evicts`` False: staleness is limited at the start only, by the gate."""
 
     alpha: int
+    evicts: bool = True
 
     def lag(self, trainer_version: int, first_version: int) -> int:
         """Versions that the trainer is ahead of the trajectory's first token."""
@@ -23,7 +24,7 @@ class StalenessBound:
 
     def admissible(self, trainer_version: int, first_version: int) -> bool:
         """Whether a trajectory may still be taken. Checked at every turn boundary, at eviction and in ``get_batch``."""
-        return self.lag(trainer_version, first_version) <= self.alpha
+        return not self.evicts or self.lag(trainer_version, first_version) <= self.alpha
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,14 @@ class StartGate:
     batch: int  # trajectories a training step takes
     redundancy: float  # launched over needed (RollArt 6.3), >= 1
     environments: int  # trajectories in flight at most
+    batches: int | None = None  # between start and training at most, whatever alpha allows
 
     def bound(self, lead: int) -> int:
         """The largest number of trajectories between start and training."""
-        return max(0, self.alpha + 1 - lead) * math.ceil(self.batch * self.redundancy)
+        batches = self.alpha + 1 - lead
+        if self.batches is not None:
+            batches = min(batches, self.batches)
+        return max(0, batches) * math.ceil(self.batch * self.redundancy)
 
     def may_start(self, group_size: int, in_flight: int, waiting: int, lead: int) -> bool:
         """Whether a whole group may start, given trajectories in flight and those finished but not yet in training."""

@@ -3,7 +3,8 @@
 * Lane ``trainer``: trains, publishes, checkpoints; computes gradients of groups that it was fed before their batch was
   complete; otherwise it waits, and the piece says for what.
 * Lane ``rollout``: may generate; or stands still, and the piece says for what. In async mode it generates from the first
-  ``get_batch`` to the last, but for the weight updates; in sync mode only while a batch is collected.
+  ``get_batch`` to the last, but for the weight updates; in modes that carry nothing over an update (``sync``, ``sync_plus``,
+  ``one_off``) only while a batch is collected.
 * Lane ``weights``: publications and updates.
 
 Guarantee: the pieces of a lane never overlap, so shares of time add up.
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from orchestrator.policies.modes import MODES
 from orchestrator.report.runlog import RunLog, Stage, Step
 
 LANES = ("rollout", "trainer", "weights")
@@ -158,9 +160,10 @@ def _weights(stages: list[Stage]) -> list[tuple[str, Stage]]:
 
 
 def _rollout(run: RunLog) -> list[tuple[str, Stage]]:
-    stops = _WEIGHT_STAGES if run.mode == "sync" else _STANDSTILL
+    batchwise = run.mode in MODES and not MODES[run.mode].carries_over
+    stops = _WEIGHT_STAGES if batchwise else _STANDSTILL
     found = [("wait_weights", stage) for stage in run.stages if stage.name in stops]
-    if run.mode == "sync":
+    if batchwise:
         states = {"get_batch": "generate", "evaluate": "evaluate"}
         states |= dict.fromkeys(("train_step", "publish", "checkpoint"), "wait_training")
         return found + [(states[stage.name], stage) for stage in run.stages if stage.name in states]

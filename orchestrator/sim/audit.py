@@ -4,8 +4,8 @@ It sees the outside of the system only: the journal's lines as they are written,
 versions that were published. From these it checks, as things happen:
 
 * each id starts once, moves as a trajectory can, ends at most once, and nothing is trained that was not taken;
-* each trajectory was taken within alpha versions of the trainer (RollArt 6.2), and is trained at most once, in a group of
-  at least two;
+* each trajectory was taken within the versions of the trainer that its mode allows (alpha in ``async``, RollArt 6.2), is of
+  one version where the mode carries nothing over an update, and is trained at most once, in a group of at least two;
 * each token that is trained on is the one that the policy said, in order, once, with the version that said it;
 * no more trajectories run than there are environments;
 * what is fed to the trainer is taken, whole, at the version it will be trained at, never beside a training step, and a
@@ -38,6 +38,7 @@ _NEXT = {
 _OPEN = ("running", "scoring", "buffered", "taken", "rolled_back")
 _BUSY = ("running", "scoring")
 _ENDS = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
+_ONE_VERSION = {"sync": 0, "sync_plus": 0, "one_off": 1}  # mode -> largest lag when trained (RollArt 7.1)
 _KEEP_VIOLATIONS = 50  # one cause repeats itself; the first few say it
 
 
@@ -165,8 +166,14 @@ class Audit:
             self.note(f"{name} is trained in group {sample.group_id}, started in {self.groups.get(name)}")
         lag = self.taken_at.get(name, version) - (sample.versions[0][0] if sample.versions else -1)
         self.lags[lag] = self.lags.get(lag, 0) + 1
-        if not 0 <= lag <= self._config.rollout.alpha:
-            self.note(f"{name} was taken with lag {lag}, alpha is {self._config.rollout.alpha}")
+        mode, alpha = self._config.run.mode, self._config.rollout.alpha
+        if lag < 0 or (lag > alpha and mode != "areal"):  # which looks at the start only
+            self.note(f"{name} was taken with lag {lag}, alpha is {alpha}")
+        if mode in _ONE_VERSION and sample.versions:
+            numbers = dict.fromkeys(number for number, _ in sample.versions)
+            oldest = version - min(numbers)
+            if len(numbers) > 1 or oldest > _ONE_VERSION[mode]:
+                self.note(f"{name} has versions {list(numbers)} and is trained at {version}, in mode {mode}")
         problem = self._tokens(sample, version)
         if problem:
             self.note(f"{name}: {problem}")
