@@ -91,6 +91,8 @@ class Misbehaving:
                 answer = StepResult(Observation((10**18,) * 450_000), 0.0, False)  # 9 MB on the wire
             case "take all memory":
                 bytearray(8 << 30)
+            case "leave orphans":
+                subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 &"], check=True)  # noqa: ASYNC221
             case "print":
                 print('{"id": 3, "result": {}}', flush=True)
                 os.write(1, b"garbage\n")

@@ -227,6 +227,22 @@ def test_kill_ends_what_an_environment_started_even_what_left_its_session() -> N
 
 
 @pytest.mark.long
+def test_orphans_of_an_environment_are_reaped_while_it_lives() -> None:
+    async def scenario() -> None:
+        session = await subprocesses().start("e1")
+        channel: Any = session._channel
+        await session.reset(Prompt("k", "misbehaving", 1, "leave orphans"))
+        await session.step((1,))
+        deadline = time.monotonic() + GONE_LIMIT
+        while len(descendants(channel.process.pid)) > 1 and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert len(descendants(channel.process.pid)) == 1  # the environment's own process
+        await session.kill()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+
+
+@pytest.mark.long
 def test_processor_time_of_one_call_is_limited() -> None:
     async def scenario() -> None:
         session = await subprocesses(cpu_seconds=1).start("e1")

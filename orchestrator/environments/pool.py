@@ -3,7 +3,8 @@
 RollArt 8 (persistent sessions, exponential back-off) and the infra notes 4.2 (pre-warm, health check, automatic reset,
 kill at a time limit). Guarantees:
 
-* never more than ``size`` sessions exist, those that start or end included; a session has one user at a time;
+* never more than ``size`` sessions exist, those that start or end included, and those excepted that could not be ended and
+  were abandoned, which is counted; a session has one user at a time;
 * what a user gets answered a health check after its last use; between two users it was recycled; one that misbehaved, hung,
   failed a check or grew too old is killed and replaced, never handed out again;
 * starting that fails is tried again after exponentially growing pauses (seeded jitter), one at a time until it works; after

@@ -32,45 +32,77 @@ def fork_under_watch() -> None:
         if os.getppid() != watcher:
             os._exit(1)
         return
-    code = 1
+    code: int | None = None
     try:
         signal.signal(signal.SIGTERM, _end)
         signal.signal(signal.SIGINT, _end)
         _silence_output()  # so that the environment's end is the end of the pipe
-        _wait(child)
+        code = _wait(child)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        code = _kill_all(child)
-        os._exit(code)
+        killed = _kill_all(child)
+        os._exit(killed if code is None else code)
 
 
-def _wait(child: int) -> None:
-    """Until the child ends or standard input is closed at its other end."""
+def _wait(child: int) -> int | None:
+    """Until the child ends (its exit code) or standard input is closed at its other end (None). Reaps orphans meanwhile."""
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to `tell`
     ends = select.poll()
-    ends.register(os.pidfd_open(child), select.POLLIN)
+    ends.register(told, select.POLLIN)
     ends.register(0, 0)  # hang-ups are always told
-    while not any(what & (select.POLLIN | select.POLLHUP | select.POLLERR) for _, what in ends.poll()):
-        ends.unregister(0)  # there is no standard input
-
-
-def _kill_all(child: int) -> int:
-    """Kill and reap all descendants; orphans become our children. Returns the exit code of ``child`` as a shell has it."""
-    code = 1
     while True:
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        code = _reap(child, os.WNOHANG)
+        if code is not None:
+            return code
+        for descriptor, what in ends.poll():
+            if descriptor == told:
+                os.read(told, 4096)
+            elif what & select.POLLNVAL:
+                ends.unregister(0)  # there is no standard input
+            else:
+                return None
+
+
+def _reap(child: int, options: int) -> int | None:
+    """Reap what has ended, or with no options wait for one; the exit code of ``child``, as a shell has it, if it was there."""
+    code = None
+    while True:
         try:
-            pid, status = os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, options)
         except ChildProcessError:
+            return code
+        if pid == 0:
             return code
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
             code = 128 - code if code < 0 else code
+        if not options:
+            return code
+
+
+def _kill_all(child: int) -> int:
+    """Kill and reap all descendants; orphans become our children. Returns the exit code of ``child`` if it was one of them."""
+    found = 1
+    while pids := _children():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        code = _reap(child, 0)
+        found = found if code is None else code
+    return found
 
 
 def _children() -> list[int]:
-    return [int(pid) for pid in Path("/proc/thread-self/children").read_text(encoding="ascii").split()]
+    try:
+        return [int(pid) for pid in Path("/proc/thread-self/children").read_text(encoding="ascii").split()]
+    except (
+        FileNotFoundError
+    ):  # a kernel without CONFIG_PROC_CHILDREN: what is in our process group goes, and we with it
+        os.killpg(0, signal.SIGKILL)
+        raise
 
 
 def _silence_output() -> None:
