@@ -47,6 +47,7 @@ from orchestrator.transfer.manifest import shard_bytes
 
 GROUP_PREFIX = "rl-coserve"  # as the receivers'
 NCCL_BUFFERS = 2  # as the receivers'
+CLOSE_SECONDS = 1.0  # for the last of a version to go out
 ABORT_SECONDS = 10.0  # for NCCL to let go of a thread
 
 _log = logging.getLogger(__name__)
@@ -129,9 +130,8 @@ class Sender:
             _log.warning("weights were not sent to the workers, which take them from the relay: %s", self.error)
 
     def close(self) -> None:
-        """Idempotent. Leaves the group at once, so what is being sent is not waited for."""
-        if self._thread is not None:
-            self._deadline = 0.0
+        """Idempotent. What is being sent is waited for no longer than a moment."""
+        self._deadline = min(self._deadline, time.monotonic() + CLOSE_SECONDS)
         self.finish()
         self._leave()
 

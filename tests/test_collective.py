@@ -303,6 +303,9 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
 
     state = received(4)
     assert (state["state"], state["version"], state["checksum"]) == ("ready", 4, as_published(shards))
+    fetcher.receive(
+        4, plan, [Meeting("gone", "gloo", "127.0.0.1:1", 1)], 1, LIMIT
+    )  # told twice: nothing more is awaited
     fetcher.begin(4, plan)  # as UPDATE does: it is at hand, though the relay has nothing yet
     sent = fetcher.take(4, plan)
     assert isinstance(sent, Staged)

@@ -47,6 +47,7 @@ from orchestrator.transfer.wire import Bytes, digest
 
 GROUP_PREFIX = "rl-coserve"
 NCCL_BUFFERS = 2  # of PACK_BYTES each, on the device
+_OF_THE_GROUP = (RuntimeError, OSError, ValueError, ImportError)
 
 Use = Callable[[int, Bytes], None]  # place of a shard, its bytes; they are valid during the call
 
@@ -84,9 +85,12 @@ class Receiver:
             for link in links:
                 length = unpack_opening(link.message(OPENING_BYTES, deadline), version)
                 announced.append(unpack_announcement(link.message(length, deadline)))
-        except BaseException as error:
+        except _OF_THE_GROUP as error:
             self.close()
             raise _told(error) from error
+        except BaseException:
+            self.close()
+            raise
         return Transmission(self, links, announced, deadline)
 
     def close(self) -> None:
@@ -138,9 +142,12 @@ class Transmission:
             if error.reason != "digest":  # else all has come: the groups are in step
                 self._receiver.close()
             raise
-        except BaseException as error:
+        except _OF_THE_GROUP as error:
             self._receiver.close()
             raise _told(error) from error
+        except BaseException:
+            self._receiver.close()
+            raise
         return content_of(self.shards, digests)
 
     def refuse(self) -> None:
@@ -283,11 +290,9 @@ def _own_address(host: str, port: int) -> str:
         return str(route.getsockname()[0])
 
 
-def _told(error: BaseException) -> BaseException:
+def _told(error: BaseException) -> RetryableError:
     """What gloo and NCCL raise, as what it means here."""
-    if isinstance(error, RuntimeError | OSError | ValueError | ImportError):
-        return RetryableError(f"the group with the trainer failed: {str(error) or type(error).__name__}")
-    return error
+    return RetryableError(f"the group with the trainer failed: {str(error) or type(error).__name__}")
 
 
 __all__ = ["GROUP_PREFIX", "GlooLink", "Link", "NcclLink", "Receiver", "Transmission"]

@@ -283,8 +283,11 @@ class Fetcher:
     def _receive(
         self, version: int, plan: Plan, meetings: Sequence[Meeting], place: int, limit: float, cancel: threading.Event
     ) -> Staged | Refusal:
-        """In the thread: from the trainer."""
-        self._held = None
+        """In the thread: from the trainer, unless it is held."""
+        held = self._held
+        if held is not None and held.sent and held.version == version and held.plan is plan:
+            return held
+        self._held = held = None
         if self._receiver is None:
             self._receiver = Receiver(plan.device, self._rank)
         try:
