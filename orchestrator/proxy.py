@@ -362,10 +362,11 @@ class LLMProxy:
                 async with lane.sending:
                     requests, lane.outbox = lane.outbox, []
                     aborts, lane.aborts = lane.aborts, []
-                    if requests:
+                    unsent = {request.request_id for request in requests}
+                    if gone := [name for name in aborts if name not in unsent]:
+                        await lane.worker.abort(gone)  # first: what is added may be over the cap else
+                    if requests := [request for request in requests if request.request_id not in aborts]:
                         await lane.worker.add(requests)
-                    if aborts:
-                        await lane.worker.abort(aborts)
         except _LOST as error:
             self._lost(lane, str(error))
 

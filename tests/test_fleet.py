@@ -71,6 +71,4 @@ def test_a_run_with_caps_and_classes_keeps_to_them_accounts_for_everything_and_r
     assert first.events == again.events
     assert first.unaccounted == 0
     assert first.ledger["trained"] > 30
-    if faults:  # an aborted request may still be there when its slot is taken
-        return
     assert most == {"sim-0": 2, "sim-1": 2, "sim-2": 2}

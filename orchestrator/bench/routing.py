@@ -2,10 +2,10 @@
 
 The production router (:mod:`orchestrator.policies.routing`), alone, with the wall clock around each decision: a turn asks,
 and is sent or queued. Cases: no caps; ROSE's cap of 16 on dedicated workers, which 3,072 turns wait behind; the same in two
-hardware classes with task affinity and 32 borrowed workers beside; the baselines. Between two decisions, untimed, the
-oldest turn of a worker ends and its trajectory's environment steps; what its slot then admits is a decision as well. The
-value is the p99 of the slowest case. The same decisions are counted over a plain scan of all workers, as a reference of
-this machine.
+hardware classes with task affinity and 32 borrowed workers beside; the baselines. Between two decisions, untimed, a
+turn of some worker ends and its trajectory's environment steps; what its slot then admits is a decision as well. The value
+is the p99 of the slowest case. Trajectories never end here and are all alike, so ``prefix_kept`` (turns that went back to the
+worker of the turn before) compares the rules, and is no forecast for a workload.
 """
 
 from __future__ import annotations
