@@ -172,6 +172,35 @@ class TrainerSection(Section):
         return self
 
 
+class TaskContextSection(Section):
+    """What long episodes are shown: docs/long_episodes.md. Sizes are tokens."""
+
+    strategy: Literal["keep", "summarise", "restart"] = "keep"
+    tokens: Annotated[int, Field(ge=0)] = 0  # a context with its response; 0: all that the task has room for
+    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, that stay when a context begins anew
+    summary: Annotated[str, Field(pattern=r"^(model|[\w.]+:\w+)$")] = "model"  # by the policy, or module:function
+    summary_tokens: Annotated[int, Field(ge=0)] = 0  # at most; 0: as a response
+    ask: tuple[int, ...] = ()  # token ids that ask the policy for a summary
+
+    @model_validator(mode="after")
+    def _asks(self) -> TaskContextSection:
+        if self.strategy == "summarise" and self.summary == "model" and not self.ask:
+            fix = "the policy must be asked for its summary: give the token ids of the question"
+            found = _violation("ask", list(self.ask), fix)
+            raise ValidationError.from_exception_data("context", [found])
+        return self
+
+
+class ContextSection(TaskContextSection):
+    """The same for all tasks, but for those that have a table of their own: ``[context.tasks.NAME]``."""
+
+    tasks: dict[str, TaskContextSection] = {}
+
+    def of(self, task: str) -> TaskContextSection:
+        """The rules of a task."""
+        return self.tasks.get(task, self)
+
+
 class WarmupSection(Section):
     """Supervised warm-up before RL. None of its data is used in RL. ``steps = 0``: none."""
 
@@ -260,6 +289,7 @@ class Config(Section):
     task: TaskSection = TaskSection()
     rollout: RolloutSection = RolloutSection()
     trainer: TrainerSection = TrainerSection()
+    context: ContextSection = ContextSection()
     warmup: WarmupSection = WarmupSection()
     reward: RewardSection = RewardSection()
     relay: RelaySection = RelaySection()

@@ -32,6 +32,7 @@ from orchestrator.api import (
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import Config
+from orchestrator.context import samples_of
 from orchestrator.evaluation import evaluate
 from orchestrator.events import EventLog
 from orchestrator.feeding import Feeder
@@ -148,7 +149,7 @@ class Pipeline:
         if not mode.carries_over:
             await self.rollout.end_redundant()
         await self._finish_training()
-        batch = TrainBatch(step, self.position.version, tuple(_sample(item.trajectory) for item in taken))
+        batch = TrainBatch(step, self.position.version, _samples([item.trajectory for item in taken]))
         self._note_uniform(step)
         self.rollout.buffer.hand_over()
         self.rollout.next_version = self.position.version + 1
@@ -184,7 +185,7 @@ class Pipeline:
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
         if self.config.trainer.stream:
-            self.feeder.take([_sample(trajectory) for trajectory in group])
+            self.feeder.take(_samples(group))
 
     async def _feed(self, samples: Sequence[TrainSample], version: int) -> None:
         await self._ask("feed", self.parts.trainer.feed(samples, version))
@@ -486,15 +487,5 @@ def _histogram(values: list[int]) -> dict[str, int]:
     return {str(value): values.count(value) for value in sorted(set(values))}
 
 
-def _sample(trajectory: Trajectory) -> TrainSample:
-    if trajectory.reward is None:
-        raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
-    return TrainSample(
-        trajectory.id,
-        trajectory.group_id,
-        trajectory.token_ids,
-        trajectory.loss_mask,
-        trajectory.logprobs,
-        trajectory.versions,
-        trajectory.reward,
-    )
+def _samples(trajectories: list[Trajectory]) -> tuple[TrainSample, ...]:
+    return tuple(sample for trajectory in trajectories for sample in samples_of(trajectory))

@@ -24,6 +24,7 @@ from orchestrator.api import (
 )
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config
+from orchestrator.context import rules_of
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
@@ -75,6 +76,7 @@ class Rollout:
             step_timeout=settings.environment_step_timeout,
             trajectory_timeout=settings.trajectory_timeout,
             is_stale=lambda first: not bound.admissible(self.buffer.version, first),
+            context=rules_of(config, task),
             lockstep=self._lockstep if self.mode.batch_environments else None,
         )
         self._sampling = Sampling(task.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))

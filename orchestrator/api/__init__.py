@@ -34,6 +34,7 @@ from orchestrator.api.residency import (
 from orchestrator.api.types import (
     Completion,
     CompletionTiming,
+    ContextStart,
     GenerationRequest,
     Observation,
     Prompt,
@@ -62,6 +63,7 @@ __all__ = [
     "Completion",
     "CompletionTiming",
     "ConfigError",
+    "ContextStart",
     "CoserveError",
     "Environment",
     "GenerationRequest",

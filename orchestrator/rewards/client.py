@@ -60,7 +60,7 @@ class HttpReward:
             "trajectory_id": trajectory.id,
             "task": trajectory.task,
             "prompt": trajectory.prompt.payload,
-            "actions": [list(turn.action_ids) for turn in trajectory.turns],
+            "actions": [list(action) for action in trajectory.actions],
         }
         async with self._slots:
             return await self._with_retries(json.dumps(payload, allow_nan=False).encode())
