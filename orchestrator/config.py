@@ -281,6 +281,20 @@ class SimSection(Section):
     )
 
 
+class CostSection(Section):
+    """What `rl-coserve cost` counts with. The prices are ASSUMPTIONS, of no provider: put in your own."""
+
+    currency: str = "USD"
+    trainer_gpus: Positive | None = None  # None: as many as the trainer's parallel sizes need
+    gpus_per_worker: Positive = 1
+    trainer_gpu_hour: Annotated[float, Field(ge=0)] = 2.5
+    rollout_gpu_hour: Annotated[float, Field(ge=0)] = 2.5
+    environment_hour: Annotated[float, Field(ge=0)] = 0.05  # one environment, about one CPU core
+    reward_call: Annotated[float, Field(ge=0)] = 2e-7
+    reward_second: Annotated[float, Field(ge=0)] = 2e-5  # of a function's run time
+    served_gpu_hour: Annotated[float, Field(ge=0)] = 0.0  # GPUs of rollout.served are paid for by their users
+
+
 class Config(Section):
     """A whole run."""
 
@@ -297,6 +311,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     ray: RaySection = RaySection()
     sim: SimSection = SimSection()
+    cost: CostSection = CostSection()
 
     @model_validator(mode="after")
     def _across(self) -> Config:

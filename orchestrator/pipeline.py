@@ -37,6 +37,7 @@ from orchestrator.evaluation import evaluate
 from orchestrator.events import EventLog
 from orchestrator.feeding import Feeder
 from orchestrator.ledger import Ledger
+from orchestrator.occupancy import SAMPLE_SECONDS, Gpus, Occupancy
 from orchestrator.rollout import Rollout
 
 Answer = TypeVar("Answer")
@@ -76,6 +77,7 @@ class Parts:
     store: Store
     display: Display
     checkpoints: Checkpoints | None = None
+    gpus: Gpus | None = None
 
 
 @dataclass
@@ -112,6 +114,7 @@ class Pipeline:
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
         self._training: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
+        self._occupancy = Occupancy(parts.gpus)
         self._stop = ""
         self._trainer_call = ""  # what the trainer is asked for now
 
@@ -420,7 +423,8 @@ class Pipeline:
 
     async def _report_waiting(self) -> None:
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self._occupancy.sample(self.rollout.in_flight, self.rollout.proxy.loads())
             self.parts.display.waiting(self.waiting_for)
             self.parts.display.update(
                 in_flight=self.rollout.in_flight,
@@ -467,6 +471,7 @@ class Pipeline:
             metrics=values,
             ledger=ledger,
         )
+        self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:
             detail = f"mean {gap:.4g} over {limit:.4g} after step {step + 1}"

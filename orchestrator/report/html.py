@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from orchestrator.report import accounts, sections
+from orchestrator.report import accounts, bottleneck, sections
 from orchestrator.report.compare import compare
 from orchestrator.report.parts import page
 from orchestrator.report.runlog import RunLog, load_run
@@ -20,6 +20,7 @@ from orchestrator.report.text import tag
 _NAVIGATION = (
     ("learning", "Learning"),
     ("waiting", "Waiting"),
+    ("bottleneck", "Bottleneck"),
     ("staleness", "Staleness"),
     ("speed", "Speed"),
     ("health", "Trainer"),
@@ -48,6 +49,7 @@ def render(run: RunLog) -> str:
     parts = [
         sections.learning(run),
         sections.waiting(run),
+        bottleneck.bottleneck(run),
         sections.staleness(run),
         sections.speed(run),
         sections.trainer_health(run),

@@ -21,6 +21,7 @@ from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
+from orchestrator.occupancy import nvml
 from orchestrator.pipeline import Parts, Pipeline, Position
 from orchestrator.progress import Progress
 from orchestrator.resume import Resumed, rewind
@@ -172,7 +173,9 @@ class _Assembly:
         except TimeoutError as error:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
         await _write_processes(self.folder, trainer, workers)
-        parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints)
+        parts = Parts(
+            self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, nvml()
+        )
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
