@@ -48,6 +48,7 @@ class Outcome:
     kept_T: NDArray[np.bool_]
     kl_T: Floats | None = None
     values_T: Floats | None = None
+    member: str = ""  # of the group; several contexts of one trajectory are one member
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +73,24 @@ def says_nothing(rewards: Sequence[float]) -> bool:
     return not rewards or max(rewards) == min(rewards)
 
 
-def group_counts(rewards: Sequence[float], group_ids: Sequence[str]) -> GroupCounts:
-    """How many groups there are, and how many of them say nothing."""
-    members = _groups(rewards, group_ids).values()
+def group_counts(rewards: Sequence[float], group_ids: Sequence[str], names: Sequence[str] = ()) -> GroupCounts:
+    """How many groups there are, and how many of them say nothing. ``names``: see :func:`group_advantages`."""
+    members = _groups(rewards, group_ids, names).values()
     lone = sum(len(values) == 1 for values in members)
     return GroupCounts(len(members), lone, sum(says_nothing(values) for values in members))
 
 
-def group_advantages(rewards: Sequence[float], group_ids: Sequence[str], *, normalize: bool) -> list[float]:
+def group_advantages(
+    rewards: Sequence[float], group_ids: Sequence[str], names: Sequence[str] = (), *, normalize: bool
+) -> list[float]:
     """GRPO: reward minus the mean of its group; ``normalize``: over the group's sample standard deviation.
 
-    A group with one member, or whose members have all the same reward, says nothing: 0.
+    A group with one member, or whose members have all the same reward, says nothing: 0. ``names``: whose the rewards are;
+    a member that is there several times (one time for each context of a long episode) counts once.
     """
     mean: dict[str, float] = {}
     scale: dict[str, float] = {}
-    for group, values in _groups(rewards, group_ids).items():
+    for group, values in _groups(rewards, group_ids, names).items():
         mean[group] = math.fsum(values) / len(values)
         scale[group] = 0.0
         if not says_nothing(values):
@@ -95,9 +99,10 @@ def group_advantages(rewards: Sequence[float], group_ids: Sequence[str], *, norm
     return [(reward - mean[group]) * scale[group] for reward, group in zip(rewards, group_ids, strict=True)]
 
 
-def leave_one_out(rewards: Sequence[float], group_ids: Sequence[str]) -> list[float]:
-    """RLOO: reward minus the mean of the OTHER members of its group; 0 for a group that says nothing."""
-    groups = _groups(rewards, group_ids)
+def leave_one_out(rewards: Sequence[float], group_ids: Sequence[str], names: Sequence[str] = ()) -> list[float]:
+    """RLOO: reward minus the mean of the OTHER members of its group; 0 for a group that says nothing. ``names``: see
+    :func:`group_advantages`."""
+    groups = _groups(rewards, group_ids, names)
     totals = {group: math.fsum(values) for group, values in groups.items()}
     silent = {group for group, values in groups.items() if says_nothing(values)}
     answer = []
@@ -149,10 +154,11 @@ def advantages_of(outcomes: Sequence[Outcome], settings: TrainerSettings) -> Est
     kind = OBJECTIVES[settings.objective].advantage
     if kind in ("group", "leave-one-out"):
         rewards, groups = [outcome.reward for outcome in outcomes], [outcome.group_id for outcome in outcomes]
+        names = [outcome.member for outcome in outcomes]
         if kind == "leave-one-out":
-            scalars = leave_one_out(rewards, groups)
+            scalars = leave_one_out(rewards, groups, names)
         else:
-            scalars = group_advantages(rewards, groups, normalize=settings.normalize_advantage)
+            scalars = group_advantages(rewards, groups, names, normalize=settings.normalize_advantage)
         pairs = zip(outcomes, scalars, strict=True)
         return Estimate([np.full(len(outcome.kept_T), scalar, dtype=np.float32) for outcome, scalar in pairs])
     raw: list[Floats] = []
@@ -192,8 +198,12 @@ def _backwards(steps_T: Floats, factor: float) -> Floats:
     return answer_T
 
 
-def _groups(rewards: Sequence[float], group_ids: Sequence[str]) -> dict[str, list[float]]:
+def _groups(rewards: Sequence[float], group_ids: Sequence[str], names: Sequence[str] = ()) -> dict[str, list[float]]:
     members: dict[str, list[float]] = {}
-    for reward, group in zip(rewards, group_ids, strict=True):
+    seen: dict[tuple[str, str], None] = {}
+    for reward, group, name in zip(rewards, group_ids, names or [""] * len(rewards), strict=True):
+        if name and (group, name) in seen:
+            continue
+        seen[group, name] = None
         members.setdefault(group, []).append(reward)
     return members

@@ -142,4 +142,4 @@ def _outcome(row: Row) -> Outcome:
     kl_T = None
     if row.old is not None and row.reference is not None:
         kl_T = row.old.astype(np.float64) - row.reference.astype(np.float64)
-    return Outcome(row.group, row.reward, row.kept, kl_T=kl_T, values_T=row.values)
+    return Outcome(row.group, row.reward, row.kept, kl_T=kl_T, values_T=row.values, member=row.name)

@@ -21,6 +21,8 @@ FIELD = "--rl-trajectories"
 TRAINED = "trained"
 _COLUMNS = ("trajectory_id", "group_id", "turns", "total_reward", "outcome", "step", "scored_at")
 _POSITION = "position"
+_CONTEXTS = "contexts"  # of long episodes that were shown several
+_OPTIONAL = (_POSITION, _CONTEXTS)  # columns that older files lack
 
 
 def read_batches(folder: str | Path, *, first_version: int = 0, steps: int | None = None) -> Iterator[TrainBatch]:
@@ -40,7 +42,7 @@ def read_batches(folder: str | Path, *, first_version: int = 0, steps: int | Non
     numbers = sorted(where)
     for step in numbers if steps is None else numbers[:steps]:
         rows = [row for file in where[step] for row in _rows(file, step)]
-        samples = tuple(to_sample(row) for row in _in_order(rows, step, folder))
+        samples = tuple(sample for row in _in_order(rows, step, folder) for sample in to_samples(row))
         yield TrainBatch(step=step, version=first_version + step, samples=samples)
 
 
@@ -57,14 +59,23 @@ def trajectory_files(folder: str | Path) -> list[Path]:
     raise ConfigError(FIELD, str(folder), fix)
 
 
-def to_sample(row: Mapping[str, Any]) -> TrainSample:
-    """One row as the trainer needs it. Raises ConfigError when its sequences do not fit each other."""
+def to_samples(row: Mapping[str, Any]) -> list[TrainSample]:
+    """One row as the trainer needs it: a sample for each context. Raises ConfigError when its sequences do not fit each
+    other."""
+    begins = {int(start["turn"]): start["token_ids"] for start in row.get(_CONTEXTS) or ()}
+    starts = [0, *sorted(turn for turn in begins if turn)]
+    ends = [*starts[1:], len(row["turns"])]
+    return [_sample(row, first, end, begins.get(first, [])) for first, end in zip(starts, ends, strict=True)]
+
+
+def _sample(row: Mapping[str, Any], first: int, end: int, before: Sequence[int]) -> TrainSample:
+    """The turns from ``first`` to ``end``, behind the tokens ``before``."""
     name = row["trajectory_id"]
-    token_ids: list[int] = []
-    loss_mask: list[int] = []
-    logprobs: list[float] = []
+    token_ids: list[int] = list(before)
+    loss_mask: list[int] = [0] * len(before)
+    logprobs: list[float] = [0.0] * len(before)
     spans: list[tuple[int, int]] = []
-    for turn in row["turns"]:
+    for turn in row["turns"][first:end]:
         observed, acted = turn["observation_ids"], turn["action_ids"]
         made = [(span["version"], span["count"]) for span in turn["versions"]]
         if len(turn["logprobs"]) != len(acted) or sum(count for _, count in made) != len(acted):
@@ -77,7 +88,14 @@ def to_sample(row: Mapping[str, Any]) -> TrainSample:
         raise ConfigError(FIELD, name, "was trained but has no reward; the file is damaged")
     versions: VersionSpans = merge_spans(spans)
     return TrainSample(
-        name, row["group_id"], tuple(token_ids), tuple(loss_mask), tuple(logprobs), versions, row["total_reward"]
+        name,
+        row["group_id"],
+        tuple(token_ids),
+        tuple(loss_mask),
+        tuple(logprobs),
+        versions,
+        row["total_reward"],
+        first,
     )
 
 
@@ -89,7 +107,7 @@ def _trained_steps(file: Path) -> set[int]:
 
 def _rows(file: Path, step: int) -> list[dict[str, Any]]:
     """Rows of one step that were trained."""
-    rows: list[dict[str, Any]] = _read(file, (*_COLUMNS, _POSITION)).to_pylist()
+    rows: list[dict[str, Any]] = _read(file, (*_COLUMNS, *_OPTIONAL)).to_pylist()
     return [row for row in rows if row["step"] == step and row["outcome"] == TRAINED]
 
 
@@ -126,7 +144,7 @@ def _read(file: Path, columns: Sequence[str]) -> Any:
     try:
         with pq.ParquetFile(file) as data:
             names = data.schema_arrow.names
-            missing = [name for name in columns if name not in names and name != _POSITION]
+            missing = [name for name in columns if name not in names and name not in _OPTIONAL]
             if missing:
                 fix = f"has no column {missing[0]!r}, so it is no trajectory file of a run"
                 raise ConfigError(FIELD, str(file), fix)

@@ -331,7 +331,8 @@ class MegatronTrainer:
             faults.update(report.faulty)
         totals.add(previous_gap)
         taken = [report.update for report in reports if report.update.taken]
-        groups = group_counts([sample.reward for sample in samples], [sample.group_id for sample in samples])
+        names = [sample.trajectory_id for sample in samples]
+        groups = group_counts([s.reward for s in samples], [s.group_id for s in samples], names)
         skipped = {cause: trained.skipped[cause] for cause in SKIP_CAUSES}
         values = totals.metrics() | {
             "reward_mean": math.fsum(s.reward for s in samples) / len(samples) if samples else math.nan,

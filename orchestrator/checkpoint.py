@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from orchestrator.api import Prompt, RunError, Trajectory, Turn
+from orchestrator.api import ContextStart, Prompt, RunError, Trajectory, Turn
 
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
@@ -147,6 +147,10 @@ def _state_from_json(data: dict[str, Any]) -> RunState:
     )
 
 
+def _context_from_json(data: dict[str, Any] | None) -> ContextStart | None:
+    return None if data is None else ContextStart(**{**data, "token_ids": tuple(data["token_ids"])})
+
+
 def _trajectory_from_json(data: dict[str, Any]) -> Trajectory:
     turns = tuple(
         Turn(
@@ -156,6 +160,7 @@ def _trajectory_from_json(data: dict[str, Any]) -> Trajectory:
                 "action_ids": tuple(turn["action_ids"]),
                 "logprobs": tuple(turn["logprobs"]),
                 "versions": tuple((int(v), int(n)) for v, n in turn["versions"]),
+                "context": _context_from_json(turn.get("context")),
             }
         )
         for turn in data["turns"]

@@ -1,4 +1,4 @@
-"""The command line: ``rl-coserve train | sim | report | bench | doctor``.
+"""The command line: ``rl-coserve train | sim | cost | report | bench | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -57,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
     sim.add_argument("--json", action="store_true")
     sim.set_defaults(run=_sim)
+
+    cost = commands.add_parser("cost", help="estimate what a config costs: GPU-hours by pool, environments, rewards")
+    cost.add_argument("config", nargs="?", help="TOML file")
+    cost.add_argument("overrides", nargs="*", metavar="section.key=value")
+    cost.add_argument("--json", action="store_true")
+    cost.set_defaults(run=_cost)
 
     report = commands.add_parser("report", help="write the HTML report of one run, or compare several")
     report.add_argument("runs", nargs="*", metavar="RUN", help="run folders (default: the newest)")
@@ -140,6 +146,14 @@ def _sim(arguments: argparse.Namespace) -> int:
     if arguments.events:
         Path(arguments.events).write_bytes(result.events)
     print(json.dumps(result.summary, indent=None if arguments.json else 2, sort_keys=True))
+    return 0
+
+
+def _cost(arguments: argparse.Namespace) -> int:
+    from orchestrator.cost import estimate
+
+    found = estimate(load_config(arguments.config, arguments.overrides))
+    print(json.dumps(found.as_dict(), sort_keys=True) if arguments.json else found.text())
     return 0
 
 

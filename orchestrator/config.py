@@ -197,6 +197,35 @@ class TrainerSection(Section):
         return self
 
 
+class TaskContextSection(Section):
+    """What long episodes are shown: docs/long_episodes.md. Sizes are tokens."""
+
+    strategy: Literal["keep", "summarise", "restart"] = "keep"
+    tokens: Annotated[int, Field(ge=0)] = 0  # a context with its response; 0: all that the task has room for
+    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, that stay when a context begins anew
+    summary: Annotated[str, Field(pattern=r"^(model|[\w.]+:\w+)$")] = "model"  # by the policy, or module:function
+    summary_tokens: Annotated[int, Field(ge=0)] = 0  # at most; 0: as a response
+    ask: tuple[int, ...] = ()  # token ids that ask the policy for a summary
+
+    @model_validator(mode="after")
+    def _asks(self) -> TaskContextSection:
+        if self.strategy == "summarise" and self.summary == "model" and not self.ask:
+            fix = "the policy must be asked for its summary: give the token ids of the question"
+            found = _violation("ask", list(self.ask), fix)
+            raise ValidationError.from_exception_data("context", [found])
+        return self
+
+
+class ContextSection(TaskContextSection):
+    """The same for all tasks, but for those that have a table of their own: ``[context.tasks.NAME]``."""
+
+    tasks: dict[str, TaskContextSection] = {}
+
+    def of(self, task: str) -> TaskContextSection:
+        """The rules of a task."""
+        return self.tasks.get(task, self)
+
+
 class WarmupSection(Section):
     """Supervised warm-up before RL. None of its data is used in RL. ``steps = 0``: none."""
 
@@ -392,6 +421,20 @@ class SimSection(Section):
     )
 
 
+class CostSection(Section):
+    """What `rl-coserve cost` counts with. The prices are ASSUMPTIONS, of no provider: put in your own."""
+
+    currency: str = "USD"
+    trainer_gpus: Positive | None = None  # None: as many as the trainer's parallel sizes need
+    gpus_per_worker: Positive = 1
+    trainer_gpu_hour: Annotated[float, Field(ge=0)] = 2.5
+    rollout_gpu_hour: Annotated[float, Field(ge=0)] = 2.5
+    environment_hour: Annotated[float, Field(ge=0)] = 0.05  # one environment, about one CPU core
+    reward_call: Annotated[float, Field(ge=0)] = 2e-7
+    reward_second: Annotated[float, Field(ge=0)] = 2e-5  # of a function's run time
+    served_gpu_hour: Annotated[float, Field(ge=0)] = 0.0  # GPUs of rollout.served are paid for by their users
+
+
 class Config(Section):
     """A whole run."""
 
@@ -400,6 +443,7 @@ class Config(Section):
     task: TaskSection = TaskSection()
     rollout: RolloutSection = RolloutSection()
     trainer: TrainerSection = TrainerSection()
+    context: ContextSection = ContextSection()
     warmup: WarmupSection = WarmupSection()
     environment: EnvironmentSection = EnvironmentSection()
     reward: RewardSection = RewardSection()
@@ -410,6 +454,7 @@ class Config(Section):
     resources: ResourcesSection = ResourcesSection()
     ray: RaySection = RaySection()
     sim: SimSection = SimSection()
+    cost: CostSection = CostSection()
 
     @model_validator(mode="after")
     def _across(self) -> Config:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
+    Completion,
     Environment,
     GenerationRequest,
     Observation,
@@ -23,9 +24,11 @@ from orchestrator.api import (
     TrajectoryError,
     Turn,
 )
+from orchestrator.context import Context, Summarise, no_room
 from orchestrator.environments.checks import observation_of, step_of, told
 from orchestrator.environments.source import EnvironmentSource, FreshEnvironments
 from orchestrator.lockstep import Lockstep
+from orchestrator.policies.context import ContextRules
 from orchestrator.proxy import LLMProxy
 
 
@@ -83,6 +86,7 @@ class EnvManager:
         is_stale: Callable[[int], bool],
         source: EnvironmentSource | None = None,
         lockstep: Lockstep | None = None,
+        context: tuple[ContextRules, tuple[int, ...], Summarise | None] | None = None,
     ) -> None:
         self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
         self._task = task
@@ -91,6 +95,8 @@ class EnvManager:
         self._trajectory_timeout = trajectory_timeout
         self._is_stale = is_stale
         self._lockstep = lockstep
+        keep = ContextRules("keep", task.max_context_tokens, task.max_response_tokens, 0)
+        self._rules, self._ask_summary, self._summarise = context or (keep, (), None)
 
     async def play(self, episode: Episode, sampling: Sampling) -> None:
         """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
@@ -117,11 +123,13 @@ class EnvManager:
         episode.waiting_for = "environment reset"
         first = await self._ask(episode, environment, "reset", episode.prompt)
         observation = observation_of(first, "reset")
-        context: list[int] = []
-        for turn in range(self._task.max_turns):
+        context = Context(self._rules)
+        for _ in range(self._task.max_turns):
             self._check_tokens(episode, observation)
-            context.extend(observation.token_ids)
-            room = self._task.max_context_tokens - len(context)
+            if context.must_begin_anew(observation.token_ids):
+                await self._begin_anew(episode, context, observation.token_ids, sampling)
+            context.observe(observation.token_ids)
+            room = self._task.max_context_tokens - len(context.tokens)
             if room < 1:
                 if not episode.turns:
                     raise TrajectoryError("environment_output", "the first observation fills the context")
@@ -129,26 +137,17 @@ class EnvManager:
                 return
             await self._in_step(episode, "generation", limit)
             asked = loop.time()
-            completion = await self._proxy.generate(
-                GenerationRequest(
-                    request_id=f"{episode.id}/{turn}",
-                    trajectory_id=episode.id,
-                    turn=turn,
-                    token_ids=tuple(context),
-                    sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
-                    task=episode.prompt.task,
-                    group_id=episode.group_id,
-                )
-            )
+            completion = await self._generate(episode, context, sampling, room)
+            if cause := no_room(completion.error) if completion.finish_reason == "error" else "":
+                completion = await self._once_more_shorter(episode, context, sampling, cause)
             answered = loop.time()
-            episode.requests += 1
             if completion.finish_reason in ("error", "abort") or not completion.token_ids:
                 raise TrajectoryError(f"generation_{completion.finish_reason}", completion.error)
             await self._in_step(episode, "environment step", limit)
             begun = loop.time()
             result = step_of(await self._ask(episode, environment, "step", completion.token_ids))
             episode.environment_in_order = True
-            context.extend(completion.token_ids)
+            begins = context.acted(completion.token_ids)
             episode.turns.append(
                 Turn(
                     observation_ids=observation.token_ids,
@@ -159,6 +158,7 @@ class EnvManager:
                     done=result.done,
                     generate_seconds=round(answered - asked, 6),
                     environment_seconds=round(loop.time() - begun, 6),
+                    context=begins,
                 )
             )
             if result.done or result.truncated:
@@ -168,6 +168,70 @@ class EnvManager:
                 raise StaleTrajectory
             observation = result.observation
         episode.truncated = True
+
+    async def _generate(
+        self, episode: Episode, context: Context, sampling: Sampling, room: int, attempt: str = ""
+    ) -> Completion:
+        """Ask for the next turn, or for a summary, in at most ``room`` tokens."""
+        turn = len(episode.turns)
+        request = GenerationRequest(
+            request_id=f"{episode.id}/{turn}{attempt}",
+            trajectory_id=episode.id,
+            turn=turn,
+            token_ids=tuple(context.tokens),
+            sampling=sampling if room >= sampling.max_tokens else _shortened(sampling, room),
+            task=episode.prompt.task,
+            group_id=episode.group_id,
+        )
+        completion = await self._proxy.generate(request)
+        episode.requests += 1
+        return completion
+
+    async def _once_more_shorter(
+        self, episode: Episode, context: Context, sampling: Sampling, cause: str
+    ) -> Completion:
+        """The engine had no room: leave turns out and ask once more; then the trajectory fails by ``cause``."""
+        before, observation = len(context.tokens), context.withdraw()
+        context.begin_anew("shortened", observation, shorter=True)
+        context.observe(observation)
+        room = self._task.max_context_tokens - len(context.tokens)
+        if len(context.tokens) >= before:
+            raise TrajectoryError(cause, f"{before} tokens, of which none can be left out")
+        completion = await self._generate(episode, context, sampling, room, "s")
+        if completion.finish_reason == "error" and no_room(completion.error):
+            raise TrajectoryError(cause, f"{before} tokens, then {len(context.tokens)}: {completion.error}")
+        return completion
+
+    async def _begin_anew(
+        self, episode: Episode, context: Context, observation: tuple[int, ...], sampling: Sampling
+    ) -> None:
+        """The context is full: leave the oldest turns out, and put a summary in their place where the rules say so. The
+        policy's own summary is a turn like the others, and trained like them: it ends the old context."""
+        least = context.least(observation) + self._rules.summary  # where not even a summary fits, none is made
+        if self._rules.strategy == "restart" or least >= self._task.max_context_tokens:
+            context.begin_anew("restart", observation)
+            return
+        if self._summarise is not None:
+            context.begin_anew("function", observation, self._summarise(context.tokens)[: self._rules.summary])
+            return
+        context.observe(self._ask_summary)
+        episode.waiting_for = "summary"
+        asked = asyncio.get_running_loop().time()
+        completion = await self._generate(episode, context, sampling, self._rules.summary)
+        if completion.finish_reason in ("error", "abort") or not completion.token_ids:
+            raise TrajectoryError(f"summary_{completion.finish_reason}", completion.error)
+        seconds = round(asyncio.get_running_loop().time() - asked, 6)
+        episode.turns.append(
+            Turn(
+                self._ask_summary,
+                completion.token_ids,
+                completion.logprobs,
+                completion.versions,
+                generate_seconds=seconds,
+                context=context.summarised(completion.token_ids),
+            )
+        )
+        context.begin_anew("summary", observation, completion.token_ids)
 
     async def _in_step(self, episode: Episode, phase: str, limit: asyncio.Timeout) -> None:
         """The next phase of a turn begins; where all take their turns in step, when the others are there too."""

@@ -32,12 +32,14 @@ from orchestrator.api import (
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import Config
+from orchestrator.context import samples_of
 from orchestrator.delivery import Delivery
 from orchestrator.environments.source import EnvironmentSource
 from orchestrator.evaluation import evaluate
 from orchestrator.events import EventLog
-from orchestrator.feeding import Feeder, sample_of
+from orchestrator.feeding import Feeder
 from orchestrator.ledger import Ledger
+from orchestrator.occupancy import SAMPLE_SECONDS, Gpus, Occupancy
 from orchestrator.rollout import Rollout
 
 Answer = TypeVar("Answer")
@@ -78,6 +80,7 @@ class Parts:
     checkpoints: Checkpoints | None = None
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
     tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
+    gpus: Gpus | None = None
 
 
 @dataclass
@@ -118,6 +121,7 @@ class Pipeline:
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
         self._settling: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
+        self._occupancy = Occupancy(parts.gpus)
         self._stop = ""
         self._trainer_call = ""  # what the trainer is asked for now
 
@@ -155,7 +159,7 @@ class Pipeline:
         if not mode.carries_over:
             await self.rollout.end_redundant()
         await (self._finish_training(early=True) if mode.overlaps else self._settled())
-        batch = TrainBatch(step, self.position.version, tuple(sample_of(item.trajectory) for item in taken))
+        batch = TrainBatch(step, self.position.version, _samples([item.trajectory for item in taken]))
         self._note_uniform(step)
         self.rollout.buffer.hand_over()
         self.rollout.next_version = self.position.version + 1
@@ -193,7 +197,7 @@ class Pipeline:
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
         if self.config.trainer.stream:
-            self.feeder.take([sample_of(trajectory) for trajectory in group])
+            self.feeder.take(_samples(group))
 
     async def _feed(self, samples: Sequence[TrainSample], version: int) -> None:
         await self._ask("feed", self.parts.trainer.feed(samples, version))
@@ -431,7 +435,8 @@ class Pipeline:
 
     async def _report_waiting(self) -> None:
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self._occupancy.sample(self.rollout.in_flight, self.rollout.proxy.loads())
             self.parts.display.waiting(self.waiting_for)
             self.parts.display.update(
                 in_flight=self.rollout.in_flight,
@@ -482,6 +487,7 @@ class Pipeline:
             self.parts.events.emit("environments", step=step, **pool)
         if self.parts.tools is not None:
             self.parts.events.emit("tools", step=step, tools=self.parts.tools())
+        self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:
             detail = f"mean {gap:.4g} over {limit:.4g} after step {step + 1}"
@@ -500,3 +506,7 @@ class Pipeline:
 
 def _histogram(values: list[int]) -> dict[str, int]:
     return {str(value): values.count(value) for value in sorted(set(values))}
+
+
+def _samples(trajectories: list[Trajectory]) -> tuple[TrainSample, ...]:
+    return tuple(sample for trajectory in trajectories for sample in samples_of(trajectory))

@@ -492,6 +492,10 @@ class LLMProxy:
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
+    def loads(self) -> list[int]:
+        """Requests without an answer at each worker that can be given any."""
+        return [len(lane.sent) for lane in self.lanes if lane.usable]
+
     @property
     def waiting_for(self) -> str:
         """In words, what generation waits for, "" when nothing is unusual."""

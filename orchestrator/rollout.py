@@ -25,6 +25,7 @@ from orchestrator.api import (
 )
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config
+from orchestrator.context import rules_of
 from orchestrator.environments.source import EnvironmentSource
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
@@ -86,6 +87,7 @@ class Rollout:
             trajectory_timeout=settings.trajectory_timeout,
             is_stale=lambda first: not bound.admissible(self.buffer.version, first),
             source=environments,
+            context=rules_of(config, task),
             lockstep=self._lockstep if self.mode.batch_environments else None,
         )
         self._sampling = Sampling(task.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))

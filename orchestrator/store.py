@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,7 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from orchestrator.api import Prompt, Trajectory, Turn
+from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
 
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
@@ -48,6 +49,16 @@ _TURN = pa.struct(
         ("done", pa.bool_()),
         ("generate_seconds", pa.float64()),
         ("environment_seconds", pa.float64()),
+    ]
+)
+
+_CONTEXT = pa.struct(
+    [
+        ("turn", pa.int32()),  # that begins it
+        ("token_ids", pa.list_(pa.int32())),
+        ("reason", pa.string()),
+        ("dropped_turns", pa.int32()),
+        ("dropped_tokens", pa.int32()),
     ]
 )
 
@@ -79,6 +90,7 @@ _FILE_SCHEMA = pa.schema(
         ("prompt_task", pa.string()),
         ("prompt_seed", pa.int64()),
         ("prompt_payload", pa.string()),
+        ("contexts", pa.list_(_CONTEXT)),  # those that began anew; null or empty: one context
     ]
 )
 _PARTITIONS = pa.schema([("task", pa.string()), ("version", pa.int64())])
@@ -186,7 +198,7 @@ def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
         group_id=row["group_id"],
         task=row["task"],
         prompt=Prompt(row["task_id"], row["prompt_task"], row["prompt_seed"], row["prompt_payload"]),
-        turns=tuple(_to_turn(turn) for turn in row["turns"]),
+        turns=_to_turns(row),
         reward=row["total_reward"],
         env_version=row["env_version"],
         env_seed=row["env_seed"],
@@ -237,6 +249,9 @@ def _to_row(
         "prompt_task": prompt.task,
         "prompt_seed": prompt.seed,
         "prompt_payload": prompt.payload,
+        "contexts": [
+            {"turn": index, **asdict(turn.context)} for index, turn in enumerate(trajectory.turns) if turn.context
+        ],
     }
 
 
@@ -251,6 +266,14 @@ def _from_turn(turn: Turn) -> dict[str, Any]:
         "generate_seconds": turn.generate_seconds,
         "environment_seconds": turn.environment_seconds,
     }
+
+
+def _to_turns(row: Mapping[str, Any]) -> tuple[Turn, ...]:
+    turns = [_to_turn(turn) for turn in row["turns"]]
+    for start in row.get("contexts") or ():
+        facts = {name: start[name] for name in ("reason", "dropped_turns", "dropped_tokens")}
+        turns[start["turn"]] = replace(turns[start["turn"]], context=ContextStart(tuple(start["token_ids"]), **facts))
+    return tuple(turns)
 
 
 def _to_turn(turn: Mapping[str, Any]) -> Turn:

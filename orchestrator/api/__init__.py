@@ -36,6 +36,7 @@ from orchestrator.api.residency import (
 from orchestrator.api.types import (
     Completion,
     CompletionTiming,
+    ContextStart,
     GenerationRequest,
     Observation,
     Prompt,
@@ -66,6 +67,7 @@ __all__ = [
     "Completion",
     "CompletionTiming",
     "ConfigError",
+    "ContextStart",
     "CoserveError",
     "Environment",
     "GenerationRequest",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from orchestrator.report import accounts, sections
+from orchestrator.report import accounts, bottleneck, sections
 from orchestrator.report.compare import compare
 from orchestrator.report.environments import environments
 from orchestrator.report.parts import page
@@ -21,6 +21,7 @@ from orchestrator.report.text import tag
 _NAVIGATION = (
     ("learning", "Learning"),
     ("waiting", "Waiting"),
+    ("bottleneck", "Bottleneck"),
     ("staleness", "Staleness"),
     ("speed", "Speed"),
     ("health", "Trainer"),
@@ -50,6 +51,7 @@ def render(run: RunLog) -> str:
     parts = [
         sections.learning(run),
         sections.waiting(run),
+        bottleneck.bottleneck(run),
         sections.staleness(run),
         sections.speed(run),
         sections.trainer_health(run),

@@ -174,6 +174,10 @@ class RunLog:
     evaluations: list[Evaluation] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     workers: list[WorkerSnapshot] = field(default_factory=list)
+    occupancy: list[dict[str, float]] = field(
+        default_factory=list
+    )  # totals of one step each, see orchestrator.occupancy
+    sample_seconds: float = 0.0  # between two samples of it
     incidents: list[Incident] = field(default_factory=list)
     pool: list[PoolSnapshot] = field(default_factory=list)  # empty without a pool
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # counters by tool, of the last step
@@ -197,7 +201,7 @@ class RunLog:
 
     @property
     def mode(self) -> str:
-        """``sync`` or ``async``."""
+        """One of :mod:`orchestrator.policies.modes`."""
         return self.starts[-1].mode if self.starts else str(self._of_config("run", "mode", ""))
 
     @property
@@ -322,6 +326,9 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
                     tokens_per_s=float(event["tokens_per_s"]),
                 )
             )
+        case "occupancy":
+            run.sample_seconds = float(event["every"])
+            run.occupancy.append({name: float(value) for name, value in event.items() if name not in ("kind", "t")})
         case "warmup":
             run.warmup = (
                 int(event["steps"]),

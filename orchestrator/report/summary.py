@@ -8,6 +8,8 @@
 * ``streamed``: share of the trained trajectories whose gradient was taken before their training step began; null when
   nothing was to be streamed.
 * ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
+* ``analysis``: environment-bound or GPU-bound, with the numbers (:mod:`orchestrator.report.analysis`); null where the log has
+  none.
 * ``status``: completed, interrupted or failed as the run said it; unfinished when it said nothing (killed, or running).
 * ``ledger``: totals as the run ended with; of an unfinished run, recounted from its journal.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from orchestrator.report.analysis import analyse
 from orchestrator.report.runlog import RunLog, load_run
 
 
@@ -50,6 +53,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "streamed": _streamed(run),
         "seconds": round(run.seconds, 3),
         "staleness": _staleness(run),
+        "analysis": analysed.as_dict() if (analysed := analyse(run)) else None,
         "ledger": {
             "started": run.ledger.started,
             **dict(run.ledger.ended),

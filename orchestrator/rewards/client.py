@@ -29,7 +29,7 @@ class HttpReward(FunctionClient):
             "trajectory_id": trajectory.id,
             "task": trajectory.task,
             "prompt": trajectory.prompt.payload,
-            "actions": [list(turn.action_ids) for turn in trajectory.turns],
+            "actions": [list(action) for action in trajectory.actions],
         }
         try:
             return _reward(await self.call(event))

@@ -24,6 +24,7 @@ from orchestrator.environments.assemble import make_pool, owner_of
 from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
+from orchestrator.occupancy import nvml
 from orchestrator.pipeline import Parts, Pipeline, Position
 from orchestrator.policies.allocation import Binding
 from orchestrator.progress import Progress
@@ -197,6 +198,7 @@ class _Assembly:
         await _write_processes(self.folder, trainer, workers)
         parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
         parts.tools = self.tools.stats if self.tools is not None else None
+        parts.gpus = nvml()
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")

@@ -131,10 +131,12 @@ class Audit:
         members: dict[str, int] = {}
         seen: dict[str, None] = {}
         for sample in batch.samples:
-            if sample.trajectory_id in seen:
+            key = f"{sample.trajectory_id}/{sample.first_turn}"
+            if key in seen:
                 self.note(f"batch {batch.step}: {sample.trajectory_id} is in it twice")
-            seen[sample.trajectory_id] = None
-            members[sample.group_id] = members.get(sample.group_id, 0) + 1
+            seen[key] = None
+            if not sample.first_turn:
+                members[sample.group_id] = members.get(sample.group_id, 0) + 1
             self._sample(sample, batch, version)
         rollout = self._config.rollout
         if len(members) != rollout.groups_per_step:
@@ -164,6 +166,11 @@ class Audit:
             self.note(f"{name} is trained while the journal says {self.states.get(name, 'nothing')}")
         if self.groups.get(name) != sample.group_id:
             self.note(f"{name} is trained in group {sample.group_id}, started in {self.groups.get(name)}")
+        if sample.first_turn:  # a later context: its first tokens may be younger than the trajectory
+            problem = self._tokens(sample, version)
+            if problem:
+                self.note(f"{name}, context from turn {sample.first_turn}: {problem}")
+            return
         lag = self.taken_at.get(name, version) - (sample.versions[0][0] if sample.versions else -1)
         self.lags[lag] = self.lags.get(lag, 0) + 1
         mode, alpha = self._config.run.mode, self._config.rollout.alpha
@@ -188,7 +195,7 @@ class Audit:
         if numbers != sorted(numbers) or numbers[0] < 0 or numbers[-1] > version:
             return f"impossible versions {numbers} at version {version}"
         costs, run = self._config.sim, self._config.run
-        position, turn, total = 0, 0, len(sample.token_ids)
+        position, turn, total = 0, sample.first_turn, len(sample.token_ids)
         made_by = [number for number, count in sample.versions for _ in range(count)]
         while position < total:
             begin = position

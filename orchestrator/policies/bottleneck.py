@@ -1,0 +1,53 @@
+"""What a run is bound by, and how many environments would keep its engines busy (study notes 4.3 and Q9). Pure.
+
+Notes, Q9: busy / (busy + waiting for environments) below 50 %: the environments are the bottleneck, and faster GPUs buy
+nothing; above 80 %: the GPUs are. Notes, 4.3: with g seconds of generation and e seconds of environment in a turn, one
+environment keeps an engine busy for g / (g + e) of the time, so that (g + e) / g of them keep it busy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ENVIRONMENT_BOUND = 0.5
+GPU_BOUND = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the turns of trained trajectories took: seconds in all. ``generate``: waiting in an engine's queue included;
+    ``environment``: all else, the start of the environment included."""
+
+    count: int
+    generate: float
+    environment: float
+
+
+def verdict(busy: float) -> str:
+    """From the share of the time that the GPUs are busy while trajectories are in flight."""
+    if busy < ENVIRONMENT_BOUND:
+        return "environment-bound"
+    return "GPU-bound" if busy > GPU_BOUND else "balanced"
+
+
+def environments_wanted(turns: Turns, workers: int, concurrent: float = 1.0) -> int | None:
+    """Environments that keep ``concurrent`` requests in each engine on average; None where nothing was generated. A lower
+    bound: with them, generation itself may take longer."""
+    if turns.generate <= 0 or workers <= 0:
+        return None
+    return math.ceil(round(workers * concurrent * (turns.generate + turns.environment) / turns.generate, 9))
+
+
+def suggestion(busy: float, environments: int, wanted: int | None, filling: int | None) -> int:
+    """How many environments to try next: what keeps engines busy where they are not, more by the share that is missing
+    where that is not enough, never more than fill them; where the GPUs are the bottleneck, no more than there are."""
+    if busy >= ENVIRONMENT_BOUND or wanted is None:
+        return environments
+    more = max(wanted, math.ceil(environments * GPU_BOUND / max(busy, 0.01)))
+    return max(environments, min(more, filling) if filling is not None else more)
+
+
+def ratio(train: float, generation: float) -> float | None:
+    """GPU-seconds of generation for one of training; None where nothing was trained."""
+    return generation / train if train > 0 else None

@@ -1,0 +1,85 @@
+"""External memory as a tool (study notes 5.2): a task whose policy can note tokens and look them up later.
+
+Around any task. Three words are added to its vocabulary: an action that begins with ``<note>`` keeps the tokens after it, one
+that begins with ``<recall>`` is answered with the notes that share most tokens with its own; neither reaches the environment.
+Guarantees: notes outlive the context (they are what a policy needs when its context begins anew) and end with the episode;
+an answer is never longer than ``longest`` tokens, and the same actions get the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TrajectoryError
+
+WORDS = ("<note>", "<recall>", "<memory>")
+
+
+class MemoryTask:
+    """``task`` with a memory. ``turns``: how many more turns an episode has for it; ``longest``: of an answer, tokens."""
+
+    def __init__(self, task: Task, *, turns: int = 8, longest: int = 64, notes: int = 64) -> None:
+        self._task = task
+        self.name = task.name
+        self.vocabulary: Sequence[str] = (*task.vocabulary, *WORDS)
+        self.pad_id, self.end_id = task.pad_id, task.end_id
+        self.max_turns = task.max_turns + turns
+        self.max_response_tokens = task.max_response_tokens
+        self.max_context_tokens = task.max_context_tokens
+        self.note_id, self.recall_id, self.memory_id = range(len(task.vocabulary), len(self.vocabulary))
+        self.turns, self.longest, self.notes = turns, longest, notes
+
+    def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
+        """See the protocol."""
+        return self._task.prompts(split, seed)
+
+    def environment(self) -> MemoryEnvironment:
+        """See the protocol."""
+        return MemoryEnvironment(self, self._task.environment())
+
+
+class MemoryEnvironment:
+    """One episode: memory actions are answered here, all others by ``inner``."""
+
+    def __init__(self, task: MemoryTask, inner: Environment) -> None:
+        self._task = task
+        self._inner = inner
+        self._notes: list[tuple[int, ...]] = []
+        self._used = 0
+        self.version = f"{inner.version}+memory"
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """See the protocol."""
+        self._notes, self._used = [], 0
+        return await self._inner.reset(prompt)
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """See the protocol."""
+        task = self._task
+        if not action_ids or action_ids[0] not in (task.note_id, task.recall_id):
+            if any(token in (task.note_id, task.recall_id, task.memory_id) for token in action_ids):
+                action_ids = tuple(
+                    token for token in action_ids if token < task.note_id
+                )  # the inner task has no such words
+            return await self._inner.step(action_ids or (task.end_id,))
+        self._used += 1
+        if self._used > task.turns:
+            raise TrajectoryError("memory_turns", f"more than {task.turns} memory actions in an episode")
+        words = tuple(token for token in action_ids[1:] if token != task.end_id and token < task.note_id)
+        answer: tuple[int, ...] = ()
+        if action_ids[0] == task.note_id:
+            self._notes = [*self._notes, words][-task.notes :]
+        else:
+            answer = self._recall(words)
+        return StepResult(Observation((task.memory_id, *answer)), 0.0, False)
+
+    def _recall(self, words: Sequence[int]) -> tuple[int, ...]:
+        """The notes that share most of the words, newest first among equals; all of them, for no words."""
+        asked = frozenset(words)
+        ranked = sorted(enumerate(self._notes), key=lambda item: (-len(asked.intersection(item[1])), -item[0]))
+        found = [note for _, note in ranked if not asked or asked.intersection(note)]
+        return tuple(token for note in found for token in note)[: self._task.longest - 1]
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await self._inner.close()
