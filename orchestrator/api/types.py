@@ -252,6 +252,7 @@ class TrainSample:
     logprobs: tuple[float, ...]
     versions: VersionSpans
     reward: float
+    weight: float = 1.0  # of its terms in the loss; the denominators do not know of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,19 @@ class StartGate:
     batch: int  # trajectories a training step takes
     redundancy: float  # launched over needed (RollArt 6.3), >= 1
     environments: int  # trajectories in flight at most
+    limit: int | None = None  # of trajectories between start and training, whatever alpha allows (notes, 7)
+
+    @property
+    def capacity(self) -> int:
+        """The largest number of trajectories that can ever wait in the buffer: alpha times the environments, plus what is
+        launched for one batch (RollArt 6.2 gives the order of it, O(alpha E))."""
+        return self.alpha * self.environments + math.ceil(self.batch * self.redundancy)
 
     def bound(self, lead: int) -> int:
         """The largest number of trajectories between start and training."""
-        return max(0, self.alpha + 1 - lead) * math.ceil(self.batch * self.redundancy)
+        launched = math.ceil(self.batch * self.redundancy)
+        bound = min(max(0, self.alpha + 1 - lead) * launched, self.capacity)
+        return bound if self.limit is None else min(bound, self.limit)
 
     def may_start(self, group_size: int, in_flight: int, waiting: int, lead: int) -> bool:
         """Whether a whole group may start, given trajectories in flight and those finished but not yet in training."""
@@ -56,6 +65,7 @@ class StartGate:
         if in_flight + group_size > self.environments:
             return f"{in_flight} of {self.environments} environments busy"
         ahead = in_flight + waiting
-        return (
-            f"{ahead} trajectories ahead of the trainer, {self.bound(lead)} can be trained within alpha = {self.alpha}"
-        )
+        bound = self.bound(lead)
+        if bound == self.limit:
+            return f"{ahead} trajectories ahead of the trainer, rollout.buffer_limit = {bound}"
+        return f"{ahead} trajectories ahead of the trainer, {bound} can be trained within alpha = {self.alpha}"

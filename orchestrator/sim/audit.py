@@ -7,7 +7,8 @@ versions that were published. From these it checks, as things happen:
 * each trajectory was taken within alpha versions of the trainer (RollArt 6.2), and is trained at most once, in a group of
   at least two;
 * each token that is trained on is the one that the policy said, in order, once, with the version that said it;
-* no more trajectories run than there are environments;
+* no more trajectories run than there are environments, and no more wait to be taken than alpha times the environments and
+  what is launched for a batch;
 * what is fed to the trainer is taken, whole, at the version it will be trained at, never beside a training step, and a
   prefix of the batch that is trained (:class:`Stream`).
 
@@ -18,6 +19,7 @@ be said at the end, when the journal, the totals, the trainer's history and the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +59,9 @@ class Audit:
         self.version = 0
         self.lags: dict[int, int] = {}
         self._busy = 0
+        self._buffered = 0
+        launched = math.ceil(config.batch_trajectories * config.redundancy)
+        self._capacity = config.rollout.alpha * config.rollout.environments + launched  # RollArt 6.2: O(alpha E)
         self._sequence = -1
         self._resuming = False
         self._dead = False
@@ -100,6 +105,10 @@ class Audit:
             self.note(f"journal: {name} went from {before or 'nothing'} to {state}")
         self.states[name] = state
         self._busy += (state in _BUSY) - (before in _BUSY)
+        self._buffered += (state == "buffered") - (before == "buffered")
+        if state == "buffered" and self._buffered > self._capacity:
+            self.note(f"journal: {name} is trajectory {self._buffered} in the buffer, which holds {self._capacity}")
+            self._capacity *= 2  # a leak repeats itself, and would hide what else is wrong
         if state == "running":
             self.groups[name] = record["group"]
             if self._busy > self._config.rollout.environments:
