@@ -20,7 +20,11 @@ from orchestrator.api import ConfigError, TrainBatch, TrainSample, VersionSpans,
 FIELD = "--rl-trajectories"
 TRAINED = "trained"
 _COLUMNS = ("trajectory_id", "group_id", "turns", "total_reward", "outcome", "step", "scored_at")
-_POSITION = "position"
+_POSITION, _WEIGHT = "position", "weight"
+_LAYOUTS = (
+    "task=*/date=*/version=*/part-*.parquet",
+    "task=*/version=*/part-*.parquet",
+)  # the second: before there were dates
 
 
 def read_batches(folder: str | Path, *, first_version: int = 0, steps: int | None = None) -> Iterator[TrainBatch]:
@@ -51,9 +55,10 @@ def trajectory_files(folder: str | Path) -> list[Path]:
         raise ConfigError(FIELD, str(folder), "is no folder; give a run folder, or the trajectories folder in it")
     for root in (path / "trajectories", path):
         # The store's layout; names that begin with an underscore (rolled back) do not match.
-        if files := sorted(root.glob("task=*/version=*/part-*.parquet"), key=lambda file: (file.name, str(file))):
+        found = [file for layout in _LAYOUTS for file in root.glob(layout)]
+        if files := sorted(found, key=lambda file: (file.name, str(file))):
             return files
-    fix = "holds no trajectories (task=*/version=*/part-*.parquet); give a run folder, or the trajectories folder in it"
+    fix = f"holds no trajectories ({_LAYOUTS[0]}); give a run folder, or the trajectories folder in it"
     raise ConfigError(FIELD, str(folder), fix)
 
 
@@ -76,8 +81,16 @@ def to_sample(row: Mapping[str, Any]) -> TrainSample:
     if row["total_reward"] is None:
         raise ConfigError(FIELD, name, "was trained but has no reward; the file is damaged")
     versions: VersionSpans = merge_spans(spans)
+    weight = row.get(_WEIGHT)
     return TrainSample(
-        name, row["group_id"], tuple(token_ids), tuple(loss_mask), tuple(logprobs), versions, row["total_reward"]
+        name,
+        row["group_id"],
+        tuple(token_ids),
+        tuple(loss_mask),
+        tuple(logprobs),
+        versions,
+        row["total_reward"],
+        1.0 if weight is None else weight,
     )
 
 
@@ -89,7 +102,7 @@ def _trained_steps(file: Path) -> set[int]:
 
 def _rows(file: Path, step: int) -> list[dict[str, Any]]:
     """Rows of one step that were trained."""
-    rows: list[dict[str, Any]] = _read(file, (*_COLUMNS, _POSITION)).to_pylist()
+    rows: list[dict[str, Any]] = _read(file, (*_COLUMNS, _POSITION, _WEIGHT)).to_pylist()
     return [row for row in rows if row["step"] == step and row["outcome"] == TRAINED]
 
 
@@ -126,7 +139,7 @@ def _read(file: Path, columns: Sequence[str]) -> Any:
     try:
         with pq.ParquetFile(file) as data:
             names = data.schema_arrow.names
-            missing = [name for name in columns if name not in names and name != _POSITION]
+            missing = [name for name in columns if name not in names and name not in (_POSITION, _WEIGHT)]
             if missing:
                 fix = f"has no column {missing[0]!r}, so it is no trajectory file of a run"
                 raise ConfigError(FIELD, str(file), fix)

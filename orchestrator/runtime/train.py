@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 
 from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
@@ -73,7 +74,8 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
         ledger_stream = stack.enter_context(folder.append(folder.ledger_file))
         events = EventLog(events_stream, loop.time, last_time(folder.events_file))
         ledger = Ledger(ledger_stream, events.time)
-        store = TrajectoryStore(folder.trajectories)
+        epoch = datetime.fromisoformat(started) - timedelta(seconds=events.time())  # a resume goes on counting
+        store = TrajectoryStore(folder.trajectories, epoch=epoch)
         stack.callback(store.close)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         resumed = rewind(checkpoints, ledger, ledger_lines, store) if resume else None
