@@ -274,6 +274,8 @@ class SimSection(Section):
     train_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-4
     publish_seconds: Annotated[float, Field(ge=0)] = 0.5
     update_seconds: Annotated[float, Field(ge=0)] = 0.5
+    trace: str = ""  # run folder whose trajectories are played again: lengths, environments, rewards; empty: drawn ones
+    trace_rows: Positive = 100_000  # at most so many of them
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
     faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = (
         "crash",

@@ -26,7 +26,8 @@ from typing import Any
 
 from orchestrator.api import TrainBatch, TrainSample, VersionSpans, merge_spans
 from orchestrator.config import Config
-from orchestrator.sim.draws import logprobs, response
+from orchestrator.sim.draws import logprobs
+from orchestrator.sim.speech import Speech
 
 _NEXT = {
     "": ("running",),
@@ -46,8 +47,9 @@ _KEEP_VIOLATIONS = 50  # one cause repeats itself; the first few say it
 class Audit:
     """Feed it with :meth:`journal`, :meth:`batch`, :meth:`trained` and :meth:`published`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, speech: Speech | None = None) -> None:
         self._config = config
+        self._speech = speech or Speech(config, None)
         self.violations: list[str] = []
         self.count = 0
         self.unaccounted: dict[str, str] = {}  # trajectory -> why nobody can say what became of it
@@ -189,7 +191,6 @@ class Audit:
         numbers = [number for number, _ in sample.versions]
         if numbers != sorted(numbers) or numbers[0] < 0 or numbers[-1] > version:
             return f"impossible versions {numbers} at version {version}"
-        costs, run = self._config.sim, self._config.run
         position, turn, total = 0, 0, len(sample.token_ids)
         made_by = [number for number, count in sample.versions for _ in range(count)]
         while position < total:
@@ -199,8 +200,8 @@ class Audit:
             if position == begin:
                 return f"turn {turn} has no observation"
             room = self._config.rollout.engine.max_model_len - position
-            limit = min(costs.response_tokens_max, room)
-            expected = response(run.seed, sample.trajectory_id, turn, costs.response_tokens_mean, limit)
+            limit = min(self._speech.most, room)
+            expected = self._speech.response(sample.token_ids[:position], sample.trajectory_id, turn, limit)
             end = position + len(expected)
             if sample.token_ids[position:end] != expected or not all(sample.loss_mask[position:end]):
                 return f"the tokens of turn {turn} are not those that the policy said"
