@@ -185,8 +185,25 @@ def read_trajectories(
 def open_store(folder: str | Path) -> Any:
     """The folder as a pyarrow data set, for what is too much to read at once; None when it holds no trajectory."""
     files = _parts(Path(folder))
-    if not files:
-        return None
+    return _dataset(Path(folder), files) if files else None
+
+
+def trained_parts(folder: str | Path) -> dict[int, list[Path]]:
+    """The files with trained trajectories, by training step. Reads footers only."""
+    found: dict[int, list[Path]] = {}
+    for file in _parts(Path(folder)):
+        step, trained = _footer(file)
+        if trained:
+            found.setdefault(step, []).append(file)
+    return found
+
+
+def read_parts(folder: str | Path, files: Sequence[Path]) -> pa.Table:
+    """All columns of some files of a store."""
+    return _dataset(Path(folder), files).to_table(use_threads=False)
+
+
+def _dataset(folder: Path, files: Sequence[Path]) -> Any:
     partitioning = ds.partitioning(_PARTITIONS, flavor="hive")
     return ds.dataset(
         [str(file) for file in files],

@@ -147,7 +147,7 @@ class _Assembly:
         self.display.stage("startup", "relay, reward host, model")
         reward = await self._start_reward()
         endpoint = await self._start_relay()
-        trainer = RayTrainer(TRAINER_CLASS, _environment(config.trainer.threads), _trainer_ranks(config))
+        trainer = RayTrainer(TRAINER_CLASS, trainer_environment(config), trainer_ranks(config))
         trainer.start()
         self.stack.push_async_callback(trainer.close)
         model = await self._model(trainer)
@@ -185,7 +185,11 @@ class _Assembly:
         await trainer.create(_trainer_arguments(self.config, model, endpoint))
         if self.resumed is not None and self.resumed.checkpoint is not None:
             return int(await trainer.load(str(self.resumed.checkpoint / "trainer")))
-        await self._warm_up(trainer)
+        if self.config.warmup.steps:
+            self.display.stage(
+                "warmup", f"{self.config.warmup.steps} supervised steps, skill {self.config.warmup.skill:g}"
+            )
+        await warm_up(self.config, self.task, trainer, self.events)
         return 0
 
     async def _start_reward(self) -> HttpReward:
@@ -247,24 +251,23 @@ class _Assembly:
             await trainer.function(TINY_MODEL, {"folder": str(folder), **shape, **sizes, "seed": config.run.seed})
         return str(folder)
 
-    async def _warm_up(self, trainer: RayTrainer) -> None:
-        """Supervised steps before RL; none of this data is used again."""
-        settings, seed = self.config.warmup, self.config.run.seed
-        if settings.steps == 0:
-            return
-        self.display.stage("warmup", f"{settings.steps} supervised steps, skill {settings.skill:g}")
-        begun = self.events.time()
-        samples = self.task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
-        losses: list[float] = []
-        with self.events.stage("warmup", 0):
-            for _ in range(settings.steps):
-                batch = [next(samples) for _ in range(settings.batch_size)]
-                metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
-                losses.append(float(metrics["loss"]))
-            await trainer.call("finish_warmup")
-        seconds = round(self.events.time() - begun, 3)
-        first, last = losses[0], losses[-1]
-        self.events.emit("warmup", steps=settings.steps, loss_first=first, loss_last=last, seconds=seconds)
+
+async def warm_up(config: Config, task: FrozenLakeTask, trainer: RayTrainer, events: EventLog) -> None:
+    """Supervised steps before RL, as many as the config says; none of this data is used again."""
+    settings, seed = config.warmup, config.run.seed
+    if settings.steps == 0:
+        return
+    begun = events.time()
+    samples = task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
+    losses: list[float] = []
+    with events.stage("warmup", 0):
+        for _ in range(settings.steps):
+            batch = [next(samples) for _ in range(settings.batch_size)]
+            metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
+            losses.append(float(metrics["loss"]))
+        await trainer.call("finish_warmup")
+    seconds = round(events.time() - begun, 3)
+    events.emit("warmup", steps=settings.steps, loss_first=losses[0], loss_last=losses[-1], seconds=seconds)
 
 
 def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
@@ -282,7 +285,7 @@ def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index
     }
 
 
-def _trainer_ranks(config: Config) -> int:
+def trainer_ranks(config: Config) -> int:
     """Experts are split over data-parallel ranks: they need no ranks of their own."""
     trainer = config.trainer
     return trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
@@ -300,6 +303,11 @@ def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> d
     }
 
 
+def trainer_environment(config: Config) -> dict[str, str]:
+    """What the trainer's processes start with."""
+    return _environment(config.trainer.threads)
+
+
 def _environment(threads: int) -> dict[str, str]:
     """Set before the process starts: thread pools are sized when libraries load."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -312,4 +320,4 @@ async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list
     (folder.path / "processes").write_text("\n".join([*lines, f"orchestrator {os.getpid()}"]) + "\n", encoding="utf-8")
 
 
-__all__ = ["start_ray", "train"]
+__all__ = ["start_ray", "train", "trainer_environment", "trainer_ranks", "warm_up"]
