@@ -41,6 +41,7 @@ from orchestrator.rollout import Rollout
 from orchestrator.samples import histogram, to_sample
 
 Answer = TypeVar("Answer")
+_ALARMS = {"logprob_gap": "log-prob gap between rollout and trainer", "ess": "effective sample size"}
 _PUBLISH_PAUSES = (1.0, 2.0, 4.0)  # seconds between tries; leases of Mooncake end after 5
 
 
@@ -496,4 +497,4 @@ class Pipeline:
 
     def _alarm(self, what: str, detail: str) -> None:
         self.parts.events.emit("alarm", what=what, detail=detail)
-        self.parts.display.message(f"ALARM: {what}: {detail}")
+        self.parts.display.message(f"ALARM: {_ALARMS[what]}: {detail}")
