@@ -49,6 +49,7 @@ class Row:
     kept: Flags
     advantages: Floats
     reward: float = 0.0
+    weight: float = 1.0  # of all its tokens in the loss, beside their own weights; see orchestrator.policies.weighting
     old: Floats | None = None
     reference: Floats | None = None
     values: Floats | None = None
@@ -122,6 +123,8 @@ def usable(
         generated = sum(sample.loss_mask)
         if len(sample.logprobs) != len(sample.token_ids) or sum(n for _, n in sample.versions) != generated:
             raise RunError(f"trajectory {sample.trajectory_id}: token ids, log-probs and versions differ in length")
+        if not (math.isfinite(sample.weight) and sample.weight >= 0.0):
+            raise RunError(f"trajectory {sample.trajectory_id}: its weight in the loss is {sample.weight}")
         if not math.isfinite(sample.reward):
             skipped["reward_not_finite"] += 1
         elif not all(math.isfinite(p) for p, own in zip(sample.logprobs, sample.loss_mask, strict=True) if own):
@@ -160,6 +163,7 @@ def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) 
         kept=np.asarray(kept_tokens(sample.versions, version, max_token_lag), dtype=np.bool_),
         advantages=np.zeros(len(positions), dtype=np.float32),
         reward=sample.reward,
+        weight=sample.weight,
     )
 
 
@@ -271,11 +275,14 @@ def micro_batch(
             positions[0, start : start + length] = np.arange(length)
     at = np.concatenate([start + row.positions - 1 for start, row in zip(starts, members, strict=True)])
     weighed = [token_weights(len(row.positions), loss) for row in members]
+    factors = [0.0 if idle else row.weight for row in members]  # 1.0 changes no bit
     values = {
         "targets_T": np.concatenate([row.token_ids[row.positions] for row in members]),
         "rollout_T": np.concatenate([row.rollout for row in members]),
         "advantages_T": np.concatenate([row.advantages for row in members]),
-        "weights_T": np.concatenate([weights * (not idle) for weights, _ in weighed]).astype(np.float32),
+        "weights_T": np.concatenate(
+            [weights * np.float32(factor) for (weights, _), factor in zip(weighed, factors, strict=True)]
+        ),
         "fresh_T": np.concatenate([row.fresh for row in members]),
         "segments_T": np.repeat(np.arange(len(members)), [len(row.positions) for row in members]),
         "old_T": _optional(members, "old"),

@@ -20,9 +20,13 @@ from orchestrator.api import ConfigError, TrainBatch, TrainSample, VersionSpans,
 FIELD = "--rl-trajectories"
 TRAINED = "trained"
 _COLUMNS = ("trajectory_id", "group_id", "turns", "total_reward", "outcome", "step", "scored_at")
-_POSITION = "position"
+_POSITION, _WEIGHT = "position", "weight"
 _CONTEXTS = "contexts"  # of long episodes that were shown several
-_OPTIONAL = (_POSITION, _CONTEXTS)  # columns that older files lack
+_OPTIONAL = (_POSITION, _WEIGHT, _CONTEXTS)  # columns that older files lack
+_LAYOUTS = (
+    "task=*/date=*/version=*/part-*.parquet",
+    "task=*/version=*/part-*.parquet",
+)  # the second: before there were dates
 
 
 def read_batches(folder: str | Path, *, first_version: int = 0, steps: int | None = None) -> Iterator[TrainBatch]:
@@ -53,9 +57,10 @@ def trajectory_files(folder: str | Path) -> list[Path]:
         raise ConfigError(FIELD, str(folder), "is no folder; give a run folder, or the trajectories folder in it")
     for root in (path / "trajectories", path):
         # The store's layout; names that begin with an underscore (rolled back) do not match.
-        if files := sorted(root.glob("task=*/version=*/part-*.parquet"), key=lambda file: (file.name, str(file))):
+        found = [file for layout in _LAYOUTS for file in root.glob(layout)]
+        if files := sorted(found, key=lambda file: (file.name, str(file))):
             return files
-    fix = "holds no trajectories (task=*/version=*/part-*.parquet); give a run folder, or the trajectories folder in it"
+    fix = f"holds no trajectories ({_LAYOUTS[0]}); give a run folder, or the trajectories folder in it"
     raise ConfigError(FIELD, str(folder), fix)
 
 
@@ -87,6 +92,7 @@ def _sample(row: Mapping[str, Any], first: int, end: int, before: Sequence[int])
     if row["total_reward"] is None:
         raise ConfigError(FIELD, name, "was trained but has no reward; the file is damaged")
     versions: VersionSpans = merge_spans(spans)
+    weight = row.get(_WEIGHT)
     return TrainSample(
         name,
         row["group_id"],
@@ -96,6 +102,7 @@ def _sample(row: Mapping[str, Any], first: int, end: int, before: Sequence[int])
         versions,
         row["total_reward"],
         first,
+        1.0 if weight is None else weight,
     )
 
 

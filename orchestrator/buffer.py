@@ -1,9 +1,14 @@
 """The sample buffer: groups of scored trajectories between rollout and training.
 
-Guarantees: ``get_batch`` hands out complete GRPO groups only, in order of completion, each trajectory within the
-staleness bound at the moment it is taken; stale ones are evicted eagerly when the trainer's version moves; a group that
-lost members is trained smaller (two at least) or dropped, never silently; ``get_batch`` can always say what it waits for.
-It decides nothing about starting trajectories: the pipeline does, told by the callbacks' return values.
+Guarantees: ``get_batch`` hands out complete GRPO groups only, in order of completion (:class:`Balance` may prefer another
+order), each trajectory within the staleness bound at the moment it is taken; stale ones are evicted eagerly when the
+trainer's version moves; a group that lost members is trained smaller (two at least) or dropped, never silently;
+``get_batch`` can always say what it waits for (:attr:`SampleBuffer.waiting_for`). It decides nothing about starting
+trajectories: the pipeline does, told by the callbacks' return values. So its size is bounded by the start gate: alpha times
+the environments, plus what is launched for a batch (:meth:`orchestrator.policies.staleness.StartGate.bound`).
+
+A group with redundant members is complete when enough of them are scored; the others are surplus, and ended. What filters
+reject (:mod:`orchestrator.policies.filters`) ends as filtered, and is a lost member of its group.
 
 Dynamic sampling (DAPO, section 3.2): a complete group whose rewards are all equal has no advantage to learn from. With
 ``max_filtered`` it ends as filtered, up to so many groups a batch; those beyond are trained as they are and counted, so
@@ -17,23 +22,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import Prompt, Trajectory
+from orchestrator.policies.filters import Balance, FilterChain
 from orchestrator.policies.staleness import StalenessBound
 
 
 @dataclass(slots=True)
 class Group:
-    """One prompt's trajectories. ``live``: members still running or being scored, in order of starting."""
+    """One prompt's trajectories. ``live``: members still running or being scored, in order of starting. ``wanted``: how many
+    scored ones make it complete though others are under way; 0: all of them."""
 
     id: str
     prompt: Prompt
     refills_left: int
+    wanted: int = 0
     live: dict[str, None] = field(default_factory=dict)
     scored: list[Trajectory] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """No member is still under way."""
-        return not self.live
+        """No member is still under way, or none of those is needed."""
+        return not self.live or 0 < self.wanted <= len(self.scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +54,31 @@ class Taken:
 
 class SampleBuffer:
     """``on_evict(trajectory, state, cause)`` is called for each scored trajectory that leaves without being trained.
-    ``max_filtered``: groups of equal rewards that are filtered, a batch; 0: no dynamic sampling."""
+    ``max_filtered``: complete groups that are filtered for what they are (equal rewards, out of balance), a batch; 0: none.
+    ``on_surplus(ids)``: these members are not needed any more. ``more()``: whether another group is under way or may start."""
 
     def __init__(
-        self, bound: StalenessBound, on_evict: Callable[[Trajectory, str, str], None], max_filtered: int = 0
+        self,
+        bound: StalenessBound,
+        on_evict: Callable[[Trajectory, str, str], None],
+        max_filtered: int = 0,
+        *,
+        dynamic: bool = True,
+        filters: FilterChain | None = None,
+        balance: Balance | None = None,
+        on_surplus: Callable[[list[str]], None] = lambda ids: None,
+        more: Callable[[], bool] = lambda: True,
     ) -> None:
         self._bound = bound
         self._on_evict = on_evict
         self._max_filtered = max_filtered
+        self._dynamic = dynamic
+        self._filters = filters or FilterChain()
+        self._balance = balance
+        self._on_surplus = on_surplus
+        self._more = more
         self._filtered = 0  # groups, for the batch that is being collected
+        self._wanted = 0  # groups that a waiting get_batch wants
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, Group] = {}  # complete groups in order of completion
         self._taken: dict[str, list[Taken]] = {}  # groups in a batch that is not trained yet
@@ -63,15 +87,18 @@ class SampleBuffer:
 
     # -- what the pipeline reports -----------------------------------------------------------------------------------
 
-    def open(self, group_id: str, prompt: Prompt, members: list[str], refills: int) -> None:
-        """A group starts."""
-        self._groups[group_id] = Group(group_id, prompt, refills, dict.fromkeys(members))
+    def open(self, group_id: str, prompt: Prompt, members: list[str], refills: int, wanted: int = 0) -> None:
+        """A group starts; ``wanted`` of its members are enough (0: all)."""
+        self._groups[group_id] = Group(group_id, prompt, refills, wanted, dict.fromkeys(members))
 
     def put(self, trajectory: Trajectory) -> bool:
-        """A member is scored. Returns whether it was already too stale (then it was evicted, and the member is lost)."""
+        """A member is scored. Returns whether it left at once, too stale or filtered: then the member is lost."""
         group = self._groups[trajectory.group_id]
         if not self._bound.admissible(self.version, trajectory.first_version):
             self._on_evict(trajectory, "evicted_stale", "")
+            return True
+        if reason := self._filters.screen(trajectory):
+            self._on_evict(trajectory, "filtered", reason)
             return True
         del group.live[trajectory.id]
         group.scored.append(trajectory)
@@ -80,9 +107,11 @@ class SampleBuffer:
 
     def lose(self, group_id: str, trajectory_id: str, replacement: Callable[[Prompt], str] | None) -> None:
         """A member ended without a score. ``replacement`` starts another one for the same prompt and returns its id; it
-        is called only while the group's refills last."""
-        group = self._groups[group_id]
-        group.live.pop(trajectory_id, None)
+        is called only while the group's refills last. A member that its group does not wait for (surplus) is no loss."""
+        group = self._groups.get(group_id)
+        if group is None or trajectory_id not in group.live:
+            return
+        del group.live[trajectory_id]
         if replacement is not None and group.refills_left > 0:
             group.refills_left -= 1
             group.live[replacement(group.prompt)] = None
@@ -91,7 +120,12 @@ class SampleBuffer:
     def set_version(self, version: int) -> None:
         """The trainer's version moved: evict what is too stale now."""
         self.version = version
-        for group in list(self._groups.values()):
+        self._evict_stale(list(self._groups.values()))
+        self._changed.set()
+
+    def _evict_stale(self, groups: Sequence[Group]) -> None:
+        version = self.version
+        for group in groups:
             fresh = [t for t in group.scored if self._bound.admissible(version, t.first_version)]
             stale = [t for t in group.scored if not self._bound.admissible(version, t.first_version)]
             if stale:
@@ -101,22 +135,66 @@ class SampleBuffer:
                 self._ready.pop(group.id, None)
                 self._settle(group)
 
+    def late(self, group_id: str) -> tuple[list[str], bool]:
+        """(the members that a group still waits for, whether it could be trained without them)."""
+        group = self._groups.get(group_id)
+        return (list(group.live), len(group.scored) >= 2) if group is not None else ([], True)
+
+    def reconsider(self) -> None:
+        """What ``more`` says has changed."""
+        self._changed.set()
+
     # -- get_batch ---------------------------------------------------------------------------------------------------
 
     async def get_batch(self, groups: int, on_take: Callable[[list[Trajectory]], None]) -> list[Taken]:
         """Wait for ``groups`` complete groups (RollArt 6.2, step 1), taking each as soon as it is complete: ``on_take`` is
         told of each group then, in the order of the batch. Cancelled, it keeps what it took: the next call goes on."""
-        while True:
-            while self._ready and len(self._taken) < groups:
-                group_id, group = next(iter(self._ready.items()))
-                del self._ready[group_id]
-                del self._groups[group_id]
-                self._taken[group_id] = [Taken(t, self._bound.lag(self.version, t.first_version)) for t in group.scored]
-                on_take(group.scored)
-            if len(self._taken) >= groups:
-                return [taken for members in self._taken.values() for taken in members]
-            self._changed.clear()
-            await self._changed.wait()
+        self._wanted = groups
+        try:
+            while True:
+                self._fill(groups, on_take)
+                if len(self._taken) >= groups:
+                    return [taken for members in self._taken.values() for taken in members]
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._wanted = 0
+
+    def _fill(self, groups: int, on_take: Callable[[list[Trajectory]], None]) -> None:
+        """Take what is ready and may be taken."""
+        self._evict_stale(list(self._ready.values()))  # nothing can be: this is the bound's last guard
+        while self._ready and len(self._taken) < groups:
+            group = self._next(groups)
+            if group is None:
+                return
+            del self._ready[group.id]
+            del self._groups[group.id]
+            self._taken[group.id] = [Taken(t, self._bound.lag(self.version, t.first_version)) for t in group.scored]
+            on_take(group.scored)
+
+    def _next(self, wanted: int) -> Group | None:
+        """The complete group that the batch gets next; None: better wait for others."""
+        if self._balance is None:
+            return next(iter(self._ready.values()))
+        while self._ready:
+            ready = list(self._ready.values())
+            taken = [[item.trajectory for item in members] for members in self._taken.values()]
+            kinds = [self._balance.kind(group.scored) for group in ready]
+            index = self._balance.pick(kinds, [self._balance.kind(group) for group in taken], wanted)
+            if index is not None:
+                return ready[index]
+            if self._more():
+                return None
+            if self._filtered >= self._max_filtered:  # nothing else is coming and nothing more may go: take it as it is
+                return ready[0]
+            self._filtered += 1
+            del self._ready[ready[0].id]
+            self._filter(ready[0], "balance")
+        return None
+
+    def newest(self) -> list[Taken]:
+        """The group that was taken last."""
+        return list(self._taken.values())[-1]
 
     def hand_over(self) -> list[Taken]:
         """The batch goes into training; ``get_batch`` may collect the next one. The caller keeps it until trained."""
@@ -150,13 +228,31 @@ class SampleBuffer:
         return sum(len(group.scored) for group in self._groups.values()) + sum(len(m) for m in self._taken.values())
 
     @property
+    def waiting_for(self) -> str:
+        """What a waiting ``get_batch`` lacks, in words; "" when none waits."""
+        lacking = self._wanted - len(self._taken)
+        if lacking <= 0:
+            return ""
+        text = f"{len(self._taken)} of {self._wanted} groups taken"
+        if self._ready and self._balance is not None:
+            kinds = sorted(dict.fromkeys(self._balance.kind(group.scored) for group in self._ready.values()))
+            text += f", {len(self._ready)} held back: {' and '.join(kinds)} have their share of the batch"
+        nearest = min(
+            (group for group in self._groups.values() if group.live), key=lambda group: len(group.live), default=None
+        )
+        if nearest is None:
+            return f"{text}, no group is under way"
+        members = len(nearest.live) + len(nearest.scored)
+        return f"{text}, group {nearest.id} has {len(nearest.scored)} of {members} members scored"
+
+    @property
     def ready_groups(self) -> int:
         """Complete groups, taken ones included."""
         return len(self._ready) + len(self._taken)
 
     @property
     def filtered_groups(self) -> int:
-        """Groups of equal rewards filtered for the batch that is being collected."""
+        """Groups filtered for what they are, for the batch that is being collected."""
         return self._filtered
 
     @property
@@ -182,9 +278,13 @@ class SampleBuffer:
     def _settle(self, group: Group) -> None:
         if not group.complete or group.id not in self._groups:
             return
+        if group.live:
+            surplus = list(group.live)
+            group.live.clear()
+            self._on_surplus(surplus)
         if len(group.scored) < 2:  # alone, it has nothing to be compared with
             self._filter(group, "group_too_small")
-        elif self._filtered < self._max_filtered and _uniform(group.scored):
+        elif self._dynamic and self._filtered < self._max_filtered and _uniform(group.scored):
             self._filtered += 1
             self._filter(group, "zero_variance")
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import orchestrator
 from orchestrator.api import ConfigError, CoserveError
-from orchestrator.config import load_config, to_json
+from orchestrator.config import Config, load_config, to_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--resume", metavar="RUN", help="run folder (or `latest`) to go on with from its newest checkpoint"
     )
+    train.add_argument("--replay", metavar="RUN", help="train on the trajectories that a run recorded, without engines")
     train.add_argument("--dry-run", action="store_true", help="check everything and print the resolved config")
     train.set_defaults(run=_train)
 
@@ -102,6 +103,7 @@ def _train(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
     task = preflight.make_task(config)
     preflight.check(config, task)
+    source = _replayed(arguments, config)
     if arguments.dry_run:
         print(to_json(config))
         return 0
@@ -110,13 +112,17 @@ def _train(arguments: argparse.Namespace) -> int:
         folder.write_environment()
 
     from orchestrator.report.html import write_report
+    from orchestrator.runtime.replay import replay_run
     from orchestrator.runtime.train import start_ray, train
 
     print(f"run folder: {folder.path}")
     start_ray(config)
     try:
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        reason = asyncio.run(train(config, folder, task, resume, started))
+        if source is not None:
+            reason = asyncio.run(replay_run(config, folder, source, task, started))
+        else:
+            reason = asyncio.run(train(config, folder, task, resume, started))
     finally:
         import ray
 
@@ -126,6 +132,21 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"{reason}; go on with: rl-coserve train --resume {folder.path}")
         return 130
     return 0
+
+
+def _replayed(arguments: argparse.Namespace, config: Config) -> Path | None:
+    """The run to replay, looked at before anything starts; None: there is none to replay."""
+    if arguments.replay is None:
+        return None
+    if arguments.resume is not None:
+        raise ConfigError("--replay", arguments.replay, "a resume goes on with its own run; drop --replay or --resume")
+    from orchestrator.replay import Recording
+    from orchestrator.runtime.replay import recorded_model
+
+    source = Path("runs/latest" if arguments.replay == "latest" else arguments.replay).resolve()
+    Recording(source)
+    recorded_model(config, source)
+    return source
 
 
 def _say_report(page: Path) -> None:

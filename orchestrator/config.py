@@ -8,6 +8,7 @@ unit that the field's name ends with.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,7 +111,14 @@ class RolloutSection(Section):
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
     groups_per_step: Positive = 32
     redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # launched over needed
+    redundant_members: Annotated[float, Field(ge=1.0, le=4.0)] = (
+        1.0  # the same of a group's members; the rest is aborted
+    )
     member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, a group
+    group_timeout: PositiveSeconds | None = None  # then a group is trained without its stragglers, or they are replaced
+    buffer_limit: Positive | None = None  # trajectories between start and training; None: what alpha allows
+    staleness_decay: Annotated[float, Field(ge=0)] = 0.0  # a trajectory counts exp(-this * lag) in the loss; 0: off
+    ess_alarm: Fraction = 0.0  # alarm when a step's effective sample size falls below this share; 0: off
     dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal by other groups (DAPO)
     max_filtered_groups: Positive = 64  # so replaced, a step; those beyond are trained as they are
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -357,6 +365,31 @@ class RelaySection(Section):
         return self
 
 
+class FiltersSection(Section):
+    """Which scored trajectories may be trained on, what a batch is made of; see :mod:`orchestrator.policies.filters`."""
+
+    completeness: bool = True  # drop what an error cut short, or what holds no token of the policy
+    truncated: Literal["keep", "drop"] = "keep"  # episodes that ran into their turn or context limit
+    reward_min: float | None = None
+    reward_max: float | None = None
+    ngram: Annotated[int, Field(ge=2, le=64)] = 4  # tokens; of the next two
+    max_repetition: Fraction | None = None  # share of a trajectory's action n-grams that repeat earlier ones of it
+    max_similarity: Fraction | None = None  # share that the last `similarity_window` trajectories have already
+    similarity_window: Positive = 256  # trajectories of the same task
+    balance: Literal["none", "task", "difficulty"] = "none"
+    balance_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch's groups, for one task or difficulty
+
+    @model_validator(mode="after")
+    def _range(self) -> FiltersSection:
+        if self.reward_min is not None and self.reward_max is not None and self.reward_min > self.reward_max:
+            fix = f"must not be above filters.reward_max = {self.reward_max:g}: no reward would pass"
+            raise ValidationError.from_exception_data("filters", [_violation("reward_min", self.reward_min, fix)])
+        if self.truncated == "drop" and not self.completeness:
+            fix = "needs filters.completeness = true"
+            raise ValidationError.from_exception_data("filters", [_violation("truncated", self.truncated, fix)])
+        return self
+
+
 class EvaluationSection(Section):
     """Greedy evaluation on held-out prompts: at the start, every ``every`` steps, and at the end."""
 
@@ -411,6 +444,8 @@ class SimSection(Section):
     train_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-4
     publish_seconds: Annotated[float, Field(ge=0)] = 0.5
     update_seconds: Annotated[float, Field(ge=0)] = 0.5
+    trace: str = ""  # run folder whose trajectories are played again: lengths, environments, rewards; empty: drawn ones
+    trace_rows: Positive = 100_000  # at most so many of them
     fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
     faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = (
         "crash",
@@ -442,6 +477,7 @@ class Config(Section):
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     rollout: RolloutSection = RolloutSection()
+    filters: FiltersSection = FiltersSection()
     trainer: TrainerSection = TrainerSection()
     context: ContextSection = ContextSection()
     warmup: WarmupSection = WarmupSection()
@@ -473,6 +509,14 @@ class Config(Section):
             )
         if self.resources.rollout and not self.resources.pools:
             raise ValueError("resources.rollout names classes of resources.pools: name the pools too")
+        if self.rollout.environments < self.group_members:
+            raise ValueError(
+                f"rollout.environments must be at least {self.group_members}, the members that "
+                "rollout.redundant_members starts for a group: a group starts as a whole"
+            )
+        launched = math.ceil(self.batch_trajectories * self.redundancy)
+        if self.rollout.buffer_limit is not None and self.rollout.buffer_limit < launched:
+            raise ValueError(f"rollout.buffer_limit must be at least {launched}: so many are launched for one batch")
         compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
         if self.rollout.dynamic_sampling and not compared:
             raise ValueError(
@@ -490,6 +534,16 @@ class Config(Section):
     def batch_trajectories(self) -> int:
         """Trajectories a step trains on."""
         return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def group_members(self) -> int:
+        """Trajectories that start for a group."""
+        return math.ceil(self.rollout.group_size * self.rollout.redundant_members)
+
+    @property
+    def redundancy(self) -> float:
+        """Trajectories launched over trajectories needed."""
+        return self.rollout.redundant_groups * self.group_members / self.rollout.group_size
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

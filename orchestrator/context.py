@@ -3,7 +3,8 @@
 Guarantees: :attr:`Context.tokens` is what the next request holds, and nothing else ever is; a context that begins anew is
 recorded in the turn that begins it (``Turn.context``: its first tokens, why, how much was left out), so that
 ``Trajectory.contexts`` gives back exactly what the policy saw; each of them is a training sample of its own
-(:func:`samples_of`). With strategy ``keep`` a trajectory has one context, its token ids from beginning to end.
+(:func:`orchestrator.samples.to_samples`). With strategy ``keep`` a trajectory has one context, its token ids from beginning
+to end.
 
 An engine that has no room for a context (out of memory, or longer than its model) is asked once more with a shorter one;
 then the trajectory ends as ``failed: context_too_long`` or ``failed: engine_out_of_memory``: masked, counted, never a reward.
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from orchestrator.api import ConfigError, ContextStart, RunError, Task, TrainSample, Trajectory
+from orchestrator.api import ConfigError, ContextStart, Task
 from orchestrator.config import Config
 from orchestrator.policies.context import ContextRules
 
@@ -134,23 +135,3 @@ def no_room(error: str) -> str:
     if any(words in text for words in _NO_MEMORY):
         return "engine_out_of_memory"
     return "context_too_long" if any(words in text for words in _TOO_LONG) else ""
-
-
-def samples_of(trajectory: Trajectory) -> list[TrainSample]:
-    """What the trainer gets of a trajectory: one sample for each context, all with its reward. Of the tokens of a context,
-    those are trained that the policy made in it. Raises RunError for one that was not scored."""
-    if trajectory.reward is None:
-        raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
-    return [
-        TrainSample(
-            trajectory.id,
-            trajectory.group_id,
-            part.token_ids,
-            part.loss_mask,
-            part.logprobs,
-            part.versions,
-            trajectory.reward,
-            first,
-        )
-        for first, part in trajectory.contexts
-    ]

@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.api import RunError, TrainSample, Trajectory
+from orchestrator.api import TrainSample
 from orchestrator.events import EventLog
 
 
@@ -94,18 +94,3 @@ class Feeder:
             self.fed.groups += len(groups)
             self.fed.samples += len(samples)
             self.fed.seconds = round(self.fed.seconds + self._events.time() - begun, 6)
-
-
-def sample_of(trajectory: Trajectory) -> TrainSample:
-    """What the trainer needs of a trajectory that was scored. Raises RunError for one that was not."""
-    if trajectory.reward is None:
-        raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
-    return TrainSample(
-        trajectory.id,
-        trajectory.group_id,
-        trajectory.token_ids,
-        trajectory.loss_mask,
-        trajectory.logprobs,
-        trajectory.versions,
-        trajectory.reward,
-    )

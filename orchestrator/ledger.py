@@ -50,6 +50,7 @@ class Counts:
     rolled_back: int = 0
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(END_STATES, 0))
     failed_by_cause: dict[str, int] = field(default_factory=dict)
+    ended_by_cause: dict[str, int] = field(default_factory=dict)  # other ends that have one: "filtered: truncated"
 
     def as_dict(self) -> dict[str, Any]:
         """The ledger as reports show it."""
@@ -59,6 +60,7 @@ class Counts:
             "in_flight": self.in_flight,
             "rolled_back": self.rolled_back,
             "failed_by_cause": dict(sorted(self.failed_by_cause.items())),
+            "ended_by_cause": dict(sorted(self.ended_by_cause.items())),
         }
 
 
@@ -171,6 +173,9 @@ class Ledger:
         self.counts.in_flight -= 1
         if state == "failed":
             self.counts.failed_by_cause[cause] = self.counts.failed_by_cause.get(cause, 0) + 1
+        elif cause:
+            name = f"{state}: {cause}"
+            self.counts.ended_by_cause[name] = self.counts.ended_by_cause.get(name, 0) + 1
 
     def _roll_back(self, entry: Entry) -> None:
         self.counts.ended["trained"] -= 1
@@ -222,11 +227,15 @@ def recount(lines: Iterable[str]) -> dict[str, Any]:
         "rolled_back": rolled_back,
     }
     causes: dict[str, int] = {}
+    others: dict[str, int] = {}
     for state, cause in last.values():
         totals[state if state in END_STATES else "in_flight"] += 1
         if state == "failed":
             causes[cause] = causes.get(cause, 0) + 1
+        elif cause:
+            others[f"{state}: {cause}"] = others.get(f"{state}: {cause}", 0) + 1
     totals["failed_by_cause"] = dict(sorted(causes.items()))
+    totals["ended_by_cause"] = dict(sorted(others.items()))
     return totals
 
 

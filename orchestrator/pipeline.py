@@ -32,7 +32,6 @@ from orchestrator.api import (
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import Config
-from orchestrator.context import samples_of
 from orchestrator.delivery import Delivery
 from orchestrator.environments.source import EnvironmentSource
 from orchestrator.evaluation import evaluate
@@ -40,15 +39,20 @@ from orchestrator.events import EventLog
 from orchestrator.feeding import Feeder
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import SAMPLE_SECONDS, Gpus, Occupancy
+from orchestrator.policies.weighting import LagWeight, effective_share
 from orchestrator.rollout import Rollout
+from orchestrator.samples import histogram, to_samples
 
 Answer = TypeVar("Answer")
+_ALARMS = {"logprob_gap": "log-prob gap between rollout and trainer", "ess": "effective sample size"}
 
 
 class Store(Protocol):
     """Where trajectories are kept (:mod:`orchestrator.store`)."""
 
-    def append(self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None) -> None: ...
+    def append(
+        self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None, weight: float = 1.0
+    ) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -117,6 +121,7 @@ class Pipeline:
         )
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
         self.delivery = Delivery(parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit)
+        self.lag_weight = LagWeight(config.rollout.staleness_decay)
         self._training: asyncio.Task[None] | None = None
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
         self._settling: asyncio.Task[None] | None = None
@@ -155,11 +160,11 @@ class Pipeline:
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
-            note.waiting_for = "" if self._training is None else "rollout and training"
+            note.waiting_for = "rollout" if self._training is None else "rollout and training"
         if not mode.carries_over:
             await self.rollout.end_redundant()
         await (self._finish_training(early=True) if mode.overlaps else self._settled())
-        batch = TrainBatch(step, self.position.version, _samples([item.trajectory for item in taken]))
+        batch = TrainBatch(step, self.position.version, self._samples(taken))
         self._note_uniform(step)
         self.rollout.buffer.hand_over()
         self.rollout.next_version = self.position.version + 1
@@ -197,7 +202,13 @@ class Pipeline:
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
         if self.config.trainer.stream:
-            self.feeder.take(_samples(group))
+            self.feeder.take(self._samples(self.rollout.buffer.newest()))
+
+    def _samples(self, taken: Sequence[Taken]) -> tuple[TrainSample, ...]:
+        return tuple(sample for item in taken for sample in to_samples(item.trajectory, self._weight(item)))
+
+    def _weight(self, item: Taken) -> float:
+        return self.lag_weight.of(item.lag)
 
     async def _feed(self, samples: Sequence[TrainSample], version: int) -> None:
         await self._ask("feed", self.parts.trainer.feed(samples, version))
@@ -240,7 +251,7 @@ class Pipeline:
             metrics = await self._ask("train_step", parts.trainer.train_step(batch))
         for place, item in enumerate(taken):
             parts.ledger.end(item.trajectory.id, "trained", step=step)
-            parts.store.append(item.trajectory, step, "trained", position=place)
+            parts.store.append(item.trajectory, step, "trained", position=place, weight=self._weight(item))
         await self.delivery.begin(step, metrics.version)
         position.step, position.version = step + 1, metrics.version
         self.rollout.buffer.set_version(metrics.version)
@@ -431,7 +442,8 @@ class Pipeline:
             return self.rollout.proxy.waiting_for or self.delivery.waiting_for
         if self._trainer_call and (have >= wanted or not self.rollout.open):
             return f"the trainer: {self._trainer_call}"
-        return f"{have} of {wanted} groups complete; {self.rollout.waits()}"
+        batch = self.rollout.buffer.waiting_for or f"{have} of {wanted} groups complete"
+        return f"{batch}; {self.rollout.waits()}"
 
     async def _report_waiting(self) -> None:
         while True:
@@ -474,8 +486,9 @@ class Pipeline:
             turns=sum(len(item.trajectory.turns) for item in taken),
             reward_mean=reward,
             success=success,
-            lag=_histogram([item.lag for item in taken]),
-            lag_trained=_histogram([batch.version - item.trajectory.first_version for item in taken]),
+            lag=histogram([item.lag for item in taken]),
+            lag_trained=histogram([batch.version - item.trajectory.first_version for item in taken]),
+            weight_ess=round(effective_share([self._weight(item) for item in taken]), 6),
             versions_mixed=sum(len(item.trajectory.versions) > 1 for item in taken),
             seconds=round(self.parts.events.time() - begun, 6),
             fed=self.feeder.fed.samples,
@@ -490,23 +503,20 @@ class Pipeline:
         self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:
-            detail = f"mean {gap:.4g} over {limit:.4g} after step {step + 1}"
-            self.parts.events.emit("alarm", what="logprob_gap", detail=detail)
-            self.parts.display.message(f"ALARM: log-prob gap between rollout and trainer: {detail}")
+            self._alarm("logprob_gap", f"mean {gap:.4g} over {limit:.4g} after step {step + 1}")
+        ess, floor = values.get("ess", 1.0), self.config.rollout.ess_alarm
+        if ess < floor:
+            self._alarm("ess", f"{ess:.4g} under rollout.ess_alarm = {floor:.4g} after step {step + 1}")
         self.parts.display.update(
             step=step + 1,
             version=metrics.version,
             reward=reward,
             train_success=success,
-            lag=_histogram([item.lag for item in taken]),
+            lag=histogram([item.lag for item in taken]),
             ledger=ledger,
             metrics=values,
         )
 
-
-def _histogram(values: list[int]) -> dict[str, int]:
-    return {str(value): values.count(value) for value in sorted(set(values))}
-
-
-def _samples(trajectories: list[Trajectory]) -> tuple[TrainSample, ...]:
-    return tuple(sample for trajectory in trajectories for sample in samples_of(trajectory))
+    def _alarm(self, what: str, detail: str) -> None:
+        self.parts.events.emit("alarm", what=what, detail=detail)
+        self.parts.display.message(f"ALARM: {_ALARMS[what]}: {detail}")

@@ -2,7 +2,8 @@
 
 Guarantees: groups start whole and only while the gate allows; a trajectory's task ends in the ledger whatever ends it
 (success, its own failure, staleness, cancellation by us or by anybody else); a failed member is replaced while its group's
-refills last. The pipeline opens and closes starts; nothing here knows about training.
+refills last; no member holds its group for longer than ``rollout.group_timeout``. The pipeline opens and closes starts;
+nothing here knows about training.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.lockstep import Lockstep
 from orchestrator.policies import modes
+from orchestrator.policies.filters import (
+    Balance,
+    Completeness,
+    FilterChain,
+    Quality,
+    Repetition,
+    Similarity,
+    TrajectoryFilter,
+)
 from orchestrator.proxy import LLMProxy
 
 
@@ -66,10 +76,19 @@ class Rollout:
         self._trajectories = trajectories
         self.mode = modes.mode(config.run.mode, settings.alpha)
         bound = self.mode.bound()
-        self.gate = self.mode.gate(config.batch_trajectories, settings.redundant_groups, settings.environments)
+        self.gate = self.mode.gate(
+            config.batch_trajectories, config.redundancy, settings.environments, settings.buffer_limit
+        )
         self._lockstep = Lockstep()
         self.buffer = SampleBuffer(
-            bound, self._on_evict, settings.max_filtered_groups if settings.dynamic_sampling else 0
+            bound,
+            self._on_evict,
+            settings.max_filtered_groups,
+            dynamic=settings.dynamic_sampling,
+            filters=make_filters(config),
+            balance=make_balance(config),
+            on_surplus=self._on_surplus,
+            more=self._more,
         )
         self.proxy = LLMProxy(
             workers,
@@ -98,6 +117,8 @@ class Rollout:
         self._episodes: dict[str, Episode] = {}
         self._environment_versions: dict[str, list[str]] = {}  # by task
         self._end_reason: dict[str, tuple[str, str]] = {}  # why we cancel a member: (state, cause)
+        self._replaced: dict[str, None] = {}  # those of them that another member replaces
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of groups
         self._open = False
         self._room = asyncio.Event()
         self.next_version = 0  # the trainer's when the next batch goes into training; the pipeline sets it
@@ -119,21 +140,35 @@ class Rollout:
 
     async def start_groups(self) -> None:
         """Start whole groups while the gate allows. Runs until cancelled."""
-        size = self._config.rollout.group_size
+        size = self._config.group_members
+        settings = self._config.rollout
         while True:
             await self._room.wait()
             self._room.clear()
-            while self._open and self.gate.may_start(size, len(self._members), self.buffer.scored, self._lead):
+            while self._may_start():
                 prompt = self._next_prompt()
                 group_id = f"g{self._groups:07d}"
                 self._groups += 1
                 members = [self._new_id() for _ in range(size)]
-                self.buffer.open(group_id, prompt, members, self._config.rollout.member_refills)
+                self.buffer.open(group_id, prompt, members, settings.member_refills, settings.group_size)
                 for trajectory_id in members:
                     self._start_member(trajectory_id, group_id, prompt)
+                self._set_deadline(group_id)
+
+    def _may_start(self) -> bool:
+        """Whether a group may start now."""
+        size, under_way = self._config.group_members, len(self._members)
+        return self._open and self.gate.may_start(size, under_way, self.buffer.scored, self._lead)
+
+    def _more(self) -> bool:
+        """Whether another group is under way or may start: whoever waits for one waits for something."""
+        return bool(self._members) or self._may_start()
 
     async def end_members(self, state: str, cause: str) -> None:
         """Cancel everything in flight and wait until it is accounted for."""
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        self._deadlines.clear()
         while self._members:
             members = list(self._members.items())
             for trajectory_id, task in members:
@@ -178,7 +213,7 @@ class Rollout:
             return ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
         if not self._open:
             return "starts are closed"
-        return self.gate.reason(self._config.rollout.group_size, self.in_flight, self.buffer.scored, self._lead)
+        return self.gate.reason(self._config.group_members, self.in_flight, self.buffer.scored, self._lead)
 
     # -- one trajectory ----------------------------------------------------------------------------------------------
 
@@ -249,7 +284,7 @@ class Rollout:
         self.proxy.forget(trajectory_id)
         state, cause = self._end_reason.pop(trajectory_id, ("", ""))
         error = None if task.cancelled() else task.exception()
-        replace = False
+        replace = self._replaced.pop(trajectory_id, "") is None
         if isinstance(error, StaleTrajectory):
             state, cause, replace = "evicted_stale", "", True
         elif isinstance(error, TrajectoryError):
@@ -265,7 +300,37 @@ class Rollout:
             self._keep(episode.trajectory(self._events.time(), detail), state, cause)
             replacement = self._replacement(episode.group_id) if replace else None
             self.buffer.lose(episode.group_id, trajectory_id, replacement)
+        if not self._members:
+            self.buffer.reconsider()
         self._room.set()
+
+    def _on_surplus(self, members: list[str]) -> None:
+        """Their group is complete without them (redundancy, RollArt 6.3)."""
+        for trajectory_id in members:
+            self._abort(trajectory_id, "surplus")
+
+    def _abort(self, trajectory_id: str, cause: str, *, replace: bool = False) -> None:
+        task = self._members.get(trajectory_id)
+        if task is not None and not task.done():
+            self._end_reason.setdefault(trajectory_id, ("aborted_redundant", cause))
+            if replace:
+                self._replaced[trajectory_id] = None
+            task.cancel()
+
+    def _set_deadline(self, group_id: str) -> None:
+        """Let no member hold its group for longer than ``rollout.group_timeout``."""
+        limit = self._config.rollout.group_timeout
+        if limit is not None:
+            self._deadlines[group_id] = asyncio.get_running_loop().call_later(limit, self._group_is_late, group_id)
+
+    def _group_is_late(self, group_id: str) -> None:
+        """End the stragglers: the group is trained without them, or, where too few would be left, others replace them."""
+        del self._deadlines[group_id]
+        late, trainable = self.buffer.late(group_id)
+        for trajectory_id in late:
+            self._abort(trajectory_id, "group_timeout", replace=not trainable)
+        if late and not trainable:
+            self._set_deadline(group_id)
 
     def _replacement(self, group_id: str) -> Callable[[Prompt], str] | None:
         """How to start another member of a group; None while starts are closed."""
@@ -282,3 +347,25 @@ class Rollout:
     def _on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
         self._ledger.end(trajectory.id, state, cause)
         self._keep(trajectory, state, cause)
+        self._room.set()
+
+
+def make_filters(config: Config) -> FilterChain:
+    """The filters that the config switches on, the cheap ones first."""
+    settings = config.filters
+    chain: list[TrajectoryFilter] = []
+    if settings.completeness:
+        chain.append(Completeness(settings.truncated == "drop"))
+    if settings.reward_min is not None or settings.reward_max is not None:
+        chain.append(Quality(settings.reward_min, settings.reward_max))
+    if settings.max_repetition is not None:
+        chain.append(Repetition(settings.ngram, settings.max_repetition))
+    if settings.max_similarity is not None:
+        chain.append(Similarity(settings.ngram, settings.max_similarity, settings.similarity_window))
+    return FilterChain(chain)
+
+
+def make_balance(config: Config) -> Balance | None:
+    """How a batch is balanced; None: groups in order of completion."""
+    settings = config.filters
+    return None if settings.balance == "none" else Balance(settings.balance, settings.balance_share)

@@ -1,7 +1,9 @@
 """The trajectory store: every trajectory that produced something, in Parquet, under ``trajectories/``.
 
-Layout: ``task=NAME/version=N/part-000001.parquet``, where ``version`` is the version of the first generated token (-1:
-none was generated). Part numbers count through the whole store and are never given twice, a resume included.
+Layout: ``task=NAME/date=2026-01-31/version=N/part-000001.parquet``: the day (UTC) on which the episode ended, and the version
+of the first generated token (-1: none was generated). Part numbers count through the whole store and are never given twice,
+a resume included. The names are those of Hive partitions, so DuckDB, Polars, Spark and ``datasets`` read the folder as one
+table. Stores of before there were dates have no ``date=`` level; both are read.
 
 Guarantees:
 
@@ -12,7 +14,8 @@ Guarantees:
   so a checkpoint never claims a row that is not on disk.
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
-Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token.
+Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token, and a filter on task, date
+or version opens no file of another one.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -74,6 +78,7 @@ _FILE_SCHEMA = pa.schema(
         ("outcome", pa.string()),  # a ledger end, with its cause: "trained", "evicted_stale", "failed: env_timeout"
         ("step", pa.int64()),  # training step it was trained in, or that was current when it ended
         ("position", pa.int32()),  # its place in that step's batch; null: not trained, or stored before there was one
+        ("weight", pa.float64()),  # in the loss of that step; null: not trained, or stored before there were weights
         ("first_version", pa.int64()),
         ("env_version", pa.string()),
         ("env_seed", pa.int64()),
@@ -93,17 +98,20 @@ _FILE_SCHEMA = pa.schema(
         ("contexts", pa.list_(_CONTEXT)),  # those that began anew; null or empty: one context
     ]
 )
-_PARTITIONS = pa.schema([("task", pa.string()), ("version", pa.int64())])
+_PARTITIONS = pa.schema([("task", pa.string()), ("date", pa.string()), ("version", pa.int64())])
 SCHEMA = pa.schema([*_FILE_SCHEMA, *_PARTITIONS])
 
-_FileKey = tuple[str, int, int, bool]  # task, first version, step, trained
+_FileKey = tuple[str, str, int, int, bool]  # task, date, first version, step, trained
+_NO_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class TrajectoryStore:
-    """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes."""
+    """The writer; one a run. ``rows_per_file`` bounds a file, and what is kept in memory between flushes. ``epoch``: the
+    date at which a trajectory's times are 0, so that this reads no clock."""
 
-    def __init__(self, folder: str | Path, rows_per_file: int = 4096) -> None:
+    def __init__(self, folder: str | Path, rows_per_file: int = 4096, *, epoch: datetime = _NO_EPOCH) -> None:
         self._folder = Path(folder)
+        self._epoch = epoch.astimezone(UTC)
         self._rows_per_file = rows_per_file
         self._pending: dict[_FileKey, list[dict[str, Any]]] = {}
         self._pending_rows = 0
@@ -119,10 +127,13 @@ class TrajectoryStore:
         advantage: float | None = None,
         *,
         position: int | None = None,
+        weight: float = 1.0,
     ) -> None:
-        """Keep one trajectory; it is on disk after the next :meth:`flush`. ``position``: its place in the step's batch."""
-        row = _to_row(trajectory, step, outcome, advantage, position)
-        key = (trajectory.task, int(row["first_version"]), step, outcome == TRAINED)
+        """Keep one trajectory; it is on disk after the next :meth:`flush`. ``position`` and ``weight``: its place in the
+        step's batch, and what it counted there."""
+        row = _to_row(trajectory, step, outcome, advantage, position, weight)
+        date = (self._epoch + timedelta(seconds=trajectory.finished_at)).date().isoformat()
+        key = (trajectory.task, date, int(row["first_version"]), step, outcome == TRAINED)
         self._pending.setdefault(key, []).append(row)
         self._pending_rows += 1
         if self._pending_rows >= self._rows_per_file:
@@ -156,11 +167,11 @@ class TrajectoryStore:
         return moved
 
     def _write(self, key: _FileKey, rows: list[dict[str, Any]]) -> None:
-        task, version, step, trained = key
-        folder = self._folder / f"task={quote(task, safe='')}" / f"version={version}"
+        task, date, version, step, trained = key
+        folder = self._folder / f"task={quote(task, safe='')}" / f"date={date}" / f"version={version}"
         if not folder.exists():
             folder.mkdir(parents=True)
-            for parent in (folder.parent, self._folder, self._folder.parent):
+            for parent in (folder.parent, folder.parent.parent, self._folder, self._folder.parent):
                 _sync(parent)
         schema = _FILE_SCHEMA.with_metadata({_STEP_KEY: str(step).encode(), _TRAINED_KEY: b"1" if trained else b"0"})
         self._parts += 1  # before the write: a number whose write failed is not used again
@@ -177,18 +188,42 @@ def read_trajectories(
 ) -> pa.Table:
     """The stored trajectories, reading only ``columns`` (all when None) of the rows that pass ``filter``, a pyarrow
     expression such as ``pc.field("outcome") == "trained"``. A folder without any gives an empty table."""
-    files = _parts(Path(folder))
-    if not files:
+    data = open_store(folder)
+    if data is None:
         return SCHEMA.empty_table().select(list(columns) if columns is not None else SCHEMA.names)
+    return data.to_table(columns=list(columns) if columns is not None else None, filter=filter, use_threads=False)
+
+
+def open_store(folder: str | Path) -> Any:
+    """The folder as a pyarrow data set, for what is too much to read at once; None when it holds no trajectory."""
+    files = _parts(Path(folder))
+    return _dataset(Path(folder), files) if files else None
+
+
+def trained_parts(folder: str | Path) -> dict[int, list[Path]]:
+    """The files with trained trajectories, by training step. Reads footers only."""
+    found: dict[int, list[Path]] = {}
+    for file in _parts(Path(folder)):
+        step, trained = _footer(file)
+        if trained:
+            found.setdefault(step, []).append(file)
+    return found
+
+
+def read_parts(folder: str | Path, files: Sequence[Path]) -> pa.Table:
+    """All columns of some files of a store."""
+    return _dataset(Path(folder), files).to_table(use_threads=False)
+
+
+def _dataset(folder: Path, files: Sequence[Path]) -> Any:
     partitioning = ds.partitioning(_PARTITIONS, flavor="hive")
-    data = ds.dataset(
+    return ds.dataset(
         [str(file) for file in files],
         schema=SCHEMA,
         format="parquet",
         partitioning=partitioning,
         partition_base_dir=str(folder),
     )
-    return data.to_table(columns=list(columns) if columns is not None else None, filter=filter, use_threads=False)
 
 
 def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
@@ -219,7 +254,7 @@ def count_by_outcome(folder: str | Path) -> dict[str, int]:
 
 
 def _to_row(
-    trajectory: Trajectory, step: int, outcome: str, advantage: float | None, position: int | None
+    trajectory: Trajectory, step: int, outcome: str, advantage: float | None, position: int | None, weight: float
 ) -> dict[str, Any]:
     versions = trajectory.versions
     prompt = trajectory.prompt
@@ -233,6 +268,7 @@ def _to_row(
         "outcome": outcome,
         "step": step,
         "position": position,
+        "weight": weight if outcome == TRAINED else None,
         "first_version": versions[0][0] if versions else NO_VERSION,
         "env_version": trajectory.env_version,
         "env_seed": trajectory.env_seed,
@@ -291,7 +327,8 @@ def _to_turn(turn: Mapping[str, Any]) -> Turn:
 
 def _parts(folder: Path) -> list[Path]:
     """The data set's files, those that were rolled back not included, in the order of writing."""
-    return sorted(folder.glob("task=*/version=*/part-*.parquet"), key=_part_number)
+    found = [*folder.glob("task=*/date=*/version=*/part-*.parquet"), *folder.glob("task=*/version=*/part-*.parquet")]
+    return sorted(found, key=_part_number)
 
 
 def _part_number(file: Path) -> int:

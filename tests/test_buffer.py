@@ -1,6 +1,7 @@
 """The sample buffer: complete groups only, never too stale, nothing dropped in silence."""
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api import Prompt, Trajectory, Turn
 from orchestrator.buffer import SampleBuffer
+from orchestrator.policies.filters import Balance, FilterChain, Quality
 from orchestrator.policies.staleness import StalenessBound, StartGate
 
 PROMPT = Prompt("key", "task", 0, "payload")
@@ -206,3 +208,117 @@ def test_the_gate_bounds_what_is_ahead_of_the_trainer(alpha: int, groups: int, s
             in_flight, waiting = in_flight - 1, waiting + 1
         assert in_flight <= envs
         assert in_flight + waiting <= max(0, alpha + 1 - lead) * groups * size
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 64), st.integers(1, 400), st.floats(1, 3), st.integers(0, 6))
+def test_the_gate_never_allows_more_than_the_buffer_may_hold(
+    alpha: int, batch: int, envs: int, redundancy: float, lead: int
+) -> None:
+    gate = StartGate(alpha, batch, redundancy, envs)
+    assert gate.bound(lead) <= gate.capacity == alpha * envs + math.ceil(batch * redundancy)
+    assert replace(gate, limit=batch).bound(lead) <= batch
+    assert gate.bound(0) >= min(batch, gate.capacity)  # a batch can always come together
+
+
+def test_a_tighter_limit_is_named_when_it_is_what_holds_starts_back() -> None:
+    gate = StartGate(3, 8, 1.0, 100, limit=8)
+    assert not gate.may_start(4, 0, 8, 0)
+    assert gate.reason(4, 0, 8, 0) == "8 trajectories ahead of the trainer, rollout.buffer_limit = 8"
+
+
+def test_get_batch_says_what_it_waits_for() -> None:
+    async def run() -> None:
+        r = Recorder(1)
+        assert r.buffer.waiting_for == ""
+        batch = asyncio.ensure_future(r.buffer.get_batch(2, r.take))
+        await asyncio.sleep(0)
+        assert r.buffer.waiting_for == "0 of 2 groups taken, no group is under way"
+        filled(r, "a", 2)
+        r.buffer.open("b", PROMPT, ["b-0", "b-1", "b-2"], refills=0)
+        r.buffer.put(trajectory("b-0", "b"))
+        await asyncio.sleep(0.01)
+        assert r.buffer.waiting_for == "1 of 2 groups taken, group b has 1 of 3 members scored"
+        r.buffer.put(trajectory("b-1", "b"))
+        r.buffer.put(trajectory("b-2", "b"))
+        await batch
+        assert r.buffer.waiting_for == ""
+
+    asyncio.run(run())
+
+
+def test_what_turned_stale_unseen_is_evicted_before_a_batch_is_formed() -> None:
+    async def run() -> None:
+        r = Recorder(1)
+        filled(r, "a", 2, version=0)
+        filled(r, "b", 2, version=2)
+        r.buffer.version = 2  # nobody called set_version: the guard of get_batch itself
+        assert [item.trajectory.id for item in await r.buffer.get_batch(1, r.take)] == ["b-0", "b-1"]
+        assert r.evicted == [("a-0", "evicted_stale", ""), ("a-1", "evicted_stale", "")]
+
+    asyncio.run(run())
+
+
+def test_a_group_with_redundant_members_is_complete_when_enough_are_scored_and_the_others_are_surplus() -> None:
+    surplus: list[str] = []
+    buffer = SampleBuffer(StalenessBound(1), lambda t, s, c: None, on_surplus=surplus.extend)
+    buffer.open("a", PROMPT, ["a-0", "a-1", "a-2", "a-3"], refills=2, wanted=2)
+    buffer.put(trajectory("a-2", "a"))
+    assert (buffer.ready_groups, surplus) == (0, [])
+    buffer.put(trajectory("a-0", "a"))
+    assert (buffer.ready_groups, surplus) == (1, ["a-1", "a-3"])
+    buffer.lose("a", "a-1", lambda _: pytest.fail("a surplus member is not replaced"))
+    assert (buffer.ready_groups, buffer.scored) == (1, 2)
+    buffer.lose("gone", "x", None)
+
+
+def test_a_filtered_member_ends_with_its_reason_and_is_a_lost_one() -> None:
+    evicted: list[tuple[str, str, str]] = []
+    buffer = SampleBuffer(
+        StalenessBound(1), lambda t, s, c: evicted.append((t.id, s, c)), filters=FilterChain([Quality(low=0.5)])
+    )
+    buffer.open("a", PROMPT, ["a-0", "a-1", "a-2"], refills=1)
+    assert buffer.put(replace(trajectory("a-0", "a"), reward=0.0)) is True
+    assert evicted == [("a-0", "filtered", "reward_low")]
+    buffer.lose("a", "a-0", lambda _: "a-3")
+    for name in ("a-1", "a-2", "a-3"):
+        assert buffer.put(trajectory(name, "a")) is False
+    assert buffer.ready_groups == 1
+
+
+def of_task(name: str, group: str, task: str) -> Trajectory:
+    return replace(trajectory(name, group), task=task)
+
+
+def test_a_batch_waits_for_another_kind_while_one_may_come_and_then_filters_a_bounded_number() -> None:
+    async def run() -> None:
+        more = [True]
+        evicted: list[tuple[str, str]] = []
+        buffer = SampleBuffer(
+            StalenessBound(1),
+            lambda t, s, c: evicted.append((t.id, c)),
+            1,
+            dynamic=False,
+            balance=Balance("task", 0.5),
+            more=lambda: more[0],
+        )
+
+        def fill(group: str, task: str) -> None:
+            buffer.open(group, PROMPT, [f"{group}-0", f"{group}-1"], refills=0)
+            for index in range(2):
+                buffer.put(of_task(f"{group}-{index}", group, task))
+
+        batch = asyncio.ensure_future(buffer.get_batch(4, lambda group: None))
+        for group in "abc":
+            fill(group, "maths")
+        fill("d", "code")
+        await asyncio.sleep(0.01)
+        assert not batch.done()
+        assert "1 held back: maths have their share" in buffer.waiting_for
+        more[0] = False  # nothing else comes: c is filtered, then what comes is taken as it is
+        fill("e", "maths")
+        taken = await batch
+        assert list(dict.fromkeys(item.trajectory.group_id for item in taken)) == ["a", "d", "b", "e"]
+        assert evicted == [("c-0", "balance"), ("c-1", "balance")]
+
+    asyncio.run(run())

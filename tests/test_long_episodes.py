@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rlplugin.advantages import group_advantages, group_counts, leave_one_out
-from megatron_rlplugin.parquet import to_samples
+from megatron_rlplugin.parquet import to_samples as parquet_samples
 from orchestrator.api import (
     Completion,
     ConfigError,
@@ -26,7 +26,7 @@ from orchestrator.api import (
 )
 from orchestrator.checkpoint import _trajectory_from_json  # what a resume reads
 from orchestrator.config import Config, load_config
-from orchestrator.context import rules_of, samples_of
+from orchestrator.context import rules_of, to_samples
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.policies.context import ContextRules
 from orchestrator.sim.run import simulate
@@ -150,7 +150,7 @@ def _this_module():  # type: ignore[no-untyped-def]
 def assert_trained_is_what_was_seen(episode: Episode, requests: Sequence[GenerationRequest]) -> list[TrainSample]:
     """Walk the samples: before each run of trained tokens stands exactly one request's context, in order, and after it
     exactly what was answered; nothing is trained twice and nothing that was said is left out."""
-    samples = samples_of(episode.trajectory(0.0, reward=1.0))
+    samples = to_samples(episode.trajectory(0.0, reward=1.0))
     asked = iter(requests)
     said = iter(episode.turns)
     for sample in samples:
@@ -260,7 +260,7 @@ def test_what_is_recorded_survives_the_store_and_a_checkpoint(tmp_path: Path) ->
     store.close()
     (row,) = read_trajectories(tmp_path).to_pylist()
     assert to_trajectory(row) == trajectory
-    assert to_samples(row) == samples_of(trajectory), "replay trains on the same contexts"
+    assert parquet_samples(row) == to_samples(trajectory), "replay trains on the same contexts"
     assert _trajectory_from_json(json.loads(json.dumps(asdict(trajectory)))) == trajectory
 
 

@@ -304,7 +304,9 @@ def test_a_synchronous_run_is_never_stale_and_ctrl_c_stops_it_cleanly(tmp_path: 
     assert of(run, "run_end")[-1]["status"] == "interrupted"
     counted = recount((run / "ledger.jsonl").read_text().splitlines())
     assert counted["started"] == sum(
-        value for name, value in counted.items() if name not in ("started", "rolled_back", "failed_by_cause")
+        value
+        for name, value in counted.items()
+        if name not in ("started", "rolled_back", "failed_by_cause", "ended_by_cause")
     )
     steps = of(run, "step")
     assert len(steps) >= 2

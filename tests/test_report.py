@@ -221,7 +221,7 @@ def test_the_summary_has_exactly_its_keys(finished: Path) -> None:
     assert summary["success_curve"][-1][1] == summary["success_end"]
     assert set(summary["ledger"]) == {
         "started", "trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed", "in_flight",
-        "rolled_back", "failed_by_cause",
+        "rolled_back", "failed_by_cause", "ended_by_cause",
     }  # fmt: skip
     assert (summary["name"], summary["kind"], summary["mode"], summary["alpha"]) == (
         "frozenlake-001",

@@ -236,11 +236,11 @@ def test_feeding_a_part_of_a_group_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_feeding_a_group_before_it_is_taken_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.feeding import sample_of
     from orchestrator.pipeline import Pipeline
+    from orchestrator.samples import to_samples
 
     def on_take(self: Pipeline, group: list[Trajectory]) -> None:
-        self.feeder.take([sample_of(trajectory) for trajectory in group])
+        self.feeder.take([sample for trajectory in group for sample in to_samples(trajectory)])
         asyncio.get_running_loop().call_later(0.5, self.rollout.on_take, group)
 
     monkeypatch.setattr(Pipeline, "_on_take", on_take)
@@ -257,10 +257,18 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What the store is told of each trajectory."""
     honest, outcomes = SimStore.append, Counter[str]()
 
-    def append(self: SimStore, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None) -> None:
+    def append(
+        self: SimStore,
+        trajectory: Trajectory,
+        step: int,
+        outcome: str,
+        *,
+        position: int | None = None,
+        weight: float = 1.0,
+    ) -> None:
         outcomes[outcome] += 1
         assert (position is None) is (outcome != "trained")
-        honest(self, trajectory, step, outcome, position=position)
+        honest(self, trajectory, step, outcome, position=position, weight=weight)
 
     monkeypatch.setattr(SimStore, "append", append)
     return outcomes

@@ -120,7 +120,7 @@ def test_the_place_in_the_batch_is_kept_and_older_files_read_as_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = store_module._FILE_SCHEMA
-    before = pa.schema([field for field in kept if field.name != "position"])
+    before = pa.schema([field for field in kept if field.name not in ("position", "weight")])
     monkeypatch.setattr(store_module, "_FILE_SCHEMA", before)
     store = TrajectoryStore(tmp_path)
     store.append(make_trajectory(0), 0, "trained", position=3)  # of a version that knew no positions
@@ -157,7 +157,7 @@ def test_one_that_generated_nothing_is_kept_too(tmp_path: Path) -> None:
     assert (row["first_version"], row["version"], row["total_reward"], row["total_tokens"]) == (-1, -1, None, 0)
 
 
-def test_files_lie_by_task_and_version_and_hold_one_step(tmp_path: Path) -> None:
+def test_files_lie_by_task_date_and_version_and_hold_one_step(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
     for step in (0, 1):
         for version in (0, 1):
@@ -166,11 +166,11 @@ def test_files_lie_by_task_and_version_and_hold_one_step(tmp_path: Path) -> None
     store.flush()
     files = sorted(file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.parquet"))
     assert files == [
-        "task=frozenlake/version=0/part-000001.parquet",
-        "task=frozenlake/version=0/part-000002.parquet",
-        "task=frozenlake/version=1/part-000003.parquet",
-        "task=frozenlake/version=1/part-000004.parquet",
-        "task=frozenlake/version=1/part-000005.parquet",
+        "task=frozenlake/date=1970-01-01/version=0/part-000001.parquet",
+        "task=frozenlake/date=1970-01-01/version=0/part-000002.parquet",
+        "task=frozenlake/date=1970-01-01/version=1/part-000003.parquet",
+        "task=frozenlake/date=1970-01-01/version=1/part-000004.parquet",
+        "task=frozenlake/date=1970-01-01/version=1/part-000005.parquet",
     ]
     for file in tmp_path.rglob("*.parquet"):
         table = pq.ParquetFile(file).read(columns=["step", "outcome"])
@@ -246,7 +246,7 @@ def test_leftovers_of_a_killed_writer_are_cleared_and_never_read(tmp_path: Path)
     store = TrajectoryStore(tmp_path)
     store.append(make_trajectory(0), 0, "trained")
     store.flush()
-    leftover = tmp_path / "task=frozenlake" / "version=0" / ".part-000002.parquet.partial"
+    leftover = tmp_path / "task=frozenlake" / "date=1970-01-01" / "version=0" / ".part-000002.parquet.partial"
     leftover.write_bytes(b"PAR1 cut")
     assert count_by_outcome(tmp_path) == {"trained": 1}
     TrajectoryStore(tmp_path)

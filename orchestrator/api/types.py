@@ -293,6 +293,7 @@ class TrainSample:
     versions: VersionSpans
     reward: float
     first_turn: int = 0
+    weight: float = 1.0  # of its terms in the loss; the denominators do not know of it
 
 
 @dataclass(frozen=True, slots=True)

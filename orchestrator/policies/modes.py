@@ -38,10 +38,10 @@ class Mode:
         """Which trajectories may still be trained."""
         return StalenessBound(self.alpha, evicts=self.evicts)
 
-    def gate(self, batch: int, redundancy: float, environments: int) -> StartGate:
+    def gate(self, batch: int, redundancy: float, environments: int, limit: int | None = None) -> StartGate:
         """How many may start; arguments as in :class:`StartGate`. Without carrying over, a rollout is of one batch only:
         what it leaves when its batch is complete is ended as redundant, so that starting more would be waste."""
-        return StartGate(self.alpha, batch, redundancy, environments, None if self.carries_over else 1)
+        return StartGate(self.alpha, batch, redundancy, environments, None if self.carries_over else 1, limit)
 
 
 _SYNC = Mode("sync_plus", overlaps=False, carries_over=False)

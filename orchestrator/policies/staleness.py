@@ -44,13 +44,21 @@ class StartGate:
     redundancy: float  # launched over needed (RollArt 6.3), >= 1
     environments: int  # trajectories in flight at most
     batches: int | None = None  # between start and training at most, whatever alpha allows
+    limit: int | None = None  # of trajectories between start and training, whatever alpha allows (notes, 7)
+
+    @property
+    def capacity(self) -> int:
+        """The largest number of trajectories that can ever wait in the buffer: alpha times the environments, plus what is
+        launched for one batch (RollArt 6.2 gives the order of it, O(alpha E))."""
+        return self.alpha * self.environments + math.ceil(self.batch * self.redundancy)
 
     def bound(self, lead: int) -> int:
         """The largest number of trajectories between start and training."""
         batches = self.alpha + 1 - lead
         if self.batches is not None:
             batches = min(batches, self.batches)
-        return max(0, batches) * math.ceil(self.batch * self.redundancy)
+        bound = min(max(0, batches) * math.ceil(self.batch * self.redundancy), self.capacity)
+        return bound if self.limit is None else min(bound, self.limit)
 
     def may_start(self, group_size: int, in_flight: int, waiting: int, lead: int) -> bool:
         """Whether a whole group may start, given trajectories in flight and those finished but not yet in training."""
@@ -61,6 +69,7 @@ class StartGate:
         if in_flight + group_size > self.environments:
             return f"{in_flight} of {self.environments} environments busy"
         ahead = in_flight + waiting
-        return (
-            f"{ahead} trajectories ahead of the trainer, {self.bound(lead)} can be trained within alpha = {self.alpha}"
-        )
+        bound = self.bound(lead)
+        if bound == self.limit:
+            return f"{ahead} trajectories ahead of the trainer, rollout.buffer_limit = {bound}"
+        return f"{ahead} trajectories ahead of the trainer, {bound} can be trained within alpha = {self.alpha}"

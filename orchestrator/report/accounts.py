@@ -180,7 +180,9 @@ def _checked(number: int, expected: int) -> str:
 
 
 def _failures(counts: LedgerCounts, kind: str) -> str:
-    causes = sorted(counts.failed_by_cause.items(), key=lambda item: (-item[1], item[0]))
+    """Why trajectories failed, were filtered, or were not needed any more."""
+    failed = {f"failed: {cause}": number for cause, number in counts.failed_by_cause.items()}
+    causes = sorted({**failed, **counts.ended_by_cause}.items(), key=lambda item: (-item[1], item[0]))
     most = max((number for _, number in causes), default=1)
     rows = [
         [
@@ -193,7 +195,7 @@ def _failures(counts: LedgerCounts, kind: str) -> str:
         ]
         for cause, number in causes
     ]
-    return table(("Cause", "", "Trajectories", "Of all started"), rows, (2, 3), f"Failures by cause ({kind})")
+    return table(("Cause", "", "Trajectories", "Of all started"), rows, (2, 3), f"Ends by cause ({kind})")
 
 
 def _config(run: RunLog) -> str:

@@ -43,6 +43,7 @@ class LedgerCounts:
     in_flight: int = 0
     rolled_back: int = 0
     failed_by_cause: Mapping[str, int] = field(default_factory=dict)
+    ended_by_cause: Mapping[str, int] = field(default_factory=dict)  # other ends with a reason: "filtered: truncated"
 
     @property
     def difference(self) -> int:
@@ -58,6 +59,7 @@ class LedgerCounts:
             in_flight=int(data.get("in_flight", 0)),
             rolled_back=int(data.get("rolled_back", 0)),
             failed_by_cause={str(cause): int(n) for cause, n in (data.get("failed_by_cause") or {}).items()},
+            ended_by_cause={str(cause): int(n) for cause, n in (data.get("ended_by_cause") or {}).items()},
         )
 
 

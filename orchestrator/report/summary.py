@@ -60,6 +60,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
             "in_flight": run.ledger.in_flight,
             "rolled_back": run.ledger.rolled_back,
             "failed_by_cause": dict(sorted(run.ledger.failed_by_cause.items())),
+            "ended_by_cause": dict(sorted(run.ledger.ended_by_cause.items())),
         },
         "machine": run.machine,
         "versions": run.versions,

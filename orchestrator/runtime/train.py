@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume:
         ledger_stream = stack.enter_context(folder.append(folder.ledger_file))
         events = EventLog(events_stream, loop.time, last_time(folder.events_file))
         ledger = Ledger(ledger_stream, events.time)
-        store = TrajectoryStore(folder.trajectories)
+        epoch = datetime.fromisoformat(started) - timedelta(seconds=events.time())  # a resume goes on counting
+        store = TrajectoryStore(folder.trajectories, epoch=epoch)
         stack.callback(store.close)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         resumed = rewind(checkpoints, ledger, ledger_lines, store) if resume else None
@@ -156,8 +158,7 @@ class _Assembly:
         self.display.stage("startup", "relay, reward host, model")
         reward = await self._start_reward()
         endpoint = await self._start_relay()
-        spread, secret = bool(config.ray.address), _secrets(config)
-        variables = _environment(config.trainer.threads) | secret
+        spread, variables = bool(config.ray.address), trainer_environment(config)
         ranks = pools.trainer_ranks(config)
         places = await asyncio.to_thread(self._places, endpoint)
         trainer = RayTrainer(TRAINER_CLASS, variables, ranks, list(places.values())[:ranks], spread=spread)
@@ -170,7 +171,7 @@ class _Assembly:
                 f"vllm-{index}",
                 WORKER_CLASS,
                 _worker_arguments(config, model, endpoint, index),
-                _environment(config.rollout.engine.threads) | secret,
+                _environment(config.rollout.engine.threads) | _secrets(config),
                 places.get(f"vllm-{index}"),
             )
             for index in range(config.rollout.workers)
@@ -209,7 +210,11 @@ class _Assembly:
         await trainer.create(_trainer_arguments(self.config, model, endpoint))
         if self.resumed is not None and self.resumed.checkpoint is not None:
             return int(await trainer.load(str(self.resumed.checkpoint / "trainer")))
-        await self._warm_up(trainer)
+        if self.config.warmup.steps:
+            self.display.stage(
+                "warmup", f"{self.config.warmup.steps} supervised steps, skill {self.config.warmup.skill:g}"
+            )
+        await warm_up(self.config, self.task, trainer, self.events)
         return 0
 
     async def _start_reward(self) -> HttpReward:
@@ -330,24 +335,23 @@ class _Assembly:
             await trainer.function(TINY_MODEL, {"folder": str(folder), **shape, **sizes, "seed": config.run.seed})
         return str(folder)
 
-    async def _warm_up(self, trainer: RayTrainer) -> None:
-        """Supervised steps before RL; none of this data is used again."""
-        settings, seed = self.config.warmup, self.config.run.seed
-        if settings.steps == 0:
-            return
-        self.display.stage("warmup", f"{settings.steps} supervised steps, skill {settings.skill:g}")
-        begun = self.events.time()
-        samples = self.task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
-        losses: list[float] = []
-        with self.events.stage("warmup", 0):
-            for _ in range(settings.steps):
-                batch = [next(samples) for _ in range(settings.batch_size)]
-                metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
-                losses.append(float(metrics["loss"]))
-            await trainer.call("finish_warmup")
-        seconds = round(self.events.time() - begun, 3)
-        first, last = losses[0], losses[-1]
-        self.events.emit("warmup", steps=settings.steps, loss_first=first, loss_last=last, seconds=seconds)
+
+async def warm_up(config: Config, task: FrozenLakeTask, trainer: RayTrainer, events: EventLog) -> None:
+    """Supervised steps before RL, as many as the config says; none of this data is used again."""
+    settings, seed = config.warmup, config.run.seed
+    if settings.steps == 0:
+        return
+    begun = events.time()
+    samples = task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
+    losses: list[float] = []
+    with events.stage("warmup", 0):
+        for _ in range(settings.steps):
+            batch = [next(samples) for _ in range(settings.batch_size)]
+            metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
+            losses.append(float(metrics["loss"]))
+        await trainer.call("finish_warmup")
+    seconds = round(events.time() - begun, 3)
+    events.emit("warmup", steps=settings.steps, loss_first=losses[0], loss_last=losses[-1], seconds=seconds)
 
 
 def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
@@ -377,6 +381,11 @@ def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> d
     }
 
 
+def trainer_environment(config: Config) -> dict[str, str]:
+    """What the trainer's processes start with."""
+    return _environment(config.trainer.threads) | _secrets(config)
+
+
 def _environment(threads: int) -> dict[str, str]:
     """Set before the process starts: thread pools are sized when libraries load."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -395,4 +404,4 @@ async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list
     (folder.path / "processes").write_text("\n".join([*lines, f"orchestrator {os.getpid()}"]) + "\n", encoding="utf-8")
 
 
-__all__ = ["start_ray", "train"]
+__all__ = ["start_ray", "train", "trainer_environment", "warm_up"]

@@ -7,7 +7,8 @@ versions that were published. From these it checks, as things happen:
 * each trajectory was taken within the versions of the trainer that its mode allows (alpha in ``async``, RollArt 6.2), is of
   one version where the mode carries nothing over an update, and is trained at most once, in a group of at least two;
 * each token that is trained on is the one that the policy said, in order, once, with the version that said it;
-* no more trajectories run than there are environments;
+* no more trajectories run than there are environments, and no more wait to be taken than alpha times the environments and
+  what is launched for a batch;
 * what is fed to the trainer is taken, whole, at the version it will be trained at, never beside a training step, and a
   prefix of the batch that is trained (:class:`Stream`).
 
@@ -18,13 +19,15 @@ be said at the end, when the journal, the totals, the trainer's history and the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.api import TrainBatch, TrainSample, VersionSpans, merge_spans
 from orchestrator.config import Config
-from orchestrator.sim.draws import logprobs, response
+from orchestrator.sim.draws import logprobs
+from orchestrator.sim.speech import Speech
 
 _NEXT = {
     "": ("running",),
@@ -45,8 +48,9 @@ _KEEP_VIOLATIONS = 50  # one cause repeats itself; the first few say it
 class Audit:
     """Feed it with :meth:`journal`, :meth:`batch`, :meth:`trained` and :meth:`published`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, speech: Speech | None = None) -> None:
         self._config = config
+        self._speech = speech or Speech(config, None)
         self.violations: list[str] = []
         self.count = 0
         self.unaccounted: dict[str, str] = {}  # trajectory -> why nobody can say what became of it
@@ -58,6 +62,9 @@ class Audit:
         self.version = 0
         self.lags: dict[int, int] = {}
         self._busy = 0
+        self._buffered = 0
+        launched = math.ceil(config.batch_trajectories * config.redundancy)
+        self._capacity = config.rollout.alpha * config.rollout.environments + launched  # RollArt 6.2: O(alpha E)
         self._sequence = -1
         self._resuming = False
         self._dead = False
@@ -101,6 +108,10 @@ class Audit:
             self.note(f"journal: {name} went from {before or 'nothing'} to {state}")
         self.states[name] = state
         self._busy += (state in _BUSY) - (before in _BUSY)
+        self._buffered += (state == "buffered") - (before == "buffered")
+        if state == "buffered" and self._buffered > self._capacity:
+            self.note(f"journal: {name} is trajectory {self._buffered} in the buffer, which holds {self._capacity}")
+            self._capacity *= 2  # a leak repeats itself, and would hide what else is wrong
         if state == "running":
             self.groups[name] = record["group"]
             if self._busy > self._config.rollout.environments:
@@ -194,7 +205,6 @@ class Audit:
         numbers = [number for number, _ in sample.versions]
         if numbers != sorted(numbers) or numbers[0] < 0 or numbers[-1] > version:
             return f"impossible versions {numbers} at version {version}"
-        costs, run = self._config.sim, self._config.run
         position, turn, total = 0, sample.first_turn, len(sample.token_ids)
         made_by = [number for number, count in sample.versions for _ in range(count)]
         while position < total:
@@ -204,8 +214,8 @@ class Audit:
             if position == begin:
                 return f"turn {turn} has no observation"
             room = self._config.rollout.engine.max_model_len - position
-            limit = min(costs.response_tokens_max, room)
-            expected = response(run.seed, sample.trajectory_id, turn, costs.response_tokens_mean, limit)
+            limit = min(self._speech.most, room)
+            expected = self._speech.response(sample.token_ids[:position], sample.trajectory_id, turn, limit)
             end = position + len(expected)
             if sample.token_ids[position:end] != expected or not all(sample.loss_mask[position:end]):
                 return f"the tokens of turn {turn} are not those that the policy said"

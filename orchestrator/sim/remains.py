@@ -104,7 +104,9 @@ class SimStore:
         self._remains = remains
         self._pending: list[tuple[str, int, str]] = []
 
-    def append(self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None) -> None:
+    def append(
+        self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None, weight: float = 1.0
+    ) -> None:
         """See the pipeline's Store."""
         self._pending.append((trajectory.id, step, outcome))
 

@@ -46,6 +46,8 @@ from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTrainer, faulty_workers
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
+from orchestrator.sim.speech import Speech
+from orchestrator.sim.traces import load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWeights, SimWorker
 
@@ -148,7 +150,8 @@ class _Simulation:
     def __init__(self, config: Config, folder: Path, sink: Callable[[str], object] | None) -> None:
         self.config = config
         self.folder = folder
-        self.audit = Audit(config)
+        self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else None
+        self.audit = Audit(config, Speech(config, self.traces))
         self.remains = Remains(self.audit)
         self.injected: dict[str, int] = {}
         self.deadlocks = 0
@@ -159,7 +162,7 @@ class _Simulation:
         self._sink = sink
         self._faulty = config.sim.fault_rate > 0
         self._ledger: Ledger | None = None
-        self._task = SimTask(config)
+        self._task = SimTask(config, self.traces)
         self._pool: EnvPool | None = None
         self._workers: list[SimWorker] = []
 
@@ -327,12 +330,13 @@ class _Simulation:
             simulated=True,
             resumed_from=resumed_from,
         )
-        self._task = SimTask(config)
+        self._task = SimTask(config, self.traces)
         self._workers = [
-            SimWorker(f"sim-{index}", config, weights, self.audit.said) for index in range(config.rollout.workers)
+            SimWorker(f"sim-{index}", config, weights, self.audit.said, self.traces)
+            for index in range(config.rollout.workers)
         ]
         task: Task = self._task
-        reward: RewardFunction = SimReward(config)
+        reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
         audited: Trainer = trainer
         if self._faulty and self.life < 2 * FAULTY_LIVES:

@@ -33,6 +33,7 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.draws import END, PAD, VOCABULARY, lognormal, stream
+from orchestrator.sim.traces import Trace, Traces
 from orchestrator.sim.worker import MODEL_BYTES, SimWeights
 
 TASK = "sim"
@@ -42,17 +43,20 @@ _SKILL_START, _SKILL_END, _SKILL_VERSIONS = 0.1, 0.9, 40.0
 
 
 class SimTask:
-    """A multi-turn task. ``open_environments`` counts those that were created and not closed."""
+    """A multi-turn task. ``open_environments`` counts those that were created and not closed. With ``traces`` a prompt is a
+    recorded group, and the k-th environment that is reset to it plays the group's k-th member."""
 
     name = TASK
     vocabulary: Sequence[str] = VOCABULARY
     pad_id = PAD
     end_id = END
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, traces: Traces | None = None) -> None:
         self.costs = config.sim
-        self.max_turns = config.sim.turns_max
-        self.max_response_tokens = config.sim.response_tokens_max
+        self.traces = traces
+        self.max_turns = config.sim.turns_max if traces is None else traces.turns_max
+        self.max_response_tokens = config.sim.response_tokens_max if traces is None else traces.response_max
+        self._resets: dict[str, int] = {}
         self.max_context_tokens = config.rollout.engine.max_model_len
         self.open_environments = 0
 
@@ -68,6 +72,13 @@ class SimTask:
         """See the protocol."""
         return SimEnvironment(self)
 
+    def next_member(self, prompt: Prompt) -> int:
+        """The number of the recorded episode that this environment plays."""
+        assert self.traces is not None
+        group = self.traces.groups[int(prompt.key.rsplit("-", 1)[1]) % len(self.traces.groups)]
+        count = self._resets[prompt.key] = self._resets.get(prompt.key, -1) + 1
+        return group[count % len(group)]
+
 
 class SimEnvironment:
     """One episode: each step takes a lognormal time, and may be the last one with the prompt's own probability."""
@@ -81,11 +92,14 @@ class SimEnvironment:
         self._turn = 0
         self._last_turn = 0.0  # chance that a turn is the last
         self._closed = False
+        self._trace: Trace | None = None
         task.open_environments += 1
 
     async def reset(self, prompt: Prompt) -> Observation:
         """See the protocol."""
         self._check()
+        if self._task.traces is not None:
+            return await self._reset_to(self._task.traces, prompt)
         rng = stream(prompt.seed, "reset")
         await self._work(rng)
         self._prompt, self._history, self._turn = prompt, prompt.seed, 0
@@ -99,6 +113,8 @@ class SimEnvironment:
             raise TrajectoryError("environment_protocol", "step before reset, or after the end")
         self._history = zlib.crc32(array("i", action_ids).tobytes(), self._history)
         self._turn += 1
+        if self._trace is not None:
+            return await self._step_of(self._trace)
         rng = stream(self._prompt.seed, "step", self._turn, self._history)
         await self._work(rng)
         if rng.random() < self._last_turn:
@@ -106,6 +122,23 @@ class SimEnvironment:
             return StepResult(Observation(()), 0.0, True)
         observation = tuple(2 + byte % 62 for byte in rng.randbytes(rng.randint(*_PROMPT_TOKENS) // 4))
         return StepResult(Observation(observation), 0.0, False)
+
+    async def _reset_to(self, traces: Traces, prompt: Prompt) -> Observation:
+        number = self._task.next_member(prompt)
+        self._trace = traces.episodes[number]
+        await asyncio.sleep(self._trace.reset_seconds)
+        self._check()
+        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        opening = traces.opening(number)
+        return Observation(opening + (2,) * (self._trace.turns[0].observation - len(opening)))
+
+    async def _step_of(self, trace: Trace) -> StepResult:
+        await asyncio.sleep(trace.turns[self._turn - 1].environment_seconds)
+        self._check()
+        if self._turn == len(trace.turns):
+            self._prompt = None
+            return StepResult(Observation(()), 0.0, True)
+        return StepResult(Observation((2,) * max(1, trace.turns[self._turn].observation)), 0.0, False)
 
     async def close(self) -> None:
         """See the protocol."""
@@ -125,15 +158,21 @@ class SimEnvironment:
 
 
 class SimReward:
-    """1.0 for a success, else 0.0; the chance is that of the version of the first token."""
+    """1.0 for a success, else 0.0; the chance is that of the version of the first token. With ``traces``: what was earned
+    when it was recorded, where that is known."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, traces: Traces | None = None) -> None:
+        self._traces = traces
         self._seconds = config.sim.reward_seconds
         self._seed = config.run.seed
 
     async def score(self, trajectory: Trajectory) -> float:
         """See the protocol."""
         await asyncio.sleep(self._seconds)
+        if self._traces is not None and trajectory.turns:
+            recorded = self._traces.told(trajectory.turns[0].observation_ids).reward
+            if recorded is not None:
+                return recorded
         version = trajectory.first_version if trajectory.turns else 0
         skill = _SKILL_END - (_SKILL_END - _SKILL_START) * math.exp(-max(0, version) / _SKILL_VERSIONS)
         return float(stream(self._seed, "reward", trajectory.id, trajectory.prompt.key).random() < skill)

@@ -37,7 +37,9 @@ from orchestrator.api import (
     merge_spans,
 )
 from orchestrator.config import Config
-from orchestrator.sim.draws import END, logprobs, response
+from orchestrator.sim.draws import END, logprobs
+from orchestrator.sim.speech import Speech
+from orchestrator.sim.traces import Traces
 
 RESTART_SECONDS = 5.0  # a process and a small engine; a figure of this model, not a measurement
 MODEL_BYTES = 1 << 20  # nominal payload of one version
@@ -97,13 +99,14 @@ class SimWorker:
         config: Config,
         weights: SimWeights,
         said: Callable[[str, int, VersionSpans], None] | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.name = name
         self.ranks = 1
         self._said = said
+        self._speech = Speech(config, traces)
         self._costs = config.sim
         self._engine = config.rollout.engine
-        self._seed = config.run.seed
         self._weights = weights
         self.incarnation = 0
         self._dead = False
@@ -370,11 +373,10 @@ class SimWorker:
 
     def _enqueue(self, request: GenerationRequest, now: float) -> None:
         room = self._engine.max_model_len - len(request.token_ids)
-        limit = min(request.sampling.max_tokens, self._costs.response_tokens_max, room)
+        limit = min(request.sampling.max_tokens, self._speech.most, room)
         tokens: tuple[int, ...] = ()
         if limit >= 1:
-            mean = self._costs.response_tokens_mean
-            tokens = response(self._seed, request.trajectory_id, request.turn, mean, limit)
+            tokens = self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
         cached = self._prefix.pop(request.trajectory_id, 0)
         self._prompt_tokens += len(request.token_ids)
         self._prompt_tokens_cached += min(cached, len(request.token_ids))

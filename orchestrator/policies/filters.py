@@ -1,0 +1,187 @@
+"""Which scored trajectories may be trained on, and which groups a batch is made of (notes on agentic-RL infrastructure, 6).
+
+Guarantees: a filter is a function of the trajectories that it has seen, in order: no clock, no chance, no I/O. It never
+changes a trajectory, and what it rejects has a reason, which the ledger counts (``filtered: reason``). A filter whose limit
+is not set rejects nothing. What has been seen is not part of a checkpoint: after a resume a similarity window fills anew.
+
+All of them change what is learnt: members that are left out shift the mean of their GRPO group. So all but completeness
+are off by default, and completeness keeps what merely ran into its turn or context limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from orchestrator.api import Trajectory
+
+Ngram = tuple[int, ...]
+
+
+class TrajectoryFilter(Protocol):
+    """One reason, or several, to leave a scored trajectory out."""
+
+    def judge(self, trajectory: Trajectory) -> str:
+        """Why it is left out, in one word for the ledger; "" when this filter lets it pass."""
+
+    def keep(self, trajectory: Trajectory) -> None:
+        """It passed all filters: remember what is needed to judge later ones."""
+
+
+class Stateless:
+    """A filter that remembers nothing."""
+
+    def keep(self, trajectory: Trajectory) -> None:
+        """See TrajectoryFilter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness(Stateless):
+    """Leaves out what an error cut short, what holds no token of the policy, and, when asked, what was truncated.
+
+    A truncated episode is a failure of the agent in most tasks (it did not get there in time) and carries signal.
+    """
+
+    drop_truncated: bool = False
+
+    def judge(self, trajectory: Trajectory) -> str:
+        """ "errors", "empty", "truncated" or ""."""
+        if trajectory.errors:
+            return "errors"
+        if not trajectory.generated_tokens:
+            return "empty"
+        return "truncated" if self.drop_truncated and trajectory.truncated else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality(Stateless):
+    """Leaves out rewards outside ``[low, high]``, which the task's author considers anomalous. None: no limit."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def judge(self, trajectory: Trajectory) -> str:
+        """ "reward_low", "reward_high" or ""."""
+        reward = trajectory.reward
+        if reward is None:
+            return "unscored"
+        if self.low is not None and reward < self.low:
+            return "reward_low"
+        return "reward_high" if self.high is not None and reward > self.high else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition(Stateless):
+    """Leaves out a trajectory that says the same over and over: more than ``limit`` of its action n-grams have occurred in
+    it before. Below ``n`` action tokens it has no n-gram and passes."""
+
+    n: int
+    limit: float
+
+    def judge(self, trajectory: Trajectory) -> str:
+        """ "repetition" or ""."""
+        grams = action_ngrams(trajectory, self.n)
+        return "repetition" if grams and 1.0 - len(set(grams)) / len(grams) > self.limit else ""
+
+
+class Similarity:
+    """Leaves out a trajectory that says what others have just said (the echo trap): more than ``limit`` of its distinct
+    action n-grams occur in the last ``window`` trajectories of the same task that were kept, its own group's not counted:
+    those answer the same prompt, and are compared with each other on purpose."""
+
+    def __init__(self, n: int, limit: float, window: int) -> None:
+        self._n = n
+        self._limit = limit
+        self._window = window
+        self._seen: dict[str, deque[tuple[str, tuple[Ngram, ...]]]] = {}  # task -> (group, n-grams) of those kept
+        self._counts: dict[str, Counter[Ngram]] = {}  # task -> in how many of them an n-gram occurs
+
+    def judge(self, trajectory: Trajectory) -> str:
+        """ "similarity" or ""."""
+        grams = _distinct(trajectory, self._n)
+        if not grams:
+            return ""
+        own: Counter[Ngram] = Counter()
+        for group, held in self._seen.get(trajectory.task, ()):
+            if group == trajectory.group_id:
+                own.update(held)
+        counts = self._counts.get(trajectory.task, Counter())
+        known = sum(counts[gram] > own[gram] for gram in grams)
+        return "similarity" if known / len(grams) > self._limit else ""
+
+    def keep(self, trajectory: Trajectory) -> None:
+        """See TrajectoryFilter."""
+        seen = self._seen.setdefault(trajectory.task, deque())
+        counts = self._counts.setdefault(trajectory.task, Counter())
+        grams = _distinct(trajectory, self._n)
+        seen.append((trajectory.group_id, grams))
+        counts.update(grams)
+        if len(seen) > self._window:
+            for gram in seen.popleft()[1]:
+                counts[gram] -= 1
+                if not counts[gram]:
+                    del counts[gram]
+
+
+class FilterChain:
+    """Filters one after the other; the first that rejects a trajectory gives the reason."""
+
+    def __init__(self, filters: Iterable[TrajectoryFilter] = ()) -> None:
+        self._filters = tuple(filters)
+
+    def screen(self, trajectory: Trajectory) -> str:
+        """The reason why it is left out, "" when it is kept (all filters have then seen it). Once a trajectory."""
+        for one in self._filters:
+            if reason := one.judge(trajectory):
+                return reason
+        for one in self._filters:
+            one.keep(trajectory)
+        return ""
+
+
+# -- which groups a batch is made of ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """No kind of group has more than ``share`` of a batch's groups while there is another kind to wait for.
+
+    ``by``: "task", or "difficulty": hard (less than a third of the members have a reward above 0), easy (more than two
+    thirds), medium: so positive and negative examples are balanced too.
+    """
+
+    by: str
+    share: float
+
+    def kind(self, group: Sequence[Trajectory]) -> str:
+        """The kind of a complete group."""
+        if self.by == "task":
+            return group[0].task
+        positive = sum((trajectory.reward or 0.0) > 0.0 for trajectory in group)
+        if 3 * positive < len(group):
+            return "hard"
+        return "easy" if 3 * positive > 2 * len(group) else "medium"
+
+    def most(self, wanted: int) -> int:
+        """Groups of one kind that a batch of ``wanted`` groups may hold."""
+        return max(1, math.ceil(self.share * wanted))
+
+    def pick(self, ready: Sequence[str], taken: Sequence[str], wanted: int) -> int | None:
+        """Which of the ready groups comes next, given their kinds in order of completion and the kinds of those in the
+        batch: the earliest of the kind that is rarest in it. None: every kind that is ready has its share already."""
+        have = Counter(taken)
+        below = [index for index, kind in enumerate(ready) if have[kind] < self.most(wanted)]
+        return min(below, key=lambda index: (have[ready[index]], index), default=None)
+
+
+def action_ngrams(trajectory: Trajectory, n: int) -> list[Ngram]:
+    """The n-grams of the policy's tokens, turns joined: a loop of short actions shows only across turns."""
+    said = [token for turn in trajectory.turns for token in turn.action_ids]
+    return [tuple(said[start : start + n]) for start in range(len(said) - n + 1)]
+
+
+def _distinct(trajectory: Trajectory, n: int) -> tuple[Ngram, ...]:
+    return tuple(dict.fromkeys(action_ngrams(trajectory, n)))

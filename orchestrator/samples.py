@@ -1,0 +1,31 @@
+"""From a trajectory to what the trainer is given of it: one function for the rollout's batches and for replayed ones."""
+
+from __future__ import annotations
+
+from orchestrator.api import RunError, TrainSample, Trajectory
+
+
+def to_samples(trajectory: Trajectory, weight: float = 1.0) -> list[TrainSample]:
+    """A scored trajectory with its weight in the loss: one sample for each context (one, unless it began anew), all with its
+    reward. Of the tokens of a context, those are trained that the policy made in it. Raises RunError without a reward."""
+    if trajectory.reward is None:
+        raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
+    return [
+        TrainSample(
+            trajectory.id,
+            trajectory.group_id,
+            part.token_ids,
+            part.loss_mask,
+            part.logprobs,
+            part.versions,
+            trajectory.reward,
+            first,
+            weight,
+        )
+        for first, part in trajectory.contexts
+    ]
+
+
+def histogram(values: list[int]) -> dict[str, int]:
+    """How often each value occurs, for the event log."""
+    return {str(value): values.count(value) for value in sorted(set(values))}

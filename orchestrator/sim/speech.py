@@ -1,0 +1,25 @@
+"""What the simulated policy says: drawn, or of recorded lengths. Engines say it, and the audit knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.config import Config
+from orchestrator.sim.draws import response
+from orchestrator.sim.traces import Traces
+
+
+class Speech:
+    """``most``: tokens that a response can have at most, whatever is asked for."""
+
+    def __init__(self, config: Config, traces: Traces | None) -> None:
+        self._seed = config.run.seed
+        self._mean = config.sim.response_tokens_mean
+        self._traces = traces
+        self.most = config.sim.response_tokens_max if traces is None else traces.response_max
+
+    def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
+        """The tokens of a turn, at most ``limit`` of them. A function of its arguments and of the run's seed."""
+        if self._traces is not None:
+            return self._traces.response(context, turn, limit)
+        return response(self._seed, trajectory_id, turn, self._mean, limit)
