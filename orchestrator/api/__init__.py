@@ -14,6 +14,7 @@ from orchestrator.api.errors import (
 )
 from orchestrator.api.ports import (
     BorrowedWorker,
+    DemonstratingTask,
     Environment,
     ManagedWorker,
     MetadataStore,
@@ -63,6 +64,7 @@ __all__ = [
     "CompletionTiming",
     "ConfigError",
     "CoserveError",
+    "DemonstratingTask",
     "Environment",
     "GenerationRequest",
     "ManagedWorker",

@@ -5,6 +5,7 @@ Each check raises one ConfigError that names the field, the value and the fix; t
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import socket
@@ -14,18 +15,16 @@ from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
 from orchestrator.hooks import versions
 from orchestrator.runtime import served
-from orchestrator.tasks.frozenlake import FrozenLakeTask
+from orchestrator.sandbox import Sandbox
+from orchestrator.tasks import registry
 from orchestrator.transfer import RelayEndpoint, open_relay
 
 _ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
-def make_task(config: Config) -> FrozenLakeTask:
-    """The task that the config names."""
-    try:
-        return FrozenLakeTask(config.task.heldout_maps)
-    except ValueError as error:
-        raise ConfigError("task", config.task.name, str(error)) from error
+def make_task(config: Config) -> Task:
+    """The task that the config names. Raises ConfigError."""
+    return registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
 
 
 def check(config: Config, task: Task) -> None:
@@ -33,7 +32,8 @@ def check(config: Config, task: Task) -> None:
     for component in (versions.PYTHON, versions.VLLM, versions.MEGATRON_CORE, versions.MOONCAKE, versions.RAY):
         versions.check(component)
     _model(config)
-    _function(config)
+    _function(config, task)
+    _task(config, task)
     _lengths(config, task)
     _heldout(config)
     _relay(config)
@@ -85,19 +85,31 @@ def _model(config: Config) -> None:
         )
 
 
-def _function(config: Config) -> None:
+def _task(config: Config, task: Task) -> None:
+    if config.warmup.steps and not hasattr(task, "demonstrations"):
+        raise ConfigError("warmup.steps", config.warmup.steps, f"task {task.name} has no demonstrations; set it to 0")
+    if getattr(task, "needs_sandbox", False):
+        asyncio.run(Sandbox().check())
+    seconds = getattr(task, "reward_seconds", 0.0)
+    if config.reward.timeout < seconds:
+        fix = f"scoring a trajectory of task {task.name} may take {seconds:g} s; raise it to that or more"
+        raise ConfigError("reward.timeout", config.reward.timeout, fix)
+
+
+def _function(config: Config, task: Task) -> None:
     if config.reward.url:
         return
-    module, _, name = config.reward.function.partition(":")
+    function = config.reward.function or registry.reward_of(task)
+    module, _, name = function.partition(":")
     try:
         found = importlib.util.find_spec(module)
     except ImportError:
         found = None
     if found is None:
         fix = f"there is no module {module!r} on the path; write module:function"
-        raise ConfigError("reward.function", config.reward.function, fix)
+        raise ConfigError("reward.function", function, fix)
     if not hasattr(importlib.import_module(module), name):
-        raise ConfigError("reward.function", config.reward.function, f"{module} has no function {name!r}")
+        raise ConfigError("reward.function", function, f"{module} has no function {name!r}")
 
 
 def _lengths(config: Config, task: Task) -> None:

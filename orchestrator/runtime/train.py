@@ -14,9 +14,9 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
+from orchestrator.api import ConfigError, DemonstratingTask, ManagedWorker, RetryableError, RunError, Task
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.events import EventLog, last_time
@@ -31,7 +31,7 @@ from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore
-from orchestrator.tasks.frozenlake import FrozenLakeTask
+from orchestrator.tasks import registry
 from orchestrator.transfer import RelayEndpoint
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
@@ -62,7 +62,7 @@ def start_ray(config: Config) -> None:
         raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
 
 
-async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume: bool, started: str) -> str:
+async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
     """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -132,7 +132,7 @@ class _Assembly:
 
     config: Config
     folder: RunFolder
-    task: FrozenLakeTask
+    task: Task
     events: EventLog
     display: Progress
     stack: AsyncExitStack
@@ -191,7 +191,7 @@ class _Assembly:
         url, token = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
         if not url:
             host = RewardHost(
-                settings.function,
+                settings.function or registry.reward_of(self.task),
                 concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
                 timeout=settings.timeout,
                 idle_seconds=settings.idle_seconds,
@@ -252,7 +252,8 @@ class _Assembly:
             return
         self.display.stage("warmup", f"{settings.steps} supervised steps, skill {settings.skill:g}")
         begun = self.events.time()
-        samples = self.task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
+        task = cast(DemonstratingTask, self.task)  # checked before the run
+        samples = task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
         losses: list[float] = []
         with self.events.stage("warmup", 0):
             for _ in range(settings.steps):
