@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from orchestrator.api import ConfigError, Prompt, RetryableError, RunError, Trajectory, TrajectoryError, Turn
-from orchestrator.rewards import client as client_module
+from orchestrator.rewards import calls
 from orchestrator.rewards.client import HttpReward
 
 TRAJECTORY = Trajectory(
@@ -54,7 +54,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "BACKOFF_FIRST", 0.001)
+    monkeypatch.setattr(calls, "BACKOFF_FIRST", 0.001)
 
 
 def run(*answers: web.Response | Handler | None, **options: Any) -> tuple[float | Exception, int]:
@@ -186,7 +186,7 @@ def test_no_more_calls_are_in_flight_than_allowed() -> None:
 
 
 def test_waits_grow_have_jitter_and_follow_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "BACKOFF_FIRST", 0.1)
+    monkeypatch.setattr(calls, "BACKOFF_FIRST", 0.1)
 
     def waits(seed: int) -> list[float]:
         slept: list[float] = []
@@ -206,7 +206,7 @@ def test_waits_grow_have_jitter_and_follow_from_the_seed(monkeypatch: pytest.Mon
             await reward.close()
 
         with monkeypatch.context() as patch:
-            patch.setattr(client_module.asyncio, "sleep", sleep)
+            patch.setattr(calls.asyncio, "sleep", sleep)
             asyncio.run(scenario())
         return slept
 
@@ -215,7 +215,7 @@ def test_waits_grow_have_jitter_and_follow_from_the_seed(monkeypatch: pytest.Mon
     assert random.getstate() == state  # the global generator is not touched
     assert len(first) == 8
     for number, seconds in enumerate(first):
-        longest = min(0.1 * 2**number, client_module.BACKOFF_LIMIT)
+        longest = min(0.1 * 2**number, calls.BACKOFF_LIMIT)
         assert 0.5 * longest <= seconds <= longest
     assert waits(1) == first
     assert waits(2) != first

@@ -12,22 +12,35 @@ a RunError: every trajectory would meet it. At most ``concurrency`` calls are in
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-import aiohttp
+from orchestrator.api import Trajectory, TrajectoryError
+from orchestrator.rewards.calls import Endpoint
+from orchestrator.rewards.protocol import COLD_HEADER, ERROR_HEADER, NOT_FINITE, TIMED_OUT
 
-from orchestrator.api import ConfigError, RetryableError, RunError, Trajectory, TrajectoryError
-from orchestrator.rewards.protocol import ERROR_HEADER, MAX_BODY_BYTES, NOT_FINITE, TIMED_OUT
 
-BACKOFF_FIRST = 0.1  # seconds; doubles with each retry
-BACKOFF_LIMIT = 5.0  # seconds
-_RETRIED = (408, 429)  # and every 5xx
-_MISCONFIGURED = (401, 403, 404, 405)
+@dataclass
+class ColdStarts:
+    """What scaling to zero costs, as the host says it: how many answered calls waited for a process to start, and how long."""
+
+    calls: int = 0
+    cold: int = 0
+    seconds: float = 0.0
+
+    def count(self, header: str | None) -> None:
+        """One answered call; ``header`` is absent where no process had to start, or the endpoint does not say."""
+        self.calls += 1
+        try:
+            seconds = float(header) if header is not None else 0.0
+        except ValueError:
+            return
+        if 0.0 < seconds < math.inf:
+            self.cold += 1
+            self.seconds += seconds
 
 
 class HttpReward:
@@ -43,16 +56,10 @@ class HttpReward:
         retries: int = 3,
         seed: int = 0,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-            raise ConfigError("reward.url", url, "write it as http://host:port/path or https://...")
-        self._url = url
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._slots = asyncio.Semaphore(concurrency)
-        self._timeout = timeout
-        self._retries = retries
-        self._random = random.Random(seed)
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+        self._endpoint = Endpoint(
+            "reward.url", url, token=token, concurrency=concurrency, timeout=timeout, retries=retries, seed=seed
+        )
+        self.cold = ColdStarts()
 
     async def score(self, trajectory: Trajectory) -> float:
         """The terminal reward; finite."""
@@ -62,69 +69,15 @@ class HttpReward:
             "prompt": trajectory.prompt.payload,
             "actions": [list(turn.action_ids) for turn in trajectory.turns],
         }
-        async with self._slots:
-            return await self._with_retries(json.dumps(payload, allow_nan=False).encode())
+        return await self._endpoint.call(json.dumps(payload, allow_nan=False).encode(), self._read)
 
     async def close(self) -> None:
         """Idempotent. Calls in flight fail."""
-        self._closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._endpoint.close()
 
-    async def _with_retries(self, body: bytes) -> float:
-        delay = BACKOFF_FIRST
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))
-                delay = min(2 * delay, BACKOFF_LIMIT)
-            try:
-                async with asyncio.timeout(self._timeout):
-                    return _reward(*await self._post(body))
-            except TimeoutError:
-                timed_out, reason = True, f"no answer within {self._timeout:g} s"
-            except (aiohttp.ClientError, _Transport, OSError) as error:
-                timed_out, reason = False, f"{type(error).__name__}: {error}"
-        detail = f"{self._url} failed {self._retries + 1} times; the last time: {reason}"
-        if timed_out:
-            raise TrajectoryError("reward_timeout", detail)
-        raise RetryableError(detail)
-
-    async def _post(self, body: bytes) -> tuple[bool, bytes]:
-        """(whether the function failed, the body)."""
-        headers = {**self._headers, "Content-Type": "application/json"}
-        # No redirects: the token is for this address only.
-        async with self._connected().post(self._url, data=body, headers=headers, allow_redirects=False) as response:
-            status = response.status
-            if status in _RETRIED or status >= 500:
-                raise _Transport(f"HTTP {status}")
-            if status in _MISCONFIGURED or 300 <= status < 400:
-                raise RunError(
-                    f"the reward endpoint {self._url} refuses to score: HTTP {status}; check its URL and token"
-                )
-            if status != 200:
-                raise TrajectoryError("reward_error", f"HTTP {status}")
-            answer = bytearray()
-            async for chunk in response.content.iter_chunked(1 << 16):
-                answer += chunk
-                if len(answer) > MAX_BODY_BYTES:
-                    raise TrajectoryError("reward_error", f"the answer has more than {MAX_BODY_BYTES} B")
-            return ERROR_HEADER in response.headers, bytes(answer)
-
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._closed:
-            raise RetryableError("the reward client was closed")
-        if self._session is None:
-            # Its own limits are off: the semaphore bounds the calls, and asyncio.timeout each of them as a whole. (A limit
-            # of connections would let a call wait inside its time.)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-            )
-        return self._session
-
-
-class _Transport(Exception):
-    pass
+    def _read(self, headers: Mapping[str, str], body: bytes) -> float:
+        self.cold.count(headers.get(COLD_HEADER))
+        return _reward(ERROR_HEADER in headers, body)
 
 
 def _reward(failed: bool, body: bytes) -> float:

@@ -27,7 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from orchestrator.rewards.pool import FunctionError, FunctionPool, Throttled
-from orchestrator.rewards.protocol import ERROR_HEADER, INVOKE_PATH, MAX_BODY_BYTES, reject_constant
+from orchestrator.rewards.protocol import COLD_HEADER, ERROR_HEADER, INVOKE_PATH, MAX_BODY_BYTES, reject_constant
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ERROR_TYPE = "x-amzn-ErrorType"
@@ -57,7 +57,8 @@ def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.A
         except (ValueError, RecursionError) as error:
             return _refuse(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
         try:
-            return web.json_response(await function.invoke(event))
+            result, cold = await function.invoke(event)
+            return web.json_response(result, headers={COLD_HEADER: f"{cold:.6f}"} if cold else None)
         except FunctionError as error:
             failed = {"errorType": error.kind, "errorMessage": error.message}
             return web.json_response(failed, headers={ERROR_HEADER: "Unhandled"})

@@ -42,6 +42,7 @@ class Counters:
 
     invocations: int = 0
     cold_starts: int = 0
+    cold_seconds: float = 0.0  # that calls waited for a process to start
     errors: int = 0
     timeouts: int = 0
     throttled: int = 0
@@ -115,8 +116,9 @@ class FunctionPool:
         self._live = 0
         self._ending: dict[int, asyncio.Task[None]] = {}
 
-    async def invoke(self, event: Any) -> Any:
-        """Run the function on one event. Raises FunctionError or Throttled."""
+    async def invoke(self, event: Any) -> tuple[Any, float]:
+        """Run the function on one event: its result, and the seconds that the call waited for a process to start (0: one was
+        there). Raises FunctionError or Throttled."""
         if self._waiting >= QUEUE_PER_WORKER * self._concurrency:
             self.counters.throttled += 1
             raise Throttled
@@ -135,7 +137,7 @@ class FunctionPool:
         finally:
             self._slots.release()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Processes now, and counters."""
         idle = len(self._idle)
         return {"live": self._live, "idle": idle, "busy": self._live - idle, **vars(self.counters)}
@@ -147,14 +149,21 @@ class FunctionPool:
             await self._end(worker)
         await asyncio.gather(*self._ending.values())
 
-    async def _run(self, event: Any) -> Any:
-        worker = await self._take_idle() or await self._start()
+    async def _run(self, event: Any) -> tuple[Any, float]:
+        worker = await self._take_idle()
+        cold = 0.0
+        if worker is None:
+            loop = asyncio.get_running_loop()
+            begun = loop.time()
+            worker = await self._start()
+            cold = loop.time() - begun
+            self.counters.cold_seconds = round(self.counters.cold_seconds + cold, 6)
         trusted = False
         try:
             async with asyncio.timeout(self._timeout):
                 result = await worker.call(event)
             trusted = True
-            return result
+            return result, cold
         except TimeoutError:
             raise FunctionError(TIMED_OUT, f"the function did not answer within {self._timeout:g} s") from None
         except _Untrusted:

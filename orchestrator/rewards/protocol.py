@@ -7,6 +7,7 @@ from __future__ import annotations
 
 INVOKE_PATH = "/2015-03-31/functions/{name}/invocations"
 ERROR_HEADER = "X-Amz-Function-Error"  # present: the function failed, the body is {"errorType", "errorMessage"}
+COLD_HEADER = "X-Rl-Cold-Start-Seconds"  # present: the call waited so long for a process to start
 TIMED_OUT = "Sandbox.Timedout"
 NOT_FINITE = "Runtime.NotFinite"  # the result contains NaN or infinity, which JSON does not have
 BAD_RESULT = "Runtime.MarshalError"

@@ -97,7 +97,7 @@ def _task(config: Config, task: Task) -> None:
 
 
 def _function(config: Config, task: Task) -> None:
-    if config.reward.url:
+    if config.reward.url or config.reward.judge.url:
         return
     function = config.reward.function or registry.reward_of(task)
     module, _, name = function.partition(":")

@@ -16,7 +16,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from orchestrator.api import ConfigError, DemonstratingTask, ManagedWorker, RetryableError, RunError, Task
+from orchestrator.api import (
+    ConfigError,
+    DemonstratingTask,
+    ManagedWorker,
+    RetryableError,
+    RewardFunction,
+    RunError,
+    Task,
+)
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.events import EventLog, last_time
@@ -25,7 +33,9 @@ from orchestrator.pipeline import Parts, Pipeline, Position
 from orchestrator.progress import Progress
 from orchestrator.resume import Resumed, rewind
 from orchestrator.rewards.client import HttpReward
+from orchestrator.rewards.judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.launch import RewardHost
+from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
@@ -186,7 +196,33 @@ class _Assembly:
         await self._warm_up(trainer)
         return 0
 
-    async def _start_reward(self) -> HttpReward:
+    async def _start_reward(self) -> RewardFunction:
+        settings = self.config.reward
+        reward = self._judge() if settings.judge.url else await self._function()
+        self.stack.push_async_callback(reward.close)
+        return reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by)
+
+    def _judge(self) -> LLMJudge:
+        settings, judge = self.config.reward, self.config.reward.judge
+        return LLMJudge(
+            self.task,
+            judge.url,
+            model=judge.model,
+            criterion=judge.criterion,
+            template=judge.template or TEMPLATE,
+            low=judge.low,
+            high=judge.high,
+            structured=judge.structured,
+            max_tokens=judge.max_tokens,
+            temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
+            token=os.environ.get("RL_COSERVE_JUDGE_TOKEN", ""),
+            concurrency=settings.concurrency,
+            timeout=settings.timeout,
+            retries=settings.retries,
+            seed=self.config.run.seed,
+        )
+
+    async def _function(self) -> HttpReward:
         settings = self.config.reward
         url, token = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
         if not url:
@@ -201,7 +237,7 @@ class _Assembly:
             self.stack.push_async_callback(host.stop)
             self.children.append(("reward host", host.alive))
             url, token = host.url, host.token
-        reward = HttpReward(
+        return HttpReward(
             url,
             token=token,
             concurrency=settings.concurrency,
@@ -209,8 +245,6 @@ class _Assembly:
             retries=settings.retries,
             seed=self.config.run.seed,
         )
-        self.stack.push_async_callback(reward.close)
-        return reward
 
     async def _start_relay(self) -> RelayEndpoint:
         settings = self.config.relay
