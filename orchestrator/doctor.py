@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component, check, find
+from orchestrator.sandbox.diagnosis import diagnosed
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -489,6 +490,7 @@ CHECKS: tuple[Check, ...] = (
     Check("sqlite", _sqlite),
     Check("weight codec", _weight_codec),
     Check("system libraries", _libraries),
+    Check("sandbox", lambda: Finding(*diagnosed()), limit=30),
     Check("disk", _disk),
     Check("memory", _memory),
     Check("shared memory", _shared_memory),

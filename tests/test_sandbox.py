@@ -16,6 +16,7 @@ import pytest
 
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.sandbox import Limits, Outcome, Sandbox, cgroups, command, run, seccomp, watch
+from orchestrator.sandbox.diagnosis import diagnosed
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -201,6 +202,16 @@ def test_a_machine_without_bubblewrap_is_one_clear_error_and_nothing_runs(monkey
     )
     with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
         Sandbox()
+
+
+def test_the_doctor_says_whether_there_is_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, detail, _ = diagnosed()
+    assert status == "ok"
+    assert "bubblewrap works" in detail
+    monkeypatch.setattr(command.shutil, "which", lambda name, path=None: None)
+    status, detail, fix = diagnosed()
+    assert status == "warn"
+    assert "apt-get install bubblewrap" in fix
 
 
 def test_a_sandbox_that_does_not_start_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

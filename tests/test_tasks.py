@@ -452,6 +452,13 @@ def test_the_table_of_the_page_lists_every_task() -> None:
     assert re.findall(r"^\| `(\w+)`", page, re.M) == list(registry.BUILT_IN)
 
 
+def test_the_config_of_the_page_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        re.findall(r"```toml\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)[0]
+    )
+    assert load_config(tmp_path / "c.toml").reward.votes == 3
+
+
 @needs_sandbox
 def test_the_sandbox_example_of_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
