@@ -103,6 +103,7 @@ def test_right_code_passes_and_wrong_code_fails_where_it_is_wrong() -> None:
             "import sys\nsys.stdout.write('[]'); sys.stdout.flush()\nimport os; os.write(1, b'[]'); os._exit(0)",
             "no answers",
         ),
+        ("import os; os.write(1, b'[' + b','.join([b'{\"answer\": NaN}'] * 5) + b']'); os._exit(0)", "no answers"),
         ("def f(x):\n    a = []\n    for _ in range(900): a = [a]\n    return a", ""),
     ],
 )

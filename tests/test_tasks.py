@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import importlib
 import importlib.util
 import itertools
@@ -183,6 +184,14 @@ def test_the_reward_believes_nothing_but_the_tokens(name: str) -> None:
         scored(task, prompt, wasted * (task.max_turns + 1))
 
 
+def test_turns_after_the_end_are_refused() -> None:
+    task = make("household")
+    prompt = next(task.prompts("train", 2))
+    actions = [list(task.words.turn(answer)) for _, answer in task.expert(prompt.payload)]
+    with pytest.raises(ValueError, match="ended at turn"):
+        scored(task, prompt, [*actions, list(task.words.turn("open"))])
+
+
 @pytest.mark.parametrize("name", TEXT)
 def test_demonstrations_teach_the_form_and_skill_says_how_often_the_content(name: str) -> None:
     task: TextTask = make(name)
@@ -302,7 +311,7 @@ def test_a_tool_that_floods_is_cut_and_the_episode_goes_on() -> None:
 
 
 @needs_library
-def test_no_answer_is_ever_run_by_the_library() -> None:
+def test_no_answer_is_ever_run_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     from orchestrator.tasks import reasoning_gym
 
     for name in ("countdown", "n_queens", "spiral_matrix", "bitwise_arithmetic"):
@@ -314,7 +323,12 @@ def test_no_answer_is_ever_run_by_the_library() -> None:
             return float(eval(answer))
 
     with pytest.raises(ValueError, match="wanted to run code"):
-        reasoning_gym._score(Evaluates(), {}, "sys.modules.clear()")
+        reasoning_gym._score(Evaluates(), {}, "1 + 1")
+    ran: list[int] = []
+    monkeypatch.setattr(builtins, "an_answer_ran", ran, raising=False)
+    with pytest.raises(ValueError, match="wanted to run code"):
+        reasoning_gym._score(Evaluates(), {}, "an_answer_ran.append(1) or 1.0")
+    assert ran == []
     assert eval("1 + 1") == 2  # the guard is over
 
 
