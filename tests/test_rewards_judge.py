@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from aiohttp import web
 from orchestrator.api import ConfigError, Prompt, RetryableError, RunError, Trajectory, TrajectoryError, Turn
 from orchestrator.config import load_config
 from orchestrator.rewards import calls
+from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.judge import LLMJudge, transcript
 from orchestrator.rewards.voting import Voting
+from orchestrator.runtime import train
 from orchestrator.tasks.frozenlake import FrozenLakeTask, encode
 from orchestrator.tasks.nim import NimTask
 
@@ -207,6 +210,30 @@ def test_a_task_without_text_of_its_own_is_shown_in_its_words() -> None:
 def test_a_judge_that_is_half_configured_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "votes"),
+    [
+        (["reward.url='http://127.0.0.1:1/x'"], HttpReward, 1),
+        (["reward.url='http://127.0.0.1:1/x'", "reward.votes=3"], HttpReward, 3),
+        (["reward.judge={url='http://127.0.0.1:1/v1', model='m', criterion='c'}"], LLMJudge, 1),
+        (["reward.judge={url='http://127.0.0.1:1/v1', model='m', criterion='c'}", "reward.votes=5"], LLMJudge, 5),
+    ],
+)
+def test_a_run_is_scored_as_its_config_says(overrides: list[str], kind: type, votes: int) -> None:
+    async def started() -> Any:
+        async with AsyncExitStack() as stack:
+            parts: Any = [None] * 3
+            config = load_config(None, ["task.name=nim", *overrides])
+            return await train._Assembly(config, parts[0], NIM, *parts[1:], stack, None)._start_reward()
+
+    reward = asyncio.run(started())
+    if votes > 1:
+        assert isinstance(reward, Voting)
+        assert reward._votes == votes
+        reward = reward._reward
+    assert isinstance(reward, kind)
 
 
 # ------------------------------------------------------------------------------------------------------------- votes
