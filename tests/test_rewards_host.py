@@ -254,9 +254,23 @@ def test_an_idle_host_has_no_workers_and_wakes_up_again(with_host: With) -> None
         assert _ends(pid)
         assert _children(session.host.pid or 0) == []
         assert (await session.invoke({})).body["pid"] != pid
-        assert (await session.stats())["cold_starts"] == 2
+        stats = await session.stats()
+        assert stats["cold_starts"] == 2
+        assert stats["cold_seconds"] > 0
 
     with_host(scenario, idle_seconds=0.3)
+
+
+def test_what_cold_starts_cost_is_counted_on_both_sides(with_host: With) -> None:
+    async def scenario(session: Session) -> None:
+        reward = HttpReward(session.host.url, token=session.host.token)
+        for _ in range(3):
+            await reward.score(_trajectory("map"))
+        assert (reward.counts.calls, reward.counts.cold_starts) == (3, 1)
+        assert reward.counts.cold_seconds == pytest.approx((await session.stats())["cold_seconds"], abs=1e-3)
+        await reward.close()
+
+    with_host(scenario, idle_seconds=60.0)
 
 
 def test_a_worker_that_died_while_idle_costs_no_call(shared_host: With) -> None:
@@ -420,13 +434,13 @@ def test_the_payload_is_the_prompt_and_the_token_ids_of_every_turn(shared_host: 
     async def scenario(session: Session) -> None:
         reward = HttpReward(session.host.url, token=session.host.token)
         posted = []
-        post = reward._post
+        post = reward._endpoint._post
 
         async def recorded(body: bytes) -> tuple[bool, bytes]:
             posted.append(json.loads(body))
             return await post(body)
 
-        reward._post = recorded  # type: ignore[method-assign]
+        reward._endpoint._post = recorded  # type: ignore[method-assign]
         await reward.score(_trajectory("SFFF/FHFH"))
         await reward.close()
         assert posted == [

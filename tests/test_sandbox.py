@@ -16,6 +16,7 @@ import pytest
 
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.sandbox import Limits, Outcome, Sandbox, cgroups, command, run, seccomp, watch
+from orchestrator.sandbox.diagnosis import diagnosed
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -143,15 +144,13 @@ def test_the_sandbox_dies_with_the_process_that_started_it() -> None:
     mark = uuid.uuid4().hex
     source = (
         "import asyncio; from orchestrator.sandbox import Sandbox, Limits; s = Sandbox(Limits(wall_seconds=100));"
-        f"asyncio.run(s.run([s.interpreter, '-c', 'print(1, flush=True); import time; time.sleep(100)', '{mark}']))"
+        f"asyncio.run(s.run([s.interpreter, '-c', 'import time; time.sleep(100)', '{mark}']))"
     )
     process = subprocess.Popen([sys.executable, "-c", source])
-    inside: list[int] = []
-    while not inside:
+    program = f"{Sandbox().interpreter}\0-c\0import time".encode()
+    while not any(_cmdline(pid).startswith(program) for pid in marked(mark)):
         assert process.poll() is None
-        inside = [pid for pid in marked(mark) if pid != process.pid and b"sleep" in _cmdline(pid)[-200:]]
-        if len(inside) < 3:  # bubblewrap, its first process, Python
-            inside = []
+        time.sleep(0.01)
     process.kill()
     process.wait()
     for _ in range(500):
@@ -201,6 +200,16 @@ def test_a_machine_without_bubblewrap_is_one_clear_error_and_nothing_runs(monkey
     )
     with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
         Sandbox()
+
+
+def test_the_doctor_says_whether_there_is_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, detail, _ = diagnosed()
+    assert status == "ok"
+    assert "bubblewrap works" in detail
+    monkeypatch.setattr(command.shutil, "which", lambda name, path=None: None)
+    status, detail, fix = diagnosed()
+    assert status == "warn"
+    assert "apt-get install bubblewrap" in fix
 
 
 def test_a_sandbox_that_does_not_start_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

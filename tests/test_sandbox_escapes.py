@@ -150,7 +150,7 @@ def inside(host: Host) -> dict[str, Result]:
         attempt, mark = ATTEMPTS[number], f"{host.unique}-{number}-"
         output, errors = "", ""
         for source in attempt.sources:
-            text = host.fill_in(source, mark, "/work")
+            text = host.fill_in(source, mark, "/box")
             limits = SHORT if attempt.name in SLEEPERS else LIMITS
             outcome = await sandbox.python(text, read_only={"given": b"as it is"}, limits=limits)
             assert len(outcome.stdout) + len(outcome.stderr) <= limits.output_bytes

@@ -15,6 +15,7 @@ from orchestrator.api.errors import (
 )
 from orchestrator.api.ports import (
     BorrowedWorker,
+    DemonstratingTask,
     Environment,
     ManagedWorker,
     MetadataStore,
@@ -69,6 +70,7 @@ __all__ = [
     "ConfigError",
     "ContextStart",
     "CoserveError",
+    "DemonstratingTask",
     "Environment",
     "GenerationRequest",
     "ManagedWorker",

@@ -162,6 +162,13 @@ class Task(Protocol):
         """A fresh environment instance."""
 
 
+class DemonstratingTask(Task, Protocol):
+    """A task that can show how it is done, for a supervised warm-up."""
+
+    def demonstrations(self, n: int, seed: int, skill: float) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """``n`` episodes as (token ids, loss mask) of equal length. Each move is an expert's with chance ``skill``."""
+
+
 class RewardFunction(Protocol):
     """Scores a finished trajectory. Raises RetryableError when the endpoint may recover, TrajectoryError when not."""
 

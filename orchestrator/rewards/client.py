@@ -31,20 +31,25 @@ class HttpReward(FunctionClient):
             "prompt": trajectory.prompt.payload,
             "actions": [list(action) for action in trajectory.actions],
         }
-        try:
-            return _reward(await self.call(event))
-        except FunctionFailed as error:
-            match error.kind:
-                case "unavailable" | "burst":
-                    raise RetryableError(error.detail) from error
-                case "refused":
-                    raise RunError(f"the reward endpoint refuses to score: {error.detail}") from error
-                case "no_answer" | "timeout":
-                    raise TrajectoryError("reward_timeout", error.detail) from error
-                case "not_finite":
-                    raise TrajectoryError("reward_not_finite", error.detail) from error
-                case "error":
-                    raise TrajectoryError("reward_error", error.detail) from error
+        return _reward(await scored(self, event))
+
+
+async def scored(client: FunctionClient, event: Any) -> Any:
+    """A call whose failures are a reward's. Raises RetryableError, RunError or TrajectoryError; see the module."""
+    try:
+        return await client.call(event)
+    except FunctionFailed as error:
+        match error.kind:
+            case "unavailable" | "burst":
+                raise RetryableError(error.detail) from error
+            case "refused":
+                raise RunError(f"the reward endpoint refuses to score: {error.detail}") from error
+            case "no_answer" | "timeout":
+                raise TrajectoryError("reward_timeout", error.detail) from error
+            case "not_finite":
+                raise TrajectoryError("reward_not_finite", error.detail) from error
+            case "error":
+                raise TrajectoryError("reward_error", error.detail) from error
 
 
 def _reward(answer: Any) -> float:

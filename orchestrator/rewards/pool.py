@@ -51,6 +51,7 @@ class Counters:
     invocations: int = 0
     cold_starts: int = 0
     warm_starts: int = 0
+    cold_seconds: float = 0.0  # that calls waited for a process to start
     errors: int = 0
     timeouts: int = 0
     throttled: int = 0
@@ -153,7 +154,7 @@ class FunctionPool:
         finally:
             self._slots.release()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Processes now, and counters."""
         idle = len(self._idle)
         return {"live": self._live, "idle": idle, "busy": self._live - idle, **vars(self.counters)}
@@ -188,6 +189,7 @@ class FunctionPool:
                 worker = await self._start()
             finally:
                 note.cold_seconds = asyncio.get_running_loop().time() - begun
+                self.counters.cold_seconds = round(self.counters.cold_seconds + note.cold_seconds, 6)
         trusted = False
         try:
             async with asyncio.timeout(self._timeout):

@@ -5,6 +5,7 @@ Each check raises one ConfigError that names the field, the value and the fix; t
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -16,19 +17,17 @@ from orchestrator.config import Config
 from orchestrator.hooks import versions
 from orchestrator.runtime import pools, served
 from orchestrator.runtime.mooncake import own_address
-from orchestrator.tasks.frozenlake import FrozenLakeTask
+from orchestrator.sandbox import Sandbox
+from orchestrator.tasks import registry
 from orchestrator.transfer import RelayEndpoint, open_relay
 from orchestrator.transfer.redis import PASSWORD_FILE, RedisMetadata
 
 _ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
-def make_task(config: Config) -> FrozenLakeTask:
-    """The task that the config names."""
-    try:
-        return FrozenLakeTask(config.task.heldout_maps)
-    except ValueError as error:
-        raise ConfigError("task", config.task.name, str(error)) from error
+def make_task(config: Config) -> Task:
+    """The task that the config names. Raises ConfigError."""
+    return registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
 
 
 def check(config: Config, task: Task) -> None:
@@ -36,7 +35,8 @@ def check(config: Config, task: Task) -> None:
     for component in (versions.PYTHON, versions.VLLM, versions.MEGATRON_CORE, versions.MOONCAKE, versions.RAY):
         versions.check(component)
     _model(config)
-    _function(config)
+    _function(config, task)
+    _task(config, task)
     _environments(config, task)
     _lengths(config, task)
     _heldout(config)
@@ -124,9 +124,20 @@ def _environments(config: Config, task: Task) -> None:
         raise ConfigError("tools", names, f"task {task.name} uses no tools: leave the section out")
 
 
-def _function(config: Config) -> None:
-    if not config.reward.url:
-        _importable("reward.function", config.reward.function)
+def _task(config: Config, task: Task) -> None:
+    if config.warmup.steps and not hasattr(task, "demonstrations"):
+        raise ConfigError("warmup.steps", config.warmup.steps, f"task {task.name} has no demonstrations; set it to 0")
+    if getattr(task, "needs_sandbox", False):
+        asyncio.run(Sandbox().check())
+    seconds = getattr(task, "reward_seconds", 0.0)
+    if config.reward.timeout < seconds:
+        fix = f"scoring a trajectory of task {task.name} may take {seconds:g} s; raise it to that or more"
+        raise ConfigError("reward.timeout", config.reward.timeout, fix)
+
+
+def _function(config: Config, task: Task) -> None:
+    if not config.reward.url and not config.reward.judge.url:
+        _importable("reward.function", config.reward.function or registry.reward_of(task))
 
 
 def _importable(field: str, target: str) -> None:

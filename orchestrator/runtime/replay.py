@@ -11,7 +11,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from orchestrator.api import ConfigError, RetryableError, RunError
+from orchestrator.api import ConfigError, RetryableError, RunError, Task
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
@@ -21,7 +21,6 @@ from orchestrator.runfolder import RunFolder
 from orchestrator.runtime.actors import RayTrainer
 from orchestrator.runtime.pools import trainer_ranks
 from orchestrator.runtime.train import TRAINER_CLASS, trainer_environment, warm_up
-from orchestrator.tasks.frozenlake import FrozenLakeTask
 
 _START_LIMIT = 300.0  # seconds for Megatron-Core to come up on a slow machine
 
@@ -34,7 +33,7 @@ def recorded_model(config: Config, source: Path) -> str:
     return path
 
 
-async def replay_run(config: Config, folder: RunFolder, source: Path, task: FrozenLakeTask, started: str) -> str:
+async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task, started: str) -> str:
     """One replay; ``started`` is a date. Returns "completed"."""
     loop = asyncio.get_running_loop()
     model, recording = recorded_model(config, source), Recording(source)

@@ -16,9 +16,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from orchestrator.api import ConfigError, ManagedWorker, RetryableError, RunError
+from orchestrator.api import (
+    ConfigError,
+    DemonstratingTask,
+    ManagedWorker,
+    RetryableError,
+    RewardFunction,
+    RunError,
+    Task,
+)
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.environments.assemble import make_pool, owner_of
@@ -32,14 +40,16 @@ from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, rewind
 from orchestrator.rewards.client import HttpReward
+from orchestrator.rewards.judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.launch import FunctionHost, RewardHost
+from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import pools
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore
-from orchestrator.tasks.frozenlake import FrozenLakeTask
+from orchestrator.tasks import registry
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.redis import PASSWORD_FILE
 
@@ -73,7 +83,7 @@ def start_ray(config: Config) -> None:
         raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
 
 
-async def train(config: Config, folder: RunFolder, task: FrozenLakeTask, resume: bool, started: str) -> str:
+async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
     """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -144,7 +154,7 @@ class _Assembly:
 
     config: Config
     folder: RunFolder
-    task: FrozenLakeTask
+    task: Task
     events: EventLog
     display: Progress
     stack: AsyncExitStack
@@ -217,12 +227,38 @@ class _Assembly:
         await warm_up(self.config, self.task, trainer, self.events)
         return 0
 
-    async def _start_reward(self) -> HttpReward:
+    async def _start_reward(self) -> RewardFunction:
+        settings = self.config.reward
+        reward = self._judge() if settings.judge.url else await self._function()
+        self.stack.push_async_callback(reward.close)
+        return reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by)
+
+    def _judge(self) -> LLMJudge:
+        settings, judge = self.config.reward, self.config.reward.judge
+        return LLMJudge(
+            self.task,
+            judge.url,
+            model=judge.model,
+            criterion=judge.criterion,
+            template=judge.template or TEMPLATE,
+            low=judge.low,
+            high=judge.high,
+            structured=judge.structured,
+            max_tokens=judge.max_tokens,
+            temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
+            token=os.environ.get("RL_COSERVE_JUDGE_TOKEN", ""),
+            concurrency=settings.concurrency,
+            timeout=settings.timeout,
+            retries=settings.retries,
+            seed=self.config.run.seed,
+        )
+
+    async def _function(self) -> HttpReward:
         settings = self.config.reward
         url, token = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
         if not url:
             host = RewardHost(
-                settings.function,
+                settings.function or registry.reward_of(self.task),
                 concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
                 timeout=settings.timeout,
                 idle_seconds=settings.idle_seconds,
@@ -232,7 +268,7 @@ class _Assembly:
             self.stack.push_async_callback(host.stop)
             self.children.append(("reward host", host.alive))
             url, token = host.url, host.token
-        reward = HttpReward(
+        return HttpReward(
             url,
             token=token,
             concurrency=settings.concurrency,
@@ -240,8 +276,6 @@ class _Assembly:
             retries=settings.retries,
             seed=self.config.run.seed,
         )
-        self.stack.push_async_callback(reward.close)
-        return reward
 
     async def _start_tools(self) -> dict[str, Any] | None:
         """The tools of the environments, warmed up; the task has them, other processes are sent what this returns."""
@@ -336,13 +370,13 @@ class _Assembly:
         return str(folder)
 
 
-async def warm_up(config: Config, task: FrozenLakeTask, trainer: RayTrainer, events: EventLog) -> None:
+async def warm_up(config: Config, task: Task, trainer: RayTrainer, events: EventLog) -> None:
     """Supervised steps before RL, as many as the config says; none of this data is used again."""
     settings, seed = config.warmup, config.run.seed
     if settings.steps == 0:
         return
     begun = events.time()
-    samples = task.demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
+    samples = cast(DemonstratingTask, task).demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
     losses: list[float] = []
     with events.stage("warmup", 0):
         for _ in range(settings.steps):

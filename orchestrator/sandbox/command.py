@@ -4,7 +4,7 @@ What it asks for (each an attempt in ``tests/test_sandbox_escapes.py``):
 
 * namespaces of its own for users, processes, network, mounts, IPC, host name and cgroups; no nesting of them;
 * a root that holds ``/usr`` (read-only), an empty ``/proc`` of its own, six devices, and three folders that can be written,
-  each a tmpfs with a size: ``/work`` (the working folder), ``/tmp``, ``/dev/shm``. Nothing else of the host;
+  each a tmpfs with a size: ``/box`` (the working folder), ``/tmp``, ``/dev/shm``. Nothing else of the host;
 * no capability, no way to regain one, no environment variable, no terminal, no descriptor but 0, 1 and 2;
 * limits of each process by prlimit, set inside, so that processes are counted in this sandbox only (kernel 5.14);
 * started by root, it runs as a user id of its own: limits on processes do not hold for user id 0;
@@ -24,7 +24,7 @@ from pathlib import Path
 from orchestrator.api import ConfigError
 from orchestrator.sandbox.limits import Limits
 
-WORK = "/work"
+WORK = "/box"
 PATH = "/usr/local/bin:/usr/bin:/bin"
 INSIDE_ID = 1000  # user and group id as the program sees them
 FIRST_ID, ID_RANGE = 50_000, 9_000  # user ids on the host when root starts it; they own nothing

@@ -79,7 +79,7 @@ class Sandbox:
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """Run ``source`` as ``/work/main.py`` (standard library only)."""
+        """Run ``source`` as ``main.py`` (standard library only)."""
         return await self.run(
             [self.interpreter, "-I", "-S", "-B", f"{WORK}/main.py"],
             files=files,

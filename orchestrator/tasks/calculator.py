@@ -41,6 +41,7 @@ class CalculatorTask(TextTask):
 
     name = "calculator"
     reward = "orchestrator.tasks.text_rewards:calculator_answer"
+    needs_sandbox = True
     words = CHARACTERS
     max_turns = 4
     max_response_tokens = 48

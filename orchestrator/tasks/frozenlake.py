@@ -214,6 +214,7 @@ class FrozenLakeTask:
     """
 
     name: str = TASK
+    reward: str = "orchestrator.tasks.rewards:frozenlake_success"
     vocabulary: Sequence[str] = VOCABULARY
     pad_id: int = PAD_ID
     end_id: int = END_ID

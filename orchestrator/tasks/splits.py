@@ -16,42 +16,45 @@ _PATIENCE = 200  # draws in a row without anything new, and there is nothing new
 
 Draw = Callable[[random.Random], str]
 """Draws one start state, written as a payload."""
+Identity = Callable[[str], str]
+"""What of a payload says whether two start states are the same."""
 
 
-def key_of(payload: str) -> str:
-    """SHA-256 (hex): identity of a start state."""
-    return hashlib.sha256(payload.encode()).hexdigest()
+def key_of(identity: str) -> str:
+    """SHA-256 (hex) of a start state's identity."""
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
-def is_heldout(payload: str) -> bool:
+def is_heldout(key: str) -> bool:
     """Whether it belongs to the held-out split; otherwise to training."""
-    return int(key_of(payload)[:8], 16) % HELDOUT_SHARE == 0
+    return int(key[:8], 16) % HELDOUT_SHARE == 0
 
 
-def prompt_of(task: str, payload: str) -> Prompt:
-    """The prompt of a start state; its seed follows from it."""
-    key = key_of(payload)
-    return Prompt(key=key, task=task, seed=int(key[:8], 16), payload=payload)
-
-
-def training(task: str, draw: Draw, stream: str) -> Iterator[Prompt]:
+def training(task: str, draw: Draw, identity: Identity, stream: str) -> Iterator[Prompt]:
     """Endless; ``stream`` names the sequence. Raises ValueError when the task has no start state for training."""
     chance, misses = random.Random(f"{task}/{stream}"), 0
     while misses < _PATIENCE:
         payload = draw(chance)
-        misses = misses + 1 if is_heldout(payload) else 0
+        key = key_of(identity(payload))
+        misses = misses + 1 if is_heldout(key) else 0
         if not misses:
-            yield prompt_of(task, payload)
+            yield _prompt(task, key, payload)
     raise ValueError(f"task {task}: no start state for training in {_PATIENCE} draws")
 
 
-def heldout(task: str, draw: Draw, n: int) -> tuple[Prompt, ...]:
+def heldout(task: str, draw: Draw, identity: Identity, n: int) -> tuple[Prompt, ...]:
     """``n`` distinct ones, always the same. Raises ValueError when there are not so many."""
-    chance, found, misses = random.Random(f"{task}/heldout"), dict[str, None](), 0
+    chance, found, misses = random.Random(f"{task}/heldout"), dict[str, Prompt](), 0
     while len(found) < n:
         payload = draw(chance)
-        if is_heldout(payload) and payload not in found:
-            found[payload], misses = None, 0
+        key = key_of(identity(payload))
+        if is_heldout(key) and key not in found:
+            found[key], misses = _prompt(task, key, payload), 0
         elif (misses := misses + 1) > _PATIENCE * HELDOUT_SHARE:
-            raise ValueError(f"{n} held-out prompts: there are only about {len(found)}")
-    return tuple(prompt_of(task, payload) for payload in found)
+            raise ValueError(f"{n} held-out prompts (task.heldout_maps): there are only about {len(found)}")
+    return tuple(found.values())
+
+
+def _prompt(task: str, key: str, payload: str) -> Prompt:
+    """Its seed follows from what it is."""
+    return Prompt(key=key, task=task, seed=int(key[:8], 16), payload=payload)

@@ -7,6 +7,7 @@ See ``docs/tasks.md``.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,9 +45,10 @@ class TextTask:
     """
 
     name: ClassVar[str]
-    version: ClassVar[str] = "1"
+    version: str = "1"
     reward: ClassVar[str]  # module:function that scores a trajectory
     reward_seconds: ClassVar[float] = 1.0  # that scoring may take on a busy machine: reward.timeout must allow it
+    needs_sandbox: ClassVar[bool] = False  # checked before a run starts
     words: ClassVar[Vocabulary]
     max_turns: int
     max_response_tokens: int
@@ -56,7 +58,7 @@ class TextTask:
     def __init__(self, heldout: int = 300) -> None:
         if heldout < 1:
             raise ValueError(f"{heldout} held-out prompts: at least 1")
-        self._heldout = splits.heldout(self.name, self.draw, heldout)
+        self._heldout = splits.heldout(self.name, self.draw, self.identity, heldout)
         self.vocabulary: Sequence[str] = self.words.words
         self.pad_id, self.end_id = self.words.pad_id, self.words.end_id
         self.max_context_tokens = self.max_prompt_tokens + self.max_turns * (
@@ -66,6 +68,10 @@ class TextTask:
     def draw(self, chance: random.Random) -> str:
         """The payload of a start state."""
         raise NotImplementedError
+
+    def identity(self, payload: str) -> str:
+        """What of a payload says whether two start states are the same; it decides the split."""
+        return payload
 
     def play(self, payload: str) -> Game:
         """An episode of it."""
@@ -82,7 +88,7 @@ class TextTask:
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol. Raises ValueError for another split than ``"train"`` and ``"heldout"``."""
         if split == "train":
-            return splits.training(self.name, self.draw, f"train/{seed}")
+            return splits.training(self.name, self.draw, self.identity, f"train/{seed}")
         if split == "heldout":
             return iter(self._heldout)
         raise ValueError(f"split = {split!r}: must be 'train' or 'heldout'")
@@ -97,7 +103,7 @@ class TextTask:
         if not 0 <= skill <= 1:
             raise ValueError(f"skill = {skill}: must lie between 0 and 1")
         chance = random.Random(f"{self.name} demonstrations {seed}")
-        prompts = splits.training(self.name, self.draw, f"demonstrations/{seed}")
+        prompts = splits.training(self.name, self.draw, self.identity, f"demonstrations/{seed}")
         return (self._demonstration(next(prompts).payload, skill, chance) for _ in range(n))
 
     def _demonstration(
@@ -160,3 +166,8 @@ async def replay(task: TextTask, payload: str, actions: Sequence[Sequence[int]])
         reply = await game.act(task.words.said(turn))
         total, done = total + reply.reward, reply.done
     return total
+
+
+def replay_now(task: TextTask, payload: str, actions: Sequence[Sequence[int]]) -> float:
+    """:func:`replay` for reward functions, which are no coroutines."""
+    return asyncio.run(replay(task, payload, actions))

@@ -16,12 +16,13 @@ from typing import Any
 
 from orchestrator.rewards.code import judge
 from orchestrator.sandbox import Sandbox
-from orchestrator.tasks.calculator import CalculatorTask, answers, is_answer
+from orchestrator.tasks import reasoning_gym
+from orchestrator.tasks.calculator import CalculatorTask, answers, is_answer, value_of
 from orchestrator.tasks.coding import CodingTask, hidden_tests, is_handed_in
 from orchestrator.tasks.household import HouseholdTask
 from orchestrator.tasks.nim import NimTask
 from orchestrator.tasks.rewards import checked
-from orchestrator.tasks.text import TextTask, replay
+from orchestrator.tasks.text import TextTask, replay_now
 from orchestrator.tasks.vocabulary import CHARACTERS
 
 
@@ -39,6 +40,7 @@ def calculator_answer(payload: Mapping[str, Any]) -> dict[str, float | str]:
     """1.0 for the right answer, else 0.0. ``outcome``: ``"right"``, ``"wrong"`` or ``"unanswered"``. What the tool said does
     not count, so no sandbox is needed."""
     prompt, actions = checked(payload, CalculatorTask.name)
+    value_of(prompt)  # refuses what is no expression, answered or not
     said = _final_turn(actions, CalculatorTask.max_turns, is_answer)
     if said is None:
         return {"reward": 0.0, "outcome": "unanswered"}
@@ -59,9 +61,22 @@ def coding_tests(payload: Mapping[str, Any]) -> dict[str, float | str]:
     return {"reward": float(verdict.all_passed), "outcome": outcome}
 
 
+def reasoning_gym_score(payload: Mapping[str, Any]) -> dict[str, float | str]:
+    """The library's score of the answer, 0 to 1; 0.0 for a turn that was not ended."""
+    prompt, actions = checked(payload, "reasoning_gym")
+    if len(actions) > 1:
+        raise ValueError(f"{len(actions)} turns: an episode has at most 1")
+    reasoning_gym.item_of(prompt)
+    said = CHARACTERS.said(actions[0]) if actions else None
+    if said is None:
+        return {"reward": 0.0, "outcome": "unanswered"}
+    reward = reasoning_gym.score(prompt, said)
+    return {"reward": reward, "outcome": "right" if reward == 1.0 else "wrong"}
+
+
 def _replayed(payload: Mapping[str, Any], task: TextTask) -> dict[str, float | str]:
     prompt, actions = checked(payload, task.name)
-    reward = asyncio.run(replay(task, prompt, actions))
+    reward = replay_now(task, prompt, actions)
     return {"reward": reward, "outcome": "success" if reward > 0 else "failure"}
 
 
