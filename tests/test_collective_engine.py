@@ -263,7 +263,7 @@ async def rig(folder: Path, workers: int = 2, limit: float = 60.0) -> AsyncItera
         metadata=str(folder / "metadata.sqlite"),
         bucket_bytes=4 << 10,
     )
-    model = tiny_folder(folder / "model")
+    model = tiny_folder(folder / "model", head_dim=32)  # vLLM's attention on CPU has no smaller one
     engines = [Engine(f"vllm-{index}", model, endpoint, folder / f"{index}.log") for index in range(workers)]
     try:
         await asyncio.gather(*(engine.restart() for engine in engines))
@@ -272,6 +272,7 @@ async def rig(folder: Path, workers: int = 2, limit: float = 60.0) -> AsyncItera
         try:
             yield made
         finally:
+            print(made.log.getvalue())  # what happened, where a test fails
             await made.proxy.close()
             await made.delivery.close()
             await made.trainer.close()
@@ -309,6 +310,7 @@ class Players:
         """Some answer was written by this version from its first token on."""
         while (version,) not in self.versions:
             assert not any(task.done() for task in self._tasks)
+            assert self._proxy.faults == 0
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
