@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.api import BorrowedWorker, ConfigError, PlacedWorker, RolloutWorker
-from orchestrator.config import RoutingSection
 from orchestrator.policies.routing import ANY, Seat, TurnRouter
+from orchestrator.sections import RoutingSection
 
 
 def router(settings: RoutingSection, workers: Sequence[RolloutWorker]) -> TurnRouter:

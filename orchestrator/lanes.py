@@ -1,11 +1,18 @@
-"""What :mod:`orchestrator.proxy` keeps of each worker and each request. Records; they guarantee nothing by themselves."""
+"""What :mod:`orchestrator.proxy` keeps of each worker and each request."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
 
-from orchestrator.api import Completion, GenerationRequest, ManagedWorker, ReleaseResult, UpdateResult
+from orchestrator.api import (
+    Completion,
+    GenerationRequest,
+    ManagedWorker,
+    ReleaseResult,
+    ReleasingWorker,
+    UpdateResult,
+)
 
 
 @dataclass(slots=True)
@@ -63,3 +70,33 @@ class Lane:
     def usable(self) -> bool:
         """Whether it may be given requests and commands."""
         return self.alive and not self.lent
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """That serve it."""
+        return [task for task in (self.pump, self.sender, self.reviver) if task is not None]
+
+    async def load(self, version: int) -> UpdateResult | None:
+        """Bring its worker to ``version``, with its memory where that was lent, and let it run; returns what was loaded.
+        Raises what the worker's commands raise."""
+        result = None
+        await self.worker.suspend()
+        if self.lent and isinstance(self.worker, ReleasingWorker):
+            await self.worker.reclaim()
+        if self.version != version:
+            result = await self.worker.update(version)
+            self.version = version
+        await self.worker.resume()
+        return result
+
+    def give_up(self) -> list[Pending]:
+        """Its worker is gone: stop serving it, and return what it had."""
+        for task in (self.pump, self.sender):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        had = list(self.sent.values())
+        self.sent.clear()
+        self.emptied.set()
+        self.outbox.clear()
+        self.aborts.clear()
+        return had

@@ -13,90 +13,31 @@ checkpoint holds everything a resume needs; what waits, waits with a named reaso
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from orchestrator.api import (
-    ManagedWorker,
     RetryableError,
-    RewardFunction,
     RunError,
-    Task,
     TrainBatch,
-    Trainer,
     TrainMetrics,
     TrainSample,
     Trajectory,
 )
 from orchestrator.buffer import Taken
-from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.checkpoint import RunState
 from orchestrator.config import Config
 from orchestrator.delivery import Delivery
-from orchestrator.environments.source import EnvironmentSource
 from orchestrator.evaluation import evaluate
-from orchestrator.events import EventLog
 from orchestrator.feeding import Feeder
-from orchestrator.ledger import Ledger
-from orchestrator.occupancy import SAMPLE_SECONDS, Gpus, Occupancy
+from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
+from orchestrator.parts import Parts, Position
 from orchestrator.policies.weighting import LagWeight, effective_share
 from orchestrator.rollout import Rollout
 from orchestrator.samples import histogram, to_samples
 
 Answer = TypeVar("Answer")
 _ALARMS = {"logprob_gap": "log-prob gap between rollout and trainer", "ess": "effective sample size"}
-
-
-class Store(Protocol):
-    """Where trajectories are kept (:mod:`orchestrator.store`)."""
-
-    def append(
-        self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None, weight: float = 1.0
-    ) -> None: ...
-
-    def flush(self) -> None: ...
-
-
-class Display(Protocol):
-    """Who watches (:mod:`orchestrator.progress`)."""
-
-    def stage(self, name: str, detail: str = "") -> None: ...
-
-    def waiting(self, reason: str) -> None: ...
-
-    def update(self, **numbers: Any) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-
-@dataclass
-class Parts:
-    """Everything the pipeline talks to. Real or simulated, it cannot tell."""
-
-    task: Task
-    workers: list[ManagedWorker]
-    trainer: Trainer
-    reward: RewardFunction
-    events: EventLog
-    ledger: Ledger
-    store: Store
-    display: Display
-    checkpoints: Checkpoints | None = None
-    environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
-    tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
-    gpus: Gpus | None = None
-
-
-@dataclass
-class Position:
-    """Where a run stands; what a resume starts from."""
-
-    step: int = 0  # training steps done
-    version: int = 0
-    groups: int = 0  # ever started
-    trajectories: int = 0
-    buffered: tuple[Trajectory, ...] = ()
-    success_history: list[tuple[int, float]] = field(default_factory=list)
 
 
 class Pipeline:

@@ -84,8 +84,7 @@ class LLMProxy:
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
-        tasks = [self._watch] + [task for lane in self.lanes for task in (lane.pump, lane.sender, lane.reviver)]
-        alive = [task for task in tasks if task is not None]
+        alive = [*([self._watch] if self._watch else []), *(task for lane in self.lanes for task in lane.tasks)]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
@@ -96,8 +95,7 @@ class LLMProxy:
         """One turn. Cancelling the caller aborts the request in its worker. RunError: no worker is left for its task."""
         self._router.ask(request.request_id, request.trajectory_id, request.task)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        pending = Pending(request, answer)
-        self._pending[request.request_id] = pending
+        pending = self._pending[request.request_id] = Pending(request, answer)
         self._dispatch()
         try:
             return await answer
@@ -261,19 +259,13 @@ class LLMProxy:
         loop = asyncio.get_running_loop()
         begun, why, life, result = loop.time(), "", lane.lives, None
         if lane.removed:
-            lane.lent = False  # for good
+            lane.lent = False
             return Loan(lane.worker.name, "", 0.0)
         try:
             async with asyncio.timeout(self._stall_timeout):
                 if not lane.alive or lane.stuck:
                     raise RetryableError(lane.stuck or f"{lane.worker.name} died while its device was lent")
-                await lane.worker.suspend()
-                if lane.lent and isinstance(lane.worker, ReleasingWorker):
-                    await lane.worker.reclaim()
-                if lane.version != self.version:
-                    result = await lane.worker.update(self.version)
-                    lane.version = self.version
-                await lane.worker.resume()
+                result = await lane.load(self.version)
         except _LOST as error:
             why = str(error)
         except TimeoutError:
@@ -385,15 +377,8 @@ class LLMProxy:
         lane.alive = False
         self._router.close(lane.index, cache_lost=True)
         self.note_fault(f"worker {lane.worker.name}", why)
-        for task in (lane.pump, lane.sender):
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
-        for pending in lane.sent.values():
+        for pending in lane.give_up():
             self._requeue(pending)
-        lane.sent.clear()
-        lane.emptied.set()
-        lane.outbox.clear()
-        lane.aborts.clear()
         if not lane.lent:  # its device is the trainer's
             lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
         self._dispatch()
@@ -438,16 +423,13 @@ class LLMProxy:
         """Restart a worker, and give it the present weights."""
         async with asyncio.timeout(4 * self._stall_timeout):  # an engine start takes longer than a command
             await lane.worker.restart()
-        loaded = -1
+        loaded = lane.version = -1
         while loaded != self.version or self._suspended:
             # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
             if loaded != self.version != self.unpublished:
                 loaded = self.version
                 async with asyncio.timeout(self._stall_timeout):
-                    await lane.worker.suspend()
-                    await lane.worker.update(loaded)
-                    lane.version = loaded
-                    await lane.worker.resume()
+                    await lane.load(loaded)
             else:
                 await asyncio.sleep(0.05)
 
@@ -481,16 +463,14 @@ class LLMProxy:
 
     def _seat(self, lane: Lane) -> None:
         """Tell the router whether it may be given requests."""
-        if not lane.usable:
-            self._router.close(lane.index)
-        elif lane.version == self.version:
+        if lane.usable and lane.version == self.version:
             self._router.open(lane.index)
-        elif self._current_only:
-            self._router.close(lane.index)
-        else:  # a trajectory that has tokens of the new weights must not go on with old ones
+        elif (
+            lane.usable and not self._current_only
+        ):  # no trajectory with tokens of the new weights goes on with old ones
             self._router.keep(lane.index)
-
-    # -- what others ask ---------------------------------------------------------------------------------------------
+        else:
+            self._router.close(lane.index)
 
     def loads(self) -> list[int]:
         """Requests without an answer at each worker that can be given any."""

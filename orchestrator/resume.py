@@ -14,7 +14,7 @@ from typing import Protocol
 
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.ledger import Ledger
-from orchestrator.pipeline import Position
+from orchestrator.parts import Position
 
 
 class Rewindable(Protocol):

@@ -279,7 +279,8 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
     from vllm_rlplugin.engine import prepare_process
 
     prepare_process(1)
-    from vllm_rlplugin.staging import Fetcher, Plan, Refusal, Staged
+    from vllm_rlplugin.fetching import Fetcher, Refusal
+    from vllm_rlplugin.staging import Plan, Staged
 
     shards = model(1)
     name = "collective-staged"

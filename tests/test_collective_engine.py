@@ -53,7 +53,7 @@ from orchestrator.api import CommandError, GenerationRequest, Meeting, Retryable
 lines = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 order = json.loads(sys.argv[1])
-stock = staging._Staging._add
+stock = staging.Staging._add
 dying = []
 
 def add(self, region, data):
@@ -61,7 +61,7 @@ def add(self, region, data):
         os.kill(os.getpid(), signal.SIGKILL)
     stock(self, region, data)
 
-staging._Staging._add = add
+staging.Staging._add = add
 
 async def main():
     worker = EngineWorker(**order)

@@ -26,9 +26,10 @@ from orchestrator.api import (
 )
 from orchestrator.checkpoint import _trajectory_from_json  # what a resume reads
 from orchestrator.config import Config, load_config
-from orchestrator.context import rules_of, to_samples
+from orchestrator.context import rules_of
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.policies.context import ContextRules
+from orchestrator.samples import to_samples
 from orchestrator.sim.run import simulate
 from orchestrator.sim.twins import SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker

@@ -14,7 +14,8 @@ from megatron_rlplugin import cpu, hookpoints  # noqa: E402
 from megatron_rlplugin.patches import REGISTER  # noqa: E402
 from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
-from orchestrator.config import TrainerSection, parse_config  # noqa: E402
+from orchestrator.config import parse_config  # noqa: E402
+from orchestrator.sections import TrainerSection  # noqa: E402
 
 
 def test_the_settings_are_those_of_the_orchestrators_section() -> None:

@@ -45,9 +45,10 @@ class Rank:
 
     def __init__(self, endpoint: RelayEndpoint, rank: int = 0, ranks: int = 1, *, odd: bool = False) -> None:
         prepare_process(1)
+        from vllm_rlplugin.fetching import Fetcher
         from vllm_rlplugin.loaded import Mapped
         from vllm_rlplugin.mapping import Mapping, TensorSpec
-        from vllm_rlplugin.staging import Fetcher, Plan
+        from vllm_rlplugin.staging import Plan
 
         self.ranks, self.rank = ranks, rank
         self.live: dict[str, Any] = {}
@@ -358,7 +359,7 @@ def test_a_shard_that_is_here_only_in_part_needs_what_was_loaded_to_be_live() ->
 def test_a_damaged_difference_changes_nothing_and_a_chain_that_is_gone_ends_in_the_snapshot(
     made: tuple[Trainer, Rank],
 ) -> None:
-    from vllm_rlplugin.staging import Refusal
+    from vllm_rlplugin.fetching import Refusal
 
     trainer, rank = made
     before = rank.bits()

@@ -285,13 +285,13 @@ def test_weights_that_change_while_they_are_loaded_are_refused_and_the_next_upda
 
 
 def test_an_error_half_way_makes_the_weights_unusable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_rlplugin import staging
+    from vllm_rlplugin import cutting
 
     server, version = bench.server, bench.publish(3)
     server.start(version)
     engine = server.engine.engine_core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine
     good = engine._staged.pieces[-1]
-    engine._staged.pieces[-1] = staging.Piece(good.slice, good.source[:1].expand(7), good.digest)
+    engine._staged.pieces[-1] = cutting.Piece(good.slice, good.source[:1].expand(7), good.digest)
     with pytest.raises(Exception, match="weight version"):
         server.call("finish_weight_update")
     assert server.call("rl_report")["state"] == "unusable"

@@ -43,13 +43,13 @@ def damage_while_loading(worker, rank, on):
 
 def cut_off(worker, rank, on):
     """Let the relay be out of reach of one rank."""
-    from vllm_rlplugin import staging
+    from vllm_rlplugin import fetching
     if worker.rank == rank:
         if on:
-            staging.kept = staging.Fetcher.take
-            staging.Fetcher.take = lambda *_: staging.Refusal("out of reach", True)
+            fetching.kept = fetching.Fetcher.take
+            fetching.Fetcher.take = lambda *_: fetching.Refusal("out of reach", True)
         else:
-            staging.Fetcher.take = staging.kept
+            fetching.Fetcher.take = fetching.kept
 
 def main(settings):
     from vllm_rlplugin.engine import prepare_process

@@ -38,11 +38,12 @@ from vllm.distributed.weight_transfer.base import (
 from orchestrator.api import CoserveError, Meeting, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
 from vllm_rlplugin.cutting import Cutter
+from vllm_rlplugin.fetching import Fetcher, Refusal
 from vllm_rlplugin.following import Base
 from vllm_rlplugin.loaded import Loaded, Mapped, Reloaded, describe
 from vllm_rlplugin.mapping import Layout, NoMappingError, TensorSpec, discover
 from vllm_rlplugin.ranks import Ranks
-from vllm_rlplugin.staging import Fetcher, Plan, Refusal, Staged
+from vllm_rlplugin.staging import Plan, Staged
 
 _SAFETENSORS: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,

@@ -34,7 +34,8 @@ from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import nvml
-from orchestrator.pipeline import Parts, Pipeline, Position
+from orchestrator.parts import Parts, Position
+from orchestrator.pipeline import Pipeline
 from orchestrator.policies.allocation import Binding
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources

@@ -39,7 +39,8 @@ from orchestrator.environments.assemble import make_pool
 from orchestrator.environments.pool import EnvPool
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
-from orchestrator.pipeline import Parts, Pipeline, Position
+from orchestrator.parts import Parts, Position
+from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.draws import stream

@@ -1,0 +1,66 @@
+"""What a run is made of, and where it stands: records that :mod:`orchestrator.pipeline` is given and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from orchestrator.api import ManagedWorker, RewardFunction, Task, Trainer, Trajectory
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.environments.source import EnvironmentSource
+from orchestrator.events import EventLog
+from orchestrator.ledger import Ledger
+from orchestrator.occupancy import Gpus
+
+
+class Store(Protocol):
+    """Where trajectories are kept (:mod:`orchestrator.store`)."""
+
+    def append(
+        self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None, weight: float = 1.0
+    ) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Display(Protocol):
+    """Who watches (:mod:`orchestrator.progress`)."""
+
+    def stage(self, name: str, detail: str = "") -> None: ...
+
+    def waiting(self, reason: str) -> None: ...
+
+    def update(self, **numbers: Any) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+@dataclass
+class Parts:
+    """Everything the pipeline talks to. Real or simulated, it cannot tell."""
+
+    task: Task
+    workers: list[ManagedWorker]
+    trainer: Trainer
+    reward: RewardFunction
+    events: EventLog
+    ledger: Ledger
+    store: Store
+    display: Display
+    checkpoints: Checkpoints | None = None
+    environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
+    tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
+    gpus: Gpus | None = None
+
+
+@dataclass
+class Position:
+    """Where a run stands; what a resume starts from."""
+
+    step: int = 0  # training steps done
+    version: int = 0
+    groups: int = 0  # ever started
+    trajectories: int = 0
+    buffered: tuple[Trajectory, ...] = ()
+    success_history: list[tuple[int, float]] = field(default_factory=list)
