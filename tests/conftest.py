@@ -127,7 +127,7 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        keep = ["--save", "", "--appendonly", "yes", "--dir", str(self.folder)]
+        keep = ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--dir", str(self.folder)]
         command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), *keep, *self.options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 60

@@ -8,7 +8,8 @@ less than it had (no persistence, an eviction, a replica that was behind) is a R
 epochs would let two histories share keys. The password is never part of the URL, an error, an event or an endpoint: it comes
 from a file that :data:`PASSWORD_FILE` names, or from :data:`PASSWORD`, in each process's own environment.
 
-The server should keep what it is told (``appendonly yes``) and evict nothing of it (``maxmemory-policy noeviction``).
+The server should keep what it is told (``appendonly yes``, and ``appendfsync always``: with ``everysec`` a server that is
+killed forgets up to two seconds, seen in a run), and evict nothing of it (``maxmemory-policy noeviction``).
 """
 
 from __future__ import annotations
@@ -164,5 +165,5 @@ class RedisMetadata:
     def _lost(self, key: str) -> RunError:
         return RunError(
             f"the metadata store {self._url} has lost {key}: it came back with less than it had; "
-            "run it with appendonly yes and maxmemory-policy noeviction"
+            "run it with appendonly yes, appendfsync always and maxmemory-policy noeviction"
         )
