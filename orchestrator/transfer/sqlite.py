@@ -8,6 +8,7 @@ before the revision is read); a revision is never used twice for a key; readers 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ class SqliteMetadata:
             self._connection: sqlite3.Connection | None = sqlite3.connect(
                 self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
-            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._switch_to_wal(self._connection)
             self._connection.execute("PRAGMA synchronous=NORMAL")
             self._connection.execute(
                 "CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL)"
@@ -37,6 +38,18 @@ class SqliteMetadata:
         except sqlite3.Error as error:
             fix = f"cannot be opened as a SQLite file ({error}); its folder must exist and be writable, on a local disk"
             raise ConfigError("relay.metadata", self._path, fix) from error
+
+    def _switch_to_wal(self, connection: sqlite3.Connection) -> None:
+        """SQLite does not wait for who else is just doing the same to a fresh file: it says "locked" at once."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)
 
     def get(self, key: str) -> tuple[bytes, int] | None:
         with self._calls() as connection:
