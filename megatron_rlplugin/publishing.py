@@ -74,7 +74,7 @@ class WeightPublisher:
         self._chunks = list(chunks)
         self._ranks = TorchRanks()
         self._policy = SnapshotPolicy(every=endpoint.snapshot_every)
-        self._publisher = Publisher(endpoint, ranks=self._ranks, codec=DeltaCodec())
+        self._publisher = Publisher(endpoint, ranks=self._ranks, codec=DeltaCodec(threads=endpoint.codec_threads))
         self._kept: dict[tuple[str, int], Any] = {}  # (tensor, start) -> bytes of the version published last
         try:
             self._publisher.rollback(version)

@@ -402,6 +402,7 @@ class RelaySection(Section):
     metadata_password_file: str = ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD, or none
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
+    codec_threads: Positive = 1  # of each rank that encodes or applies differences
 
     @model_validator(mode="after")
     def _metadata(self) -> RelaySection:

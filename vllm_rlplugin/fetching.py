@@ -75,7 +75,7 @@ class Fetcher:
         self._thread = threading.Thread(target=self._work, name="rl-coserve-weights", daemon=True)
         self._thread.start()
 
-        self._codec = DeltaCodec()
+        self._codec = DeltaCodec(threads=endpoint.codec_threads)
         self._differences = endpoint.snapshot_every > 0
         self._resident: tuple[Plan, list[Region], Resident] | None = (
             None  # what is kept of what was published, for which plan

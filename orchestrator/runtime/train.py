@@ -332,6 +332,7 @@ class _Assembly:
             bucket_bytes=settings.bucket_mb << 20,
             keep_versions=settings.keep_versions,
             snapshot_every=settings.snapshot_every,
+            codec_threads=settings.codec_threads,
         )
 
     def _places(self, endpoint: RelayEndpoint) -> dict[str, Placement]:
