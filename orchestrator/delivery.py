@@ -152,7 +152,7 @@ class Delivery:
                 try:
                     return await self._published()
                 except RetryableError as error:
-                    note.waiting_for = f"room on the relay: {str(error).splitlines()[0]}"
+                    note.waiting_for = f"the relay to take the version: {str(error).splitlines()[0]}"
                     self._proxy.note_fault("publish", str(error))
                     await asyncio.sleep(pause)
             try:
