@@ -85,6 +85,9 @@ def initialize_parallel(
     cpu.activate()
     from megatron.core import parallel_state
 
+    if parallel_state.model_parallel_is_initialized() and not dist.is_initialized():
+        # Who shared this process (an engine) has taken torch.distributed along when it ended: the groups are gone.
+        parallel_state.destroy_model_parallel()
     if parallel_state.model_parallel_is_initialized():
         if _joined != [(layout, world_size)]:
             fix = f"this process runs with {_joined[0] if _joined else 'groups of another program'}; start another process"

@@ -95,8 +95,8 @@ class Rig:
             await worker.close()
 
 
-def request(name: str, tokens: int = 20) -> GenerationRequest:
-    return GenerationRequest(f"{name}/0", name, 0, (2, 3, 4), Sampling(tokens), "sim")
+def request(name: str, tokens: int = 20, turn: int = 0) -> GenerationRequest:
+    return GenerationRequest(f"{name}/{turn}", name, turn, (2, 3, 4), Sampling(tokens), "sim")
 
 
 def test_the_twins_have_the_ports_and_a_server_has_not() -> None:
@@ -160,14 +160,17 @@ def test_those_that_cannot_receive_get_the_version_from_the_relay_after_the_othe
     run(main())
 
 
-def test_a_worker_behind_the_others_gets_requests_only_where_staleness_is_allowed() -> None:
+def test_a_worker_behind_the_others_goes_on_with_its_own_trajectories_only_where_staleness_is_allowed() -> None:
     async def answered_by(current_only: bool) -> list[int]:
         rig = Rig(config(), 1, 1, current_only=current_only)
         await rig.deliver(0)
+        await asyncio.gather(*(rig.proxy.generate(request(f"r{index}")) for index in range(6)))
         rig.trainer.version = 1
         await rig.delivery.begin(1, 1)
         await rig.delivery.lead(1, 1)
-        done = await asyncio.gather(*(rig.proxy.generate(request(f"r{index}")) for index in range(6)))
+        new = await asyncio.gather(*(rig.proxy.generate(request(f"n{index}")) for index in range(6)))
+        assert {span[0] for item in new for span in item.versions} == {1}, "none begins there"
+        done = await asyncio.gather(*(rig.proxy.generate(request(f"r{index}", turn=1)) for index in range(6)))
         await rig.delivery.follow(1, 1)
         later = await asyncio.gather(*(rig.proxy.generate(request(f"s{index}")) for index in range(6)))
         assert {span[0] for item in later for span in item.versions} == {1}

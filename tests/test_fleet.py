@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator import fleet
 from orchestrator.api import ConfigError, GenerationRequest
-from orchestrator.config import RoutingSection, load_config
+from orchestrator.config import load_config
+from orchestrator.sections import RoutingSection
 from orchestrator.sim.run import simulate
 from orchestrator.sim.worker import SimWorker
 

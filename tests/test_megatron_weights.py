@@ -24,7 +24,7 @@ def sample(number: int, weight: float = 1.0) -> TrainSample:
     mask = (0, 0, *(1,) * generated)
     tokens = tuple((7 * index + number) % VOCABULARY for index in range(len(mask)))
     logprobs = tuple(-2.5 - 0.1 * index if own else 0.0 for index, own in enumerate(mask))
-    return TrainSample(f"t{number}", "g", tokens, mask, logprobs, ((0, generated),), float(number % 2), weight)
+    return TrainSample(f"t{number}", "g", tokens, mask, logprobs, ((0, generated),), float(number % 2), weight=weight)
 
 
 def batch_of(weights: Sequence[float], loss: str, *, idle: bool = False, pack: int | None = None) -> Any:

@@ -434,13 +434,13 @@ def test_the_payload_is_the_prompt_and_the_token_ids_of_every_turn(shared_host: 
     async def scenario(session: Session) -> None:
         reward = HttpReward(session.host.url, token=session.host.token)
         posted = []
-        post = reward._endpoint._post
+        post = reward._post
 
         async def recorded(body: bytes) -> tuple[bool, bytes]:
             posted.append(json.loads(body))
             return await post(body)
 
-        reward._endpoint._post = recorded  # type: ignore[method-assign]
+        reward._post = recorded  # type: ignore[method-assign]
         await reward.score(_trajectory("SFFF/FHFH"))
         await reward.close()
         assert posted == [

@@ -379,6 +379,6 @@ def test_a_real_vllm_gives_scores_in_the_range_and_names_what_it_cannot(server: 
 
 def test_the_whole_message_is_json_that_every_endpoint_reads(tmp_path: Path) -> None:
     judge = LLMJudge(NIM, "http://127.0.0.1:1/v1", model="m", criterion='says "no" {x}')
-    body = json.loads(judge._body(judge._asked("> {episode}\n< \u2028", "t"), 0))
+    body = json.loads(json.dumps(judge._body(judge._asked("> {episode}\n< \u2028", "t"), 0)))
     assert "{x}" in body["messages"][0]["content"]
     assert "> {episode}" in body["messages"][0]["content"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -54,7 +54,7 @@ class Member:
     placement: Placement
     handle: Any = None
     alive: bool = True
-    busy: int = 0  # calls of single workers that it has
+    busy: set[Any] = field(default_factory=set)  # calls of single workers that it has
 
     @property
     def where(self) -> str:
@@ -240,8 +240,13 @@ class Cluster:
                 return self.start(mode, method, args, given, how=how, among=others)
 
             retry = again if anywhere and among is not None else None
-            asked = [(chosen, self._ask(chosen, method, args, given, counted=anywhere))]
-            return Call(method, len(self._members), asked, lambda values: values[0], self._lost, retry)
+            reference = self._ask(chosen, method, args, given, counted=anywhere)
+
+            def first(values: list[Any]) -> Any:
+                self._answered(chosen, reference)  # who has the result must not find the worker busy with it
+                return values[0]
+
+            return Call(method, len(self._members), [(chosen, reference)], first, self._lost, retry)
         if mode == SCATTER:
             parts = scatter(method, args[0] if args else None, len(members))
             asked = [
@@ -268,7 +273,7 @@ class Cluster:
             alive = [member for member in members if member.alive]
             if not alive:
                 raise RetryableError(f"{self.name}.{method}: all workers that could run it are gone")
-            return min(alive, key=lambda member: (member.busy, member.identity.rank))
+            return min(alive, key=lambda member: (len(member.busy), member.identity.rank))
 
     def _ask(
         self, member: Member, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool = False
@@ -276,13 +281,13 @@ class Cluster:
         reference = member.handle.call.remote(method, args, kwargs)
         if counted:
             with self._lock:
-                member.busy += 1
-            reference.future().add_done_callback(lambda _: self._answered(member))
+                member.busy.add(reference)
+            reference.future().add_done_callback(lambda _: self._answered(member, reference))
         return reference
 
-    def _answered(self, member: Member) -> None:
+    def _answered(self, member: Member, reference: Any) -> None:
         with self._lock:
-            member.busy -= 1
+            member.busy.discard(reference)
 
     def _lost(self, member: Member) -> None:
         member.alive = False

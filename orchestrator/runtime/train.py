@@ -73,7 +73,7 @@ def start_ray(config: Config) -> None:
         if config.ray.address:
             ray.init(address=config.ray.address, **common)
         else:
-            ray.init(
+            _start_local_ray(
                 num_cpus=config.ray.cpus,
                 object_store_memory=config.ray.object_store_mb << 20,
                 resources=cluster_resources(config.resources.pools),
@@ -82,6 +82,22 @@ def start_ray(config: Config) -> None:
             )
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
+
+
+def _start_local_ray(**options: Any) -> None:
+    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception."""
+    import ray
+
+    for last in (False, False, True):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            ray.shutdown()
+            if last:
+                raise RuntimeError(str(error)) from error
 
 
 async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
