@@ -47,6 +47,14 @@ class Ranging(Protocol):
         """
 
 
+@runtime_checkable
+class Batching(Protocol):
+    """A relay that can read several objects in one call."""
+
+    def get_many(self, wanted: Sequence[tuple[str, memoryview]]) -> list[int]:
+        """As ``get_into`` for each (key, buffer); returns the bytes of each. Raises when one is missing or failed."""
+
+
 class _Buffer:
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, size)

@@ -66,6 +66,10 @@ class MemoryRelay:
         buffer.cast("B")[: len(value)] = value
         return len(value)
 
+    def get_many(self, wanted: Sequence[tuple[str, memoryview]]) -> list[int]:
+        """See :class:`orchestrator.transfer.buffers.Batching`."""
+        return [self.get_into(key, buffer) for key, buffer in wanted]
+
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
         """See :class:`orchestrator.transfer.buffers.Ranging`."""
         value = self._open().data.get(key)

@@ -111,6 +111,16 @@ class MooncakeRelay:
             raise _error(key, read, size)
         return read
 
+    def get_many(self, wanted: Sequence[tuple[str, memoryview]]) -> list[int]:
+        """See :class:`orchestrator.transfer.buffers.Batching`. The buffers must be registered."""
+        store = self._open()
+        spans = [_span(buffer) for _, buffer in wanted]
+        read = store.batch_get_into([key for key, _ in wanted], [at for at, _ in spans], [size for _, size in spans])
+        for (key, _), (_, size), found in zip(wanted, spans, read, strict=True):
+            if found < 0:
+                raise _error(key, int(found), size)
+        return [int(found) for found in read]
+
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, int]], buffer: memoryview) -> int:
         """See :class:`orchestrator.transfer.buffers.Ranging`."""
         store = self._open()

@@ -16,12 +16,12 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
 from orchestrator.transfer import leases
 from orchestrator.transfer.assembly import Assembler
-from orchestrator.transfer.buffers import BufferPool, Ranging
+from orchestrator.transfer.buffers import Batching, BufferPool, Ranging
 from orchestrator.transfer.codecs import RAW, Codec, decoded
 from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.errors import CorruptWeightsError, RelayError
@@ -36,6 +36,7 @@ LEASE_SECONDS = 600  # how long a subscriber's word is good for
 # of their own, and a small bucket is read faster than its parts.
 RANGES_BELOW = 0.5
 RANGES_SAVE = 1 << 20
+PULL_BYTES = 1 << 30  # of whole buckets that are asked for in one call, where the relay can
 _numbers = itertools.count()  # of the subscribers of this process
 
 
@@ -137,6 +138,8 @@ class Subscriber:
         Where few shards of a bucket are needed and the relay can, only those are read.
         """
         everything = _by_bucket(manifest, range(len(manifest.shards)))
+        whole: list[int] = []  # buckets
+        chosen: set[int] = set()
         for bucket, numbers in sorted(_by_bucket(manifest, sorted(needed)).items()):
             wanted = sum(manifest.pieces[number].length for number in numbers)
             size = manifest.buckets[bucket]
@@ -144,9 +147,11 @@ class Subscriber:
             if worth and isinstance(self._relay, Ranging):
                 yield from self._fetch_ranges(manifest, bucket, numbers)
             else:
-                chosen = set(numbers)
-                fetched = self._fetch_bucket(manifest, bucket, everything[bucket])
-                yield from (item for item in fetched if item[0] in chosen)
+                whole.append(bucket)
+                chosen.update(numbers)
+        for bucket, data in self._read_buckets(manifest, whole):
+            opened = self._open_bucket(manifest, bucket, everything[bucket], data)
+            yield from (item for item in opened if item[0] in chosen)
 
     def fetch_regions(self, manifest: StoredManifest, regions: Iterable[Region]) -> Iterator[tuple[Region, Bytes]]:
         """Yield (region, its bytes, contiguous) of a full snapshot, each as soon as it is complete.
@@ -210,6 +215,44 @@ class Subscriber:
     def _fetch_bucket(self, manifest: StoredManifest, bucket: int, wanted: list[int]) -> list[tuple[int, Bytes]]:
         """All shards of a bucket, as stored. ``wanted``: those that the manifest has in it."""
         data = self._read(self._bucket_key(manifest, bucket), manifest.buckets[bucket])
+        return self._open_bucket(manifest, bucket, wanted, data)
+
+    def _read_buckets(self, manifest: StoredManifest, buckets: Iterable[int]) -> Iterator[tuple[int, Bytes]]:
+        """Whole buckets, up to ``PULL_BYTES`` of them in one call. Views of one buffer: it is held as long as one of them."""
+        batch: list[int] = []
+        total = 0
+        for bucket in buckets:
+            size = manifest.buckets[bucket]
+            if batch and total + size > PULL_BYTES:
+                yield from self._read_batch(manifest, batch)
+                batch, total = [], 0
+            batch.append(bucket)
+            total += size
+        if batch:
+            yield from self._read_batch(manifest, batch)
+
+    def _read_batch(self, manifest: StoredManifest, batch: Sequence[int]) -> Iterator[tuple[int, Bytes]]:
+        relay = self._relay
+        keys = [self._bucket_key(manifest, bucket) for bucket in batch]
+        sizes = [manifest.buckets[bucket] for bucket in batch]
+        if len(batch) == 1 or not isinstance(relay, Batching):
+            for bucket, key, size in zip(batch, keys, sizes, strict=True):
+                yield bucket, self._read(key, size)
+            return
+        for key, size in zip(keys, sizes, strict=True):
+            self._check_size(key, size)
+        starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        buffer = self._pool.acquire(starts[-1])
+        views = [buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        read = relay.get_many([(key, view.data) for key, view in zip(keys, views, strict=True)])
+        for key, size, found in zip(keys, sizes, read, strict=True):
+            if found != size:
+                raise CorruptWeightsError("truncated", f"{key}: {found} B of {size} B arrived")
+        yield from zip(batch, views, strict=True)
+
+    def _open_bucket(
+        self, manifest: StoredManifest, bucket: int, wanted: list[int], data: Bytes
+    ) -> list[tuple[int, Bytes]]:
         arrived = open_bucket(data, manifest.bucket_name(bucket))
         expected = [
             (label(manifest.shards[number]), manifest.pieces[number].offset, manifest.pieces[number].length)
