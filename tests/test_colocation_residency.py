@@ -299,7 +299,7 @@ def spawn(folder: Path, world: int, path: str) -> list[dict[str, Any]]:
     ("world", "other"),
     [
         pytest.param(1, False, id="one rank"),
-        pytest.param(2, False, id="two ranks"),
+        pytest.param(2, False, id="two ranks", marks=pytest.mark.long),
         pytest.param(2, True, id="two ranks, Megatron-Core 0.19.2", marks=pytest.mark.long),
     ],
 )

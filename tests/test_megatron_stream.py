@@ -121,6 +121,7 @@ def test_every_layout_streams_as_it_trains_a_batch(world: int, names: list[str])
     assert any(case["control"] is not None for case in figures)
 
 
+@pytest.mark.long  # a minute; tests/test_megatron_versions.py has all versions
 @pytest.mark.skipif(not OTHER_MEGATRON.is_dir(), reason="the other Megatron-Core is not in alternates/")
 def test_the_other_megatron_core_streams_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(OTHER_MEGATRON))
