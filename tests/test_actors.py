@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from orchestrator.api import COMMAND_STATUS, CommandError, ConfigError, RetryableError, RolloutWorker
+from orchestrator.config import parse_config
 from orchestrator.runtime import actors
 from orchestrator.runtime.actors import Actor, ActorDiedError, ActorHost, RayTrainer, RayWorker, meeting_point
+from orchestrator.runtime.train import start_ray
 
 
 class Unpicklable(Exception):
@@ -196,3 +198,26 @@ def test_ranks_meet_at_a_free_port_of_this_node() -> None:
     host, port = meeting_point().removeprefix("tcp://").rsplit(":", 1)
     assert host
     assert 0 < int(port) < 65536
+
+
+@pytest.mark.parametrize(("failures", "starts"), [(2, True), (3, False)])
+def test_a_local_ray_that_is_slow_to_start_gets_three_tries(
+    failures: int, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    tries: list[int] = []
+
+    def init(**_: Any) -> None:
+        tries.append(1)
+        if len(tries) <= failures:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    config = parse_config({})
+    if starts:
+        start_ray(config)
+    else:
+        with pytest.raises(ConfigError, match="timed out during startup"):
+            start_ray(config)
+    assert len(tries) == 3

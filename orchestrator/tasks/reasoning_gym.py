@@ -112,11 +112,15 @@ def score(payload: str, answer: str) -> float:
     return _score(load(payload.partition("/")[0]), item_of(payload), answer)
 
 
+# RuntimeError: the hook below stopped it, which is told; RecursionError is one.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, RuntimeError)
+
+
 def _score(dataset: Any, item: Any, answer: str) -> float:
     with _nothing_compiled() as tried:
         try:
             value = float(dataset.score_answer(answer, item))
-        except Exception:  # noqa: BLE001  a scorer of the library met an answer that it did not think of
+        except _UNREADABLE:  # to a scorer of the library, which did not think of such an answer
             value = 0.0
     if tried:
         raise ValueError(f"the scorer wanted to run code: {tried[0]:.80}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -38,7 +39,7 @@ class Game(Protocol):
         """One turn; None: it was not well-formed."""
 
 
-class TextTask:
+class TextTask(ABC):
     """Base of tasks in text; implements ``Task``. A subclass sets the attributes and defines ``draw`` and ``play``.
 
     ``heldout`` is how many held-out prompts there are. Raises ValueError when the task has not so many.
@@ -65,25 +66,25 @@ class TextTask:
             self.max_response_tokens + self.max_reply_tokens
         )
 
+    @abstractmethod
     def draw(self, chance: random.Random) -> str:
         """The payload of a start state."""
-        raise NotImplementedError
 
     def identity(self, payload: str) -> str:
         """What of a payload says whether two start states are the same; it decides the split."""
         return payload
 
+    @abstractmethod
     def play(self, payload: str) -> Game:
         """An episode of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expert(self, payload: str) -> list[tuple[str, str]]:
         """An episode that succeeds, as (what is seen, what is answered); for the supervised warm-up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def novice(self, answer: str, chance: random.Random) -> str:
         """An answer of the same form that knows nothing; for the supervised warm-up."""
-        raise NotImplementedError
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol. Raises ValueError for another split than ``"train"`` and ``"heldout"``."""
