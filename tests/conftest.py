@@ -20,6 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.api import MetadataStore
+from orchestrator.transfer import MemoryMetadata, SqliteMetadata
+from orchestrator.transfer.redis import RedisMetadata
+
 ROOT = Path(__file__).parents[1]
 START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one
 
@@ -177,3 +181,16 @@ def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 def redis_server(redis_servers: Callable[..., RedisServer]) -> RedisServer:
     """One that all tests share: ``flush`` it first."""
     return redis_servers()
+
+
+@pytest.fixture(params=["sqlite", "memory", "redis"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], MetadataStore]:
+    """Opens handles of one store."""
+    if request.param == "redis":
+        server = request.getfixturevalue("redis_server")
+        server.flush()
+        return lambda: RedisMetadata(server.url)
+    if request.param == "sqlite":
+        return lambda: SqliteMetadata(tmp_path / "metadata.sqlite")
+    keep = MemoryMetadata.shared(str(tmp_path))
+    return lambda: keep and MemoryMetadata.shared(str(tmp_path))

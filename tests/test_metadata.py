@@ -10,23 +10,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
-from orchestrator.transfer import MemoryMetadata, RelayEndpoint, RelayError, SqliteMetadata, open_metadata
-from orchestrator.transfer.redis import RedisMetadata
+from orchestrator.transfer import RelayEndpoint, RelayError, SqliteMetadata, open_metadata
 
 Open = Callable[[], MetadataStore]
-
-
-@pytest.fixture(params=["sqlite", "memory", "redis"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens handles of one store."""
-    if request.param == "redis":
-        server = request.getfixturevalue("redis_server")
-        server.flush()
-        return lambda: RedisMetadata(server.url)
-    if request.param == "sqlite":
-        return lambda: SqliteMetadata(tmp_path / "metadata.sqlite")
-    keep = MemoryMetadata.shared(str(tmp_path))
-    return lambda: keep and MemoryMetadata.shared(str(tmp_path))
 
 
 def test_a_key_is_created_only_once(open_store: Open) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,24 +11,9 @@ from orchestrator.api import ConfigError, MetadataStore, RetryableError
 from orchestrator.policies.allocation import Pool
 from orchestrator.resources import ResourceManager
 from orchestrator.resources.manager import decode_view
-from orchestrator.transfer import MemoryMetadata, SqliteMetadata
-from orchestrator.transfer.redis import RedisMetadata
 
 POOLS = {"H800": range(8), "H20": range(8, 32), "CPU": 4}
 Open = Callable[[], MetadataStore]
-
-
-@pytest.fixture(params=["sqlite", "memory", "redis"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens handles of one store."""
-    if request.param == "redis":
-        server = request.getfixturevalue("redis_server")
-        server.flush()
-        return lambda: RedisMetadata(server.url)
-    if request.param == "sqlite":
-        return lambda: SqliteMetadata(tmp_path / "m.sqlite")
-    keep = MemoryMetadata.shared(str(tmp_path))
-    return lambda: keep and MemoryMetadata.shared(str(tmp_path))
 
 
 def test_two_jobs_see_each_others_bindings_and_never_get_the_same_device(open_store: Open) -> None:
