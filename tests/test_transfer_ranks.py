@@ -177,11 +177,20 @@ def test_what_a_dead_rank_leaves_is_collected_by_the_next_run(dead: int) -> None
     objects = len(rig.relay.keys())
     new = twins.weights(2)
     dealt = twins.cut(new, 2)
+    pushed, put = threading.Event(), rig.relay.put
+
+    def noticed(key: str, data: memoryview) -> None:
+        put(key, data)
+        pushed.set()
+
+    rig.relay.put = noticed  # type: ignore[method-assign]
 
     def dies(one: Publisher, rank: int) -> Any:
         def stream() -> Any:
             for number, shard in enumerate(twins.shards(dealt[rank], new)):
                 if rank == dead and number == 3:
+                    # Not before a bucket is on the relay: the other rank stops as soon as it hears of the death.
+                    assert pushed.wait(60)
                     one._ranks.meeting.leave()  # type: ignore[attr-defined]
                     raise SystemExit
                 yield shard
