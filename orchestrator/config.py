@@ -12,7 +12,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -26,9 +26,7 @@ from orchestrator.sections import (
     EnvironmentSection,
     EvaluationSection,
     FiltersSection,
-    Fraction,
     ModelSection,
-    Positive,
     RaySection,
     RelaySection,
     ResourcesSection,
@@ -36,38 +34,13 @@ from orchestrator.sections import (
     RolloutSection,
     RunSection,
     Section,
+    SimSection,
     TaskSection,
     ToolsSection,
     TrainerSection,
     WarmupSection,
 )
-
-
-class SimSection(Section):
-    """The simulated twins of `rl-coserve sim`: linear cost model, environments, rewards (seconds), and faults."""
-
-    prefill_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-6
-    decode_seconds_per_step: Annotated[float, Field(gt=0)] = 0.02
-    decode_seconds_per_sequence: Annotated[float, Field(ge=0)] = 1e-4
-    response_tokens_mean: Annotated[float, Field(gt=0)] = 20.0
-    response_tokens_max: Positive = 256
-    turns_max: Positive = 8
-    environment_seconds_mean: Annotated[float, Field(ge=0)] = 0.5
-    environment_seconds_sigma: Annotated[float, Field(ge=0)] = 0.5
-    reward_seconds: Annotated[float, Field(ge=0)] = 0.05
-    train_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-4
-    publish_seconds: Annotated[float, Field(ge=0)] = 0.5
-    update_seconds: Annotated[float, Field(ge=0)] = 0.5
-    trace: str = ""  # run folder whose trajectories are played again: lengths, environments, rewards; empty: drawn ones
-    trace_rows: Positive = 100_000  # at most so many of them
-    fault_rate: Fraction = 0.0  # chance of a fault at each call of a port
-    faults: tuple[Literal["crash", "delay", "drop", "duplicate", "cancel"], ...] = (
-        "crash",
-        "delay",
-        "drop",
-        "duplicate",
-        "cancel",
-    )
+from orchestrator.sections.base import Positive
 
 
 class CostSection(Section):

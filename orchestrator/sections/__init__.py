@@ -1,0 +1,48 @@
+"""The sections of a run's configuration: field by field what may be written, and what it is when nothing is.
+
+Guarantees: unknown keys are errors; a value that no run could use is an error that names the field, the value and the fix.
+"""
+
+from __future__ import annotations
+
+from orchestrator.sections.base import Section
+from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSection
+from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
+from orchestrator.sections.rewards import JudgeSection, RewardSection
+from orchestrator.sections.rollout import (
+    ContextSection,
+    EngineSection,
+    FiltersSection,
+    RolloutSection,
+    RoutingSection,
+    TaskContextSection,
+)
+from orchestrator.sections.run import CheckpointSection, EvaluationSection, ModelSection, RunSection, TaskSection
+from orchestrator.sections.sim import SimSection
+from orchestrator.sections.trainer import TrainerSection, WarmupSection
+
+__all__ = [
+    "CheckpointSection",
+    "ContextSection",
+    "EngineSection",
+    "EnvironmentSection",
+    "EvaluationSection",
+    "FiltersSection",
+    "JudgeSection",
+    "KubernetesSection",
+    "ModelSection",
+    "RaySection",
+    "RelaySection",
+    "ResourcesSection",
+    "RewardSection",
+    "RolloutSection",
+    "RoutingSection",
+    "RunSection",
+    "Section",
+    "SimSection",
+    "TaskContextSection",
+    "TaskSection",
+    "ToolsSection",
+    "TrainerSection",
+    "WarmupSection",
+]

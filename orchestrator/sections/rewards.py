@@ -1,0 +1,52 @@
+"""Sections of a config: rewards and judges."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from orchestrator.sections.base import Positive, PositiveSeconds, Section
+
+
+class JudgeSection(Section):
+    """A model that scores, behind an OpenAI-compatible endpoint; ``url`` empty: none. Its bearer token is in the environment
+    variable RL_COSERVE_JUDGE_TOKEN."""
+
+    url: str = ""  # the base, http://host:port/v1
+    model: str = ""
+    criterion: str = ""  # what is graded, in words
+    template: str = ""  # the whole message, with {criterion} and {episode}; empty: the built-in one
+    low: int = 0
+    high: int = 10
+    structured: bool = True  # the endpoint enforces the form of the answer (response_format)
+    max_tokens: Positive = 64
+
+    @model_validator(mode="after")
+    def _whole(self) -> JudgeSection:
+        for name in ("model", "criterion"):
+            if self.url and not getattr(self, name):
+                raise ValueError(f"{name}: a judge needs one")
+        if self.low >= self.high:
+            raise ValueError(f"high ({self.high}) must be above low ({self.low})")
+        return self
+
+
+class RewardSection(Section):
+    """The reward function behind HTTP. ``url`` empty: the embedded function host runs ``function``."""
+
+    function: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = ""  # module:function; empty: the task's own
+    url: str = ""
+    concurrency: Positive = 32
+    timeout: PositiveSeconds = 10.0
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
+    idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this
+    votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
+    vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
+    judge: JudgeSection = JudgeSection()
+
+    @model_validator(mode="after")
+    def _odd(self) -> RewardSection:
+        if self.votes % 2 == 0:
+            raise ValueError(f"votes ({self.votes}) must be odd, so that there is a majority")
+        return self

@@ -1,0 +1,146 @@
+"""Sections of a config: engines, rollout, routing, contexts, filters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from orchestrator.api import urls
+from orchestrator.sections.base import Fraction, Positive, PositiveSeconds, Section, violation
+
+
+class EngineSection(Section):
+    """The vLLM engine of a rollout worker."""
+
+    max_num_seqs: Positive = 64
+    max_model_len: Positive = 256
+    block_size: Annotated[int, Field(gt=0, multiple_of=32)] = 32
+    kv_cache_mb: Positive = 64
+    threads: Positive = 1
+
+
+class RoutingSection(Section):
+    """Which worker generates the next turn of a trajectory (ROSE 4.3, RollArt 5.2): `orchestrator/policies/routing.py`."""
+
+    policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
+    imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
+    cap: Annotated[int, Field(ge=0)] = (
+        0  # requests a dedicated worker has at a time; the others go to served workers, or wait
+    )
+    served_cap: Annotated[int, Field(ge=0)] = (
+        0  # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
+    )
+    hardware: dict[
+        str, str
+    ] = {}  # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
+    affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
+    fallback: bool = True  # a task may use the other classes while its own has no room
+
+
+class RolloutSection(Section):
+    """How trajectories are produced, and how stale they may be."""
+
+    workers: Annotated[int, Field(ge=0)] = 1  # vLLM engines that the run starts; 0 with `served`
+    served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
+    served_token_file: str = ""  # holds their bearer token; empty: the environment variable RL_COSERVE_TOKEN
+    served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
+    environments: Positive = 64  # trajectories in flight at most
+    alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
+    group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
+    groups_per_step: Positive = 32
+    redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # launched over needed
+    redundant_members: Annotated[float, Field(ge=1.0, le=4.0)] = (
+        1.0  # the same of a group's members; the rest is aborted
+    )
+    member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, a group
+    group_timeout: PositiveSeconds | None = None  # then a group is trained without its stragglers, or they are replaced
+    buffer_limit: Positive | None = None  # trajectories between start and training; None: what alpha allows
+    staleness_decay: Annotated[float, Field(ge=0)] = 0.0  # a trajectory counts exp(-this * lag) in the loss; 0: off
+    ess_alarm: Fraction = 0.0  # alarm when a step's effective sample size falls below this share; 0: off
+    dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal by other groups (DAPO)
+    max_filtered_groups: Positive = 64  # so replaced, a step; those beyond are trained as they are
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    environment_step_timeout: PositiveSeconds = 10.0
+    trajectory_timeout: PositiveSeconds = 120.0
+    worker_restarts: Annotated[int, Field(ge=0)] = 2
+    stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
+    weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
+    collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
+    engine: EngineSection = EngineSection()
+    routing: RoutingSection = RoutingSection()
+
+    @model_validator(mode="after")
+    def _fleet(self) -> RolloutSection:
+        allow = self.served_allow_plain_http
+        found: list[tuple[str, object, str]] = []
+        found += [("served", url, fix) for url in self.served if (fix := urls.mistake(url, allow))]
+        given = [url.rstrip("/") for url in self.served]
+        found += [
+            ("served", url, "is there twice: name each server once")
+            for index, url in enumerate(given)
+            if given.index(url) != index
+        ]
+        if not (self.workers or self.served):
+            fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
+            found.append(("workers", 0, fix))
+        if self.weights == "collective" and self.served and not self.workers:
+            fix = "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
+            found.append(("weights", self.weights, fix))
+        if found:
+            raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
+        return self
+
+
+class TaskContextSection(Section):
+    """What long episodes are shown: docs/long_episodes.md. Sizes are tokens."""
+
+    strategy: Literal["keep", "summarise", "restart"] = "keep"
+    tokens: Annotated[int, Field(ge=0)] = 0  # a context with its response; 0: all that the task has room for
+    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, that stay when a context begins anew
+    summary: Annotated[str, Field(pattern=r"^(model|[\w.]+:\w+)$")] = "model"  # by the policy, or module:function
+    summary_tokens: Annotated[int, Field(ge=0)] = 0  # at most; 0: as a response
+    ask: tuple[int, ...] = ()  # token ids that ask the policy for a summary
+
+    @model_validator(mode="after")
+    def _asks(self) -> TaskContextSection:
+        if self.strategy == "summarise" and self.summary == "model" and not self.ask:
+            fix = "the policy must be asked for its summary: give the token ids of the question"
+            found = violation("ask", list(self.ask), fix)
+            raise ValidationError.from_exception_data("context", [found])
+        return self
+
+
+class ContextSection(TaskContextSection):
+    """The same for all tasks, but for those that have a table of their own: ``[context.tasks.NAME]``."""
+
+    tasks: dict[str, TaskContextSection] = {}
+
+    def of(self, task: str) -> TaskContextSection:
+        """The rules of a task."""
+        return self.tasks.get(task, self)
+
+
+class FiltersSection(Section):
+    """Which scored trajectories may be trained on, what a batch is made of; see :mod:`orchestrator.policies.filters`."""
+
+    completeness: bool = True  # drop what an error cut short, or what holds no token of the policy
+    truncated: Literal["keep", "drop"] = "keep"  # episodes that ran into their turn or context limit
+    reward_min: float | None = None
+    reward_max: float | None = None
+    ngram: Annotated[int, Field(ge=2, le=64)] = 4  # tokens; of the next two
+    max_repetition: Fraction | None = None  # share of a trajectory's action n-grams that repeat earlier ones of it
+    max_similarity: Fraction | None = None  # share that the last `similarity_window` trajectories have already
+    similarity_window: Positive = 256  # trajectories of the same task
+    balance: Literal["none", "task", "difficulty"] = "none"
+    balance_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch's groups, for one task or difficulty
+
+    @model_validator(mode="after")
+    def _range(self) -> FiltersSection:
+        if self.reward_min is not None and self.reward_max is not None and self.reward_min > self.reward_max:
+            fix = f"must not be above filters.reward_max = {self.reward_max:g}: no reward would pass"
+            raise ValidationError.from_exception_data("filters", [violation("reward_min", self.reward_min, fix)])
+        if self.truncated == "drop" and not self.completeness:
+            fix = "needs filters.completeness = true"
+            raise ValidationError.from_exception_data("filters", [violation("truncated", self.truncated, fix)])
+        return self

@@ -1,0 +1,84 @@
+"""Sections of a config: the run, its model, its task, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from orchestrator.sections.base import Positive, PositiveSeconds, Section
+from orchestrator.tasks import registry
+
+
+class RunSection(Section):
+    """What runs, for how long, and where its folder is."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"  # folder name prefix under `folder`
+    folder: str = "runs"
+    seed: Annotated[int, Field(ge=0)] = 0
+    mode: Literal["sync", "sync_plus", "one_off", "areal", "async"] = "async"  # docs/modes.md
+    steps: Positive = 100
+    trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long ends the run
+    minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
+
+
+class ModelSection(Section):
+    """Which model: a Hugging Face folder, or (``path`` empty) a tiny Qwen3 that the run creates."""
+
+    path: str = ""
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 256
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 32
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _shapes(self) -> ModelSection:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class TaskSection(Section):
+    """What is trained on: see docs/tasks.md."""
+
+    name: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")] = "frozenlake"  # or module:Class of your own
+    heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct held-out prompts (maps, problems) to evaluate on
+    dataset: str = ""  # of reasoning_gym
+    prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
+    response_tokens: Positive | None = None  # the same for an answer
+
+    @model_validator(mode="after")
+    def _known(self) -> TaskSection:
+        if ":" not in self.name and self.name not in registry.BUILT_IN:
+            known = ", ".join(registry.BUILT_IN)
+            raise ValueError(
+                f"name = {self.name!r}: no such task; there are: {known}; your own is written module:Class"
+            )
+        if self.name != "reasoning_gym" and self.options:
+            raise ValueError(f"{', '.join(self.options)}: only for name = 'reasoning_gym'")
+        if self.name == "reasoning_gym" and not self.dataset:
+            raise ValueError("dataset: name = 'reasoning_gym' needs one, chain_sum for example")
+        return self
+
+    @property
+    def options(self) -> dict[str, str | int]:
+        """What the task's class is given beside the number of held-out prompts."""
+        given = {"dataset": self.dataset, "prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens}
+        return {name: value for name, value in given.items() if value}
+
+
+class EvaluationSection(Section):
+    """Greedy evaluation on held-out prompts: at the start, every ``every`` steps, and at the end."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # 0: start and end only
+    prompts: Positive = 300
+
+
+class CheckpointSection(Section):
+    """Atomic checkpoints; the last ``keep`` stay."""
+
+    every: Positive = 1
+    keep: Positive = 2
