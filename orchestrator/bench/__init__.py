@@ -20,6 +20,8 @@ _MODULES = {
     "ledger-faults": "orchestrator.bench.ledger_faults",
     "learns": "orchestrator.bench.learns",
     "routing": "orchestrator.bench.routing",
+    "placement": "orchestrator.bench.placement",
+    "allocation": "orchestrator.bench.allocation",
     "stream-equality": "orchestrator.bench.stream_equality",
     "merge-control": "orchestrator.bench.merge_control",
     "delta-bytes": "orchestrator.bench.delta_bytes",
