@@ -27,6 +27,11 @@ class ChildProcess:
         """Whether the process runs."""
         return self._process is not None and self._process.returncode is None
 
+    async def ended(self) -> None:
+        """Wait until the process is gone; at once when there is none."""
+        if self._process is not None:
+            await self._process.wait()
+
     async def stop(self) -> None:
         """Stop, kill if need be, reap. Idempotent."""
         process = self._process

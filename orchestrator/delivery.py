@@ -23,6 +23,8 @@ from orchestrator.api import (
     CollectiveWorker,
     CommandError,
     Meeting,
+    PartLost,
+    ProcessDied,
     PublishResult,
     RetryableError,
     RunError,
@@ -33,7 +35,10 @@ from orchestrator.events import EventLog
 from orchestrator.lanes import Lane
 from orchestrator.proxy import LLMProxy
 
-_PUBLISH_PAUSES = (1.0, 2.0, 4.0)  # seconds between tries; leases of Mooncake end after 5
+_PAUSE_FIRST, _PAUSE_LIMIT = 1.0, 15.0  # seconds between tries to publish; leases of Mooncake end after 5
+_FIRST_PATIENCE = (
+    10.0  # seconds for the first version of a run: what cannot be published then is a mistake, not an outage
+)
 _GRACE = 5.0  # seconds over the time limit in which a worker must answer
 
 
@@ -44,14 +49,24 @@ class Call(Protocol):
 
 
 class Delivery:
-    """One run's. ``limit``: seconds for the collective to deliver a version; None: everything over the relay."""
+    """One run's. ``limit``: seconds for the collective to deliver a version; None: everything over the relay. ``patience``:
+    seconds that a version which cannot be published is tried again for."""
 
-    def __init__(self, trainer: Trainer, proxy: LLMProxy, events: EventLog, call: Call, limit: float | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        proxy: LLMProxy,
+        events: EventLog,
+        call: Call,
+        limit: float | None,
+        patience: float = 300.0,
+    ) -> None:
         self._trainer = trainer
         self._proxy = proxy
         self._events = events
         self._call = call
         self._limit = limit
+        self._patience = patience
         self._members: tuple[
             tuple[int, int], ...
         ] = ()  # (lane, life) of those that received the last version, all well
@@ -146,19 +161,27 @@ class Delivery:
 
     async def _publish(self, step: int) -> PublishResult:
         """A failed publication left nothing behind, so it may be tried again: a full relay frees itself when leases end
-        (back-pressure)."""
+        (back-pressure), a server that is away may come back."""
+        loop, pause = asyncio.get_running_loop(), _PAUSE_FIRST
+        deadline = loop.time() + (self._patience if self._content else min(self._patience, _FIRST_PATIENCE))
         with self._events.stage("publish", step) as note:
-            for pause in _PUBLISH_PAUSES:
-                try:
-                    return await self._published()
-                except RetryableError as error:
-                    note.waiting_for = f"the relay to take the version: {str(error).splitlines()[0]}"
-                    self._proxy.note_fault("publish", str(error))
-                    await asyncio.sleep(pause)
             try:
-                return await self._published()
-            except RetryableError as error:
-                raise RunError(f"the trainer failed in publish: {error}") from error
+                while True:
+                    try:
+                        return await self._published()
+                    except ProcessDied as error:
+                        raise PartLost(f"the trainer failed in publish: {error}") from error
+                    except RetryableError as error:
+                        if loop.time() >= deadline:
+                            raise RunError(f"the trainer failed in publish: {error}") from error
+                        self.waiting_for = f"the relay to take the version: {str(error).splitlines()[0]}"
+                        note.waiting_for = self.waiting_for
+                        self._proxy.note_fault("publish", str(error))
+                    await asyncio.sleep(min(pause, max(deadline - loop.time(), 0.0)))
+                    pause = min(2 * pause, _PAUSE_LIMIT)
+            finally:
+                if note.waiting_for:
+                    self.waiting_for = ""
 
     async def _published(self) -> PublishResult:
         result: PublishResult = await self._call("publish", self._trainer.publish())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
+    BorrowedWorker,
     Completion,
     GenerationRequest,
     ManagedWorker,
@@ -51,6 +53,7 @@ class Lane:
     removed: bool = False
     lent: bool = False  # its device belongs to the trainer, or is about to
     stuck: str = ""  # it did not answer when it was to be lent: it is restarted when its device is taken back
+    loading: bool = False  # it takes weights up by itself, beside the others
     moving: bool = False  # what it aborts goes on elsewhere
     version: int = -1  # of its weights; -1: none that we know of
     restarts: int = 0  # that count against the limit; of a borrowed worker: returns since it last finished a request
@@ -79,14 +82,17 @@ class Lane:
     async def load(self, version: int) -> UpdateResult | None:
         """Bring its worker to ``version``, with its memory where that was lent, and let it run; returns what was loaded.
         Raises what the worker's commands raise."""
-        result = None
-        await self.worker.suspend()
-        if self.lent and isinstance(self.worker, ReleasingWorker):
-            await self.worker.reclaim()
-        if self.version != version:
-            result = await self.worker.update(version)
-            self.version = version
-        await self.worker.resume()
+        result, self.loading = None, True
+        try:
+            await self.worker.suspend()
+            if self.lent and isinstance(self.worker, ReleasingWorker):
+                await self.worker.reclaim()
+            if self.version != version:
+                result = await self.worker.update(version)
+                self.version = version
+            await self.worker.resume()
+        finally:
+            self.loading = False
         return result
 
     def give_up(self) -> list[Pending]:
@@ -100,3 +106,12 @@ class Lane:
         self.outbox.clear()
         self.aborts.clear()
         return had
+
+
+def others_live(lanes: Sequence[Lane], lane: Lane) -> bool:
+    """Whether a worker beside this one is up, or is being restarted by us."""
+    return any(
+        other.alive or not (other.removed or isinstance(other.worker, BorrowedWorker))
+        for other in lanes
+        if other is not lane
+    )

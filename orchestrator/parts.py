@@ -52,6 +52,7 @@ class Parts:
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
     tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
     gpus: Gpus | None = None
+    away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
 
 
 @dataclass

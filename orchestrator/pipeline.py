@@ -17,8 +17,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from orchestrator.api import (
+    PartLost,
     RetryableError,
-    RunError,
     TrainBatch,
     TrainMetrics,
     TrainSample,
@@ -61,7 +61,9 @@ class Pipeline:
             environments=parts.environments,
         )
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
-        self.delivery = Delivery(parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit)
+        self.delivery = Delivery(
+            parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit, config.relay.patience
+        )
         self.lag_weight = LagWeight(config.rollout.staleness_decay)
         self._training: asyncio.Task[None] | None = None
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
@@ -216,7 +218,7 @@ class Pipeline:
             async with asyncio.timeout(limit):
                 return await call
         except TimeoutError as error:
-            raise RunError(f"the trainer failed in {what}: no answer for {limit:g} s (run.trainer_timeout)") from error
+            raise PartLost(f"the trainer failed in {what}: no answer for {limit:g} s (run.trainer_timeout)") from error
         finally:
             self._trainer_call = ""
 
@@ -225,7 +227,7 @@ class Pipeline:
         try:
             return await self._call(what, call)
         except RetryableError as error:
-            raise RunError(f"the trainer failed in {what}: {error}") from error
+            raise PartLost(f"the trainer failed in {what}: {error}") from error
 
     def _start_training(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
         self._trained = asyncio.get_running_loop().create_future()
@@ -379,6 +381,8 @@ class Pipeline:
     def waiting_for(self) -> str:
         """What the next batch waits for, in words."""
         wanted, have = self.config.rollout.groups_per_step, self.rollout.buffer.ready_groups
+        if self.parts.away is not None and (away := self.parts.away()):
+            return away
         if self.rollout.proxy.waiting_for or self.delivery.waiting_for:
             return self.rollout.proxy.waiting_for or self.delivery.waiting_for
         if self._trainer_call and (have >= wanted or not self.rollout.open):

@@ -26,6 +26,7 @@ from orchestrator.api import (
     ConfigError,
     GenerationRequest,
     ManagedWorker,
+    PlacedWorker,
     ReleasingWorker,
     RetryableError,
     RunError,
@@ -34,7 +35,8 @@ from orchestrator.api import (
 )
 from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
-from orchestrator.lanes import Lane, Loan, Pending
+from orchestrator.heartbeat import Heartbeat
+from orchestrator.lanes import Lane, Loan, Pending, others_live
 from orchestrator.policies.routing import Seat, TurnRouter
 
 # What a worker raises that has to be brought up anew. ConfigError: what answers there now is no worker of ours.
@@ -52,6 +54,8 @@ class LLMProxy:
         *,
         stall_timeout: float,
         restarts: int,
+        heartbeat: float = 5.0,
+        misses: int = 4,
         current_only: bool = False,
         router: TurnRouter | None = None,
         on_fatal: Callable[[RunError], None],
@@ -67,6 +71,14 @@ class LLMProxy:
         self._suspended = False
         self._preparing = -1  # the version that workers fetch, -1: none
         self._watch: asyncio.Task[None] | None = None
+        self._heartbeat = Heartbeat(
+            self.lanes,
+            self._lost,
+            lambda: self._suspended,
+            interval=heartbeat,
+            misses=misses,
+            stall_timeout=stall_timeout,
+        )
         self.version = -1  # none yet
         self.unpublished = -1  # the version that is not on the relay yet, -1: none
         self.tokens = 0  # generated so far
@@ -80,7 +92,7 @@ class LLMProxy:
         """Begin to pump completions. The workers are up."""
         for lane in self.lanes:
             self._open_lane(lane)
-        self._watch = asyncio.create_task(self._watchdog(), name="proxy watchdog")
+        self._watch = asyncio.create_task(self._heartbeat.run(), name="proxy heartbeat")
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
@@ -399,12 +411,14 @@ class LLMProxy:
                     self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {error!r}")
                     continue
                 await asyncio.sleep(_ASK_AGAIN)
-                alone = 0.0 if self._others_live(lane) else alone + loop.time() - begun
+                alone = 0.0 if others_live(self.lanes, lane) else alone + loop.time() - begun
                 if alone > 4 * self._stall_timeout:
                     why = f"it was away for {loop.time() - began:.0f} s: {error}"
                     break
                 continue
             lane.restarts += 1
+            if isinstance(lane.worker, PlacedWorker) and lane.worker.hardware:  # it may have moved to another pool
+                self._tell_stranded(self._router.reseat(lane.index, lane.worker.hardware))
             self._open_lane(lane)
             lane.wake.set()
             how, seconds = f"restart {lane.restarts}", loop.time() - begun
@@ -416,8 +430,13 @@ class LLMProxy:
         lane.removed = True
         if all(other.removed for other in self.lanes):
             self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}"))
-        elif stranded := self._router.retire(lane.index):  # of a task that only it could serve
-            self._on_fatal(self._router.nobody(self._pending[stranded[0]].request.task))
+        else:
+            self._tell_stranded(self._router.retire(lane.index))
+
+    def _tell_stranded(self, requests: Sequence[str]) -> None:
+        """Nobody is left who may serve them."""
+        if requests:
+            self._on_fatal(self._router.nobody(self._pending[requests[0]].request.task))
 
     async def _bring_up(self, lane: Lane) -> None:
         """Restart a worker, and give it the present weights."""
@@ -432,25 +451,6 @@ class LLMProxy:
                     await lane.load(loaded)
             else:
                 await asyncio.sleep(0.05)
-
-    def _others_live(self, lane: Lane) -> bool:
-        """Whether another worker is up, or is being restarted by us."""
-        return any(
-            other.alive or not (other.removed or isinstance(other.worker, BorrowedWorker))
-            for other in self.lanes
-            if other is not lane
-        )
-
-    async def _watchdog(self) -> None:
-        """A worker that holds requests but finishes none for the stall time is treated as dead."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._stall_timeout / 4)
-            if self._suspended:
-                continue
-            for lane in self.lanes:
-                if lane.usable and lane.sent and loop.time() - lane.last_progress > self._stall_timeout:
-                    self._lost(lane, f"{len(lane.sent)} requests, no completion for {self._stall_timeout} s")
 
     def distrust(self, index: int, why: str) -> None:
         """Bring a worker up anew, like one that died."""

@@ -95,6 +95,8 @@ class Rollout:
             events,
             stall_timeout=settings.stall_timeout,
             restarts=settings.worker_restarts,
+            heartbeat=settings.heartbeat_seconds,
+            misses=settings.heartbeat_misses,
             current_only=not self.mode.carries_over,
             router=fleet.router(settings.routing, workers),
             on_fatal=fail,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import COMMAND_STATUS, CommandError, ConfigError, RetryableError, RolloutWorker
+from orchestrator.api import COMMAND_STATUS, CommandError, ConfigError, ProcessDied, RetryableError, RolloutWorker
 from orchestrator.config import parse_config
 from orchestrator.runtime import actors
-from orchestrator.runtime.actors import Actor, ActorDiedError, ActorHost, RayTrainer, RayWorker, meeting_point
+from orchestrator.runtime.actors import Actor, ActorHost, RayTrainer, RayWorker, meeting_point
 from orchestrator.runtime.train import start_ray
 
 
@@ -163,12 +163,12 @@ def test_a_single_rank_is_not_told_about_ranks() -> None:
         (["", ConfigError("model", "x", "give a path")], ConfigError, "give a path"),
         ([RetryableError("lost a peer"), ConfigError("model", "x", "fix")], ConfigError, "fix"),
         (
-            [RetryableError("lost a peer"), ActorDiedError("trainer-1 died")],
+            [RetryableError("lost a peer"), ProcessDied("trainer-1 died")],
             RetryableError,
             "rank 1 of 2: trainer-1 died",
         ),
         (
-            ["hang", ActorDiedError("trainer-1 died")],
+            ["hang", ProcessDied("trainer-1 died")],
             RetryableError,
             "rank 1 of 2: trainer-1 died; waiting for it: rank 0",
         ),
@@ -185,7 +185,7 @@ def test_a_rank_that_fails_is_named_and_nobody_waits_for_ever(
         asyncio.run(found.call("train_step"))
     for rank in ranks:
         rank.fate = ""
-    if "hang" in fates or any(isinstance(fate, ActorDiedError) for fate in fates):
+    if "hang" in fates or any(isinstance(fate, ProcessDied) for fate in fates):
         with pytest.raises(RetryableError, match="the trainer has lost a rank"):
             asyncio.run(found.call("train_step"))
         assert all(len(rank.asked) == 1 for rank in ranks)

@@ -14,6 +14,8 @@ from orchestrator.api import (
     CollectiveWorker,
     GenerationRequest,
     Meeting,
+    PartLost,
+    ProcessDied,
     PublishResult,
     RetryableError,
     Sampling,
@@ -293,6 +295,51 @@ def test_a_trainer_that_cannot_publish_ends_the_run_though_workers_have_the_vers
         await rig.delivery.lead(1, 1)
         with pytest.raises(Exception, match="the trainer failed in publish: relay_full"):
             await rig.delivery.finish()
+        await rig.close()
+
+    run(main())
+
+
+def test_a_relay_that_is_away_for_minutes_is_waited_for_by_name() -> None:
+    async def main() -> None:
+        rig = Rig(config("rollout.weights=relay"), 1)
+        await rig.deliver(0)
+        stock, back = rig.trainer.publish, asyncio.get_running_loop().time() + 200
+
+        async def away() -> PublishResult:
+            if asyncio.get_running_loop().time() < back:
+                raise RetryableError("metadata_unreachable: connection refused\nand more")
+            return await stock()
+
+        rig.trainer.publish = away  # type: ignore[method-assign]
+        rig.trainer.version = 1
+        waiting = asyncio.create_task(rig.delivery.begin(1, 1))
+        await asyncio.sleep(100)
+        assert rig.delivery.waiting_for == "the relay to take the version: metadata_unreachable: connection refused"
+        await waiting
+        assert (asyncio.get_running_loop().time() < back + 30, rig.delivery.waiting_for) == (True, "")
+        await rig.delivery.follow(1, 1)
+        assert await rig.held() == [1]
+        assert 10 < len(rig.seen("fault")) < 30
+        await rig.close()
+
+    run(main())
+
+
+def test_a_trainer_that_died_is_not_asked_to_publish_again() -> None:
+    async def main() -> None:
+        rig = Rig(config("rollout.weights=relay"), 1)
+        await rig.deliver(0)
+        asked: list[float] = []
+
+        async def dead() -> PublishResult:
+            asked.append(asyncio.get_running_loop().time())
+            raise ProcessDied("trainer died")
+
+        rig.trainer.publish = dead  # type: ignore[method-assign]
+        with pytest.raises(PartLost, match="the trainer failed in publish: trainer died"):
+            await rig.delivery.begin(1, 1)
+        assert len(asked) == 1
         await rig.close()
 
     run(main())

@@ -314,3 +314,33 @@ def test_whatever_happens_caps_hold_slots_go_to_the_oldest_and_affinity_is_kept(
             assert not seat.cap or router.load(at) <= seat.cap
         assert router.queued == len(model.waiting)
         assert not [name for name, task in model.waiting.items() if model.fits(task)], "a slot stays empty"
+
+
+def test_a_worker_that_moves_to_a_new_class_serves_what_waits_for_any() -> None:
+    router = opened([Seat("H800", cap=1), Seat("H20", cap=1)], affinity={"maths": "H20", "default": "H800"})
+    assert [place(router, name) for name in "ab"] == [0, 1]
+    router.ask("c", "c", "t")
+    router.ask("d", "d", "maths")
+    router.close(0, cache_lost=True)
+    router.take_back("a")
+    assert router.reseat(0, "L20") == []
+    assert router.grant() is None, "it is still closed"
+    router.open(0)
+    assert [router.grant(), router.grant()] == [("a", 0), None]
+    router.leave("b")
+    assert router.grant() == ("c", 1)
+    router.leave("a")
+    assert router.grant() == ("d", 0)
+    assert (router.load(0), router.load(1), router.queued) == (1, 1, 0)
+
+
+def test_a_class_that_its_last_worker_left_is_named() -> None:
+    router = opened([Seat("H800"), Seat("H20")], affinity={"maths": "H800", "default": "H20"}, fallback=False)
+    router.close(0, cache_lost=True)
+    router.ask("a", "a", "maths")
+    router.ask("b", "b", "t")
+    assert router.reseat(0, "H20") == ["a"]
+    with pytest.raises(RunError, match="class H800 only"):
+        router.ask("c", "c", "maths")
+    router.open(0)
+    assert router.grant() == ("b", 0)

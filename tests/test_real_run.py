@@ -246,7 +246,7 @@ def test_a_killed_engine_is_restarted_and_the_run_completes(tmp_path: Path) -> N
     assert summary["ledger"]["failed"] == 0  # its requests were sent again, no trajectory was lost
 
 
-def test_a_run_survives_its_engine_names_its_dead_trainer_and_resumes_after_its_own_death(tmp_path: Path) -> None:
+def test_a_run_survives_its_engine_and_its_trainer_and_resumes_after_its_own_death(tmp_path: Path) -> None:
     run = tmp_path / "t-001"
     with running(started(tmp_path, "run.steps=10")) as process:
         wait_for(run, "step", 1, process)
@@ -255,22 +255,16 @@ def test_a_run_survives_its_engine_names_its_dead_trainer_and_resumes_after_its_
         before = len(of(run, "step"))
         wait_for(run, "step", before + 1, process)
         os.kill(process_of(run, "trainer"), signal.SIGKILL)
-        output = finish(process)
-    assert process.returncode == 1, output
-    assert "trainer" in output
-    assert f"--resume {run}" in output
-    assert "Traceback" not in output
-
-    trained = max(event["step"] for event in of(run, "step")) + 1
-    with running(launch(command("train", "--resume", str(run)))) as process:
-        wait_for(run, "step", trained + 2, process)
+        wait_for(run, "run_start", 2, process)
+        wait_for(run, "step", len(of(run, "step")) + 2, process)
         os.killpg(process.pid, signal.SIGKILL)  # the orchestrator itself, with its children
+    assert [event["what"] for event in of(run, "recovered")][-1:] == ["run"]
 
     with running(launch(command("train", "--resume", str(run)))) as process:
         output = finish(process)
     assert process.returncode == 0, output
     resumes = [event["resumed_from"] for event in of(run, "run_start")]
-    assert resumes[0] is None
+    assert (resumes[0], len(resumes)) == (None, 3)
     assert all(isinstance(step, int) and step >= 1 for step in resumes[1:])
     summary = check_books(run, 10)
     assert summary["ledger"]["in_flight"] == 0
@@ -279,18 +273,32 @@ def test_a_run_survives_its_engine_names_its_dead_trainer_and_resumes_after_its_
 
 
 @pytest.mark.long
-def test_a_killed_reward_host_ends_the_run_with_its_name(tmp_path: Path) -> None:
+def test_a_killed_reward_host_comes_back_and_costs_no_trajectory(tmp_path: Path) -> None:
     run = tmp_path / "t-001"
-    with running(started(tmp_path, "run.steps=40")) as process:
+    with running(started(tmp_path, "run.steps=6")) as process:
+        for kill in (1, 2):
+            wait_for(run, "step", kill, process)
+            os.kill(process_of(run, "reward-host"), signal.SIGKILL)
+            wait_for(run, "recovered", kill, process)
+            time.sleep(2.0)  # the file of processes is written anew
+        output = finish(process)
+    assert process.returncode == 0, output
+    assert {event["what"] for event in of(run, "recovered")} == {"reward host"}
+    assert check_books(run, 6)["ledger"]["failed"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["trainer", "mooncake_master"])
+def test_without_restarts_the_death_of_a_part_ends_the_run_with_its_name(tmp_path: Path, part: str) -> None:
+    run = tmp_path / "t-001"
+    with running(started(tmp_path, "run.steps=40", "run.restarts=0")) as process:
         wait_for(run, "step", 1, process)
-        children = subprocess.run(
-            ["pgrep", "-P", str(process.pid), "-f", "rewards.host"], capture_output=True, text=True
-        )
-        os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
+        os.kill(process_of(run, part), signal.SIGKILL)
         output = finish(process)
     assert process.returncode == 1, output
-    assert "the reward host died" in output
+    assert part in output
     assert f"--resume {run}" in output
+    assert "Traceback" not in output
 
 
 def test_a_synchronous_run_is_never_stale_and_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 * :class:`ConfigError` : the user's input. The command line prints it and exits with code 2; nothing was started.
 * :class:`RetryableError` : a part failed in a way that a retry may cure. The caller that owns the retry policy handles it.
+  :class:`ProcessDied` is one whose process is gone: the same call to the same process will not succeed.
 * :class:`TrajectoryError` : fatal to one trajectory, which ends as ``failed: cause``; the run goes on.
 * :class:`CommandError` : a worker refused a command and changed nothing: the mistake is the caller's, or the weights are
   unusable. Over HTTP it is the status that vLLM's clients expect.
-* :class:`RunError` : fatal to the run. The run stops cleanly, says how to resume, exit code 1.
+* :class:`RunError` : fatal to the run. The run stops cleanly, says how to resume, exit code 1. :class:`PartLost` is one that
+  the run may cure by itself, from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ class RetryableError(CoserveError):
     """A part (worker, relay, reward endpoint) failed; the same call may succeed later."""
 
 
+class ProcessDied(RetryableError):
+    """The process behind a port is gone."""
+
+
 class TrajectoryError(CoserveError):
     """One trajectory cannot go on. ``cause`` is a short stable word that the ledger counts by."""
 
@@ -46,6 +52,10 @@ class TrajectoryError(CoserveError):
 
 class RunError(CoserveError):
     """The run cannot go on."""
+
+
+class PartLost(RunError):
+    """A part that holds state (trainer, relay) is gone; a new one from the newest checkpoint may cure it."""
 
 
 class CommandError(CoserveError):

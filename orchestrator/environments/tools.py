@@ -36,6 +36,7 @@ class ToolSettings:
     timeout: float = 10.0
     retries: int = 3
     seed: int = 0
+    patience: float = 0.0  # seconds that a host which is gone is tried for in any case
 
 
 class ToolClient:

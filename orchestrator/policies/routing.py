@@ -18,7 +18,7 @@ of the waiting turns it looks at the oldest ones only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from orchestrator.api.errors import ConfigError, RunError
@@ -92,6 +92,7 @@ class _Line:
 class _Turn:
     number: int  # order of asking
     trajectory: str
+    task: str
     line: _Line
     due: int  # from this many grants on it is overtaken no more
     worker: int = -1  # -1: it waits
@@ -117,7 +118,7 @@ class TurnRouter:
     ) -> None:
         if rule not in RULES:
             raise ConfigError("rollout.routing.policy", rule, f"must be one of {', '.join(RULES)}")
-        self._seats = tuple(seats)
+        self._seats = list(seats)
         self._rule = rule
         self._imbalance = imbalance
         self._affinity = dict(affinity or {})
@@ -137,9 +138,9 @@ class TurnRouter:
         self._classes = list(dict.fromkeys(seat.hardware for seat in seats))
         self._left = frozenset(self._classes)  # those with a worker that may still come back
         capped = any(seat.cap and not seat.borrowed for seat in seats)
-        tiers = [capped and seat.borrowed for seat in seats]
+        self._tiers = [capped and seat.borrowed for seat in seats]
         self._pools = {(hardware, tier): _Pool() for hardware in self._classes for tier in (False, True)}
-        self._pool_of = [self._pools[seat.hardware, tier] for seat, tier in zip(seats, tiers, strict=True)]
+        self._pool_of = [self._pools[seat.hardware, tier] for seat, tier in zip(seats, self._tiers, strict=True)]
         self._lines: dict[tuple[str, ...], _Line] = {}
         self._line_of: dict[str, _Line] = {}
         for task in self._affinity:
@@ -173,6 +174,29 @@ class TurnRouter:
         """It never comes back. Returns the waiting turns that no worker is left for; they have left the queue."""
         self.close(worker, cache_lost=True)
         self._retired[worker] = True
+        return self._strand()
+
+    def reseat(self, worker: int, hardware: str) -> list[str]:
+        """It was closed, and comes back as one of this class. Returns what :meth:`retire` does, of the class that it left."""
+        if hardware == self._seats[worker].hardware:
+            return []
+        self.close(worker, cache_lost=True)
+        self._seats[worker] = replace(self._seats[worker], hardware=hardware)
+        if hardware not in self._classes:
+            self._classes.append(hardware)
+            self._pools.update({(hardware, tier): _Pool() for tier in (False, True)})
+            known, self._lines, self._line_of = list(self._line_of), {}, {}
+            for task in known:
+                self._line(task)
+            for request, turn in self._turns.items():
+                turn.line = self._line(turn.task)
+                if turn.worker < 0:
+                    heappush(turn.line.waiting, (turn.number, request))
+        self._pool_of[worker] = self._pools[hardware, self._tiers[worker]]
+        return self._strand()
+
+    def _strand(self) -> list[str]:
+        """The waiting turns that no worker is left for leave the queue."""
         pairs = zip(self._seats, self._retired, strict=True)
         self._left = frozenset(seat.hardware for seat, gone in pairs if not gone)
         waiting = [(name, turn.line) for name, turn in self._turns.items() if turn.worker < 0]
@@ -195,7 +219,7 @@ class TurnRouter:
         if request in self._turns:
             raise ValueError(f"request {request} was asked for twice")
         due = self._grants + 2 * self._queued + self._patience
-        turn = self._turns[request] = _Turn(self._numbers, trajectory, line, due)
+        turn = self._turns[request] = _Turn(self._numbers, trajectory, task, line, due)
         self._numbers += 1
         self._queue(request, turn)
 

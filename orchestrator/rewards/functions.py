@@ -4,9 +4,11 @@
                    Lambda function URL, or any server that answers POST with 200 and JSON
 
 Guarantees: transport failures (no connection, no answer in time, HTTP 408, 429, 5xx) are tried again ``retries`` times with
-exponential back-off and seeded jitter; what the function itself did wrong is not. At most ``concurrency`` calls are in
-flight, and at most ``burst`` more wait; one beyond that is refused at once. Every way to fail is a :class:`FunctionFailed`
-with its kind, so that whoever calls decides what it means. No redirects: the token is for this address only.
+exponential back-off and seeded jitter; what the function itself did wrong is not. A host that cannot be connected to, or hangs
+up, is tried for ``patience`` seconds in any case: one that the run started is being brought back. At most ``concurrency`` calls
+are in flight, and at most ``burst`` more wait; one beyond that is refused at once. Every way to fail is a
+:class:`FunctionFailed` with its kind, so that whoever calls decides what it means. No redirects: the token is for this address
+only.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class FunctionClient:
         retries: int = 3,
         seed: int = 0,
         burst: int | None = None,
+        patience: float = 0.0,
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(self.field, url, "write it as http://host:port/path or https://...")
@@ -90,6 +93,7 @@ class FunctionClient:
         self._inside = 0  # calls in flight, and those that wait for a slot
         self._timeout = timeout
         self._retries = retries
+        self._patience = patience
         self._random = random.Random(seed)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -144,20 +148,25 @@ class FunctionClient:
             await session.close()
 
     async def _with_retries(self, body: bytes) -> Any:
-        delay = BACKOFF_FIRST
-        for attempt in range(self._retries + 1):
-            if attempt:
-                self.counts.retries += 1
-                await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))
-                delay = min(2 * delay, BACKOFF_LIMIT)
+        delay, tries, loop = BACKOFF_FIRST, 0, asyncio.get_running_loop()
+        deadline = loop.time() + self._patience
+        while True:
+            timed_out = gone = False
             try:
                 async with asyncio.timeout(self._timeout):
                     return _answer(*await self._post(body))
             except TimeoutError:
                 timed_out, reason = True, f"no answer within {self._timeout:g} s"
             except (aiohttp.ClientError, _Transport, OSError) as error:
-                timed_out, reason = False, f"{type(error).__name__}: {error}"
-        detail = f"{self._url} failed {self._retries + 1} times; the last time: {reason}"
+                gone = isinstance(error, aiohttp.ClientConnectionError | OSError)
+                reason = f"{type(error).__name__}: {error}"
+            tries += 1
+            if tries > self._retries and not (gone and loop.time() < deadline):
+                break
+            self.counts.retries += 1
+            await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))
+            delay = min(2 * delay, BACKOFF_LIMIT)
+        detail = f"{self._url} failed {tries} times; the last time: {reason}"
         raise FunctionFailed("no_answer" if timed_out else "unavailable", detail)
 
     async def _post(self, body: bytes) -> tuple[bool, bytes]:

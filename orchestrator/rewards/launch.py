@@ -2,6 +2,7 @@
 
 Guarantees: after ``start`` returned the host answers; when it raises (or is cancelled), nothing is left behind; ``stop``
 is idempotent and reaps; the host ends when this process does, however it ends, because it holds the other end of a pipe.
+One that died can be restarted at its old address, with its old token: who calls it need not be told, only be patient.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from orchestrator.rewards.protocol import INVOKE_PATH
 
 TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
 START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
+PATIENCE = 60.0  # seconds that a client should go on trying to connect: a host which died is restarted meanwhile
 
 
 class FunctionHost(ChildProcess):
@@ -62,7 +64,21 @@ class FunctionHost(ChildProcess):
 
     async def start(self) -> None:
         """Start and wait until it listens. Raises ConfigError when the function is refused, RunError otherwise."""
+        try:
+            await self._launch(0)
+        except BaseException:
+            self._port = 0
+            raise
+
+    async def restart(self) -> None:
+        """After its death, or a restart that failed: at the port that it had. Raises as :meth:`start`."""
+        await super().stop()
+        await self._launch(self._port)
+
+    async def _launch(self, port: int) -> None:
+        """At this port, 0: at a free one."""
         command = [sys.executable, "-m", "orchestrator.rewards.host", "--die-with-stdin", "--token-env", TOKEN_VARIABLE]
+        command += ["--port", str(port)]
         log = None if self._log is None else self._log.open("ab")
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -90,10 +106,10 @@ class FunctionHost(ChildProcess):
                     raise RunError(f"the function host ended with code {code} before it was ready{self._hint()}")
             self._port = int(json.loads(line)["port"])
         except TimeoutError:
-            await self.stop()
+            await super().stop()
             raise RunError(f"the function host was not ready within {START_LIMIT:g} s{self._hint()}") from None
         except BaseException:
-            await self.stop()
+            await super().stop()
             raise
 
     async def stop(self) -> None:

@@ -23,6 +23,7 @@ from orchestrator.api import (
     ConfigError,
     GenerationRequest,
     Meeting,
+    ProcessDied,
     PublishResult,
     ReleaseResult,
     ResidencyResult,
@@ -43,10 +44,6 @@ _ADDRESS = "orchestrator.runtime.actors:address"
 _FAIL_TOGETHER = 20.0  # seconds that the other ranks of a trainer have to fail, too, after one has
 
 
-class ActorDiedError(RetryableError):
-    """The process of an actor is gone."""
-
-
 class ActorHost:
     """Runs inside the actor's process: holds one object, made from a class named by string."""
 
@@ -54,7 +51,7 @@ class ActorHost:
         self._object: Any = None
 
     async def create(self, target: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
-        """Import ``module:Class`` and construct it."""
+        """Import ``module:Class`` and construct it. Returns the process id."""
         return await self._answer(self._create, target, kwargs)
 
     async def function(self, target: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
@@ -65,12 +62,13 @@ class ActorHost:
         """Call a method of the object."""
         return await self._answer(getattr(self._object, method), *args, **kwargs)
 
-    def pid(self) -> int:
+    async def process(self) -> tuple[str, int]:
         """The process id, for those who watch it."""
-        return os.getpid()
+        return _OK, os.getpid()
 
-    def _create(self, target: str, kwargs: dict[str, Any]) -> None:
+    def _create(self, target: str, kwargs: dict[str, Any]) -> int:
         self._object = _resolve(target)(**kwargs)
+        return os.getpid()
 
     async def _answer(self, function: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
         """An answer that always crosses the process border: exceptions travel as words, never as pickled objects."""
@@ -123,7 +121,7 @@ class Actor:
             tag, value = await getattr(self._handle, what).remote(*args, **kwargs)
         except ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()
-            raise ActorDiedError(f"{self.name} died: {reason[0] if reason else type(error).__name__}") from error
+            raise ProcessDied(f"{self.name} died: {reason[0] if reason else type(error).__name__}") from error
         if tag == _CONFIG:
             raise ConfigError(*value)
         if tag == _COMMAND:
@@ -138,12 +136,7 @@ class Actor:
 
     async def pid(self) -> int:
         """Its process id."""
-        import ray
-
-        try:
-            return int(await self._handle.pid.remote())
-        except ray.exceptions.RayError as error:
-            raise ActorDiedError(f"{self.name} died: {error}") from error
+        return int(await self.ask("process"))
 
     def kill(self) -> None:
         """End the process at once. Idempotent."""
@@ -171,6 +164,7 @@ class RayWorker:
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
         self._actor = Actor(name, environment, placement)
         self._failed_here = False  # the last restart in this place
+        self.process = 0  # its process id, 0 while it has none
 
     @property
     def hardware(self) -> str:
@@ -180,9 +174,10 @@ class RayWorker:
 
     async def start(self) -> None:
         """Start the process and the engine in it."""
+        self.process = 0
         await self._actor.place()
         self._actor.start()
-        await self._actor.ask("create", self._target, self._kwargs)
+        self.process = await self._actor.ask("create", self._target, self._kwargs)
 
     async def restart(self) -> None:
         """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8)."""
@@ -373,7 +368,7 @@ class RayTrainer:
     async def _gather(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """One call a rank; returns their answers, or raises what tells most of the ranks' errors."""
         if self._broken:
-            raise RetryableError(self._broken)
+            raise ProcessDied(self._broken)
         pairs = zip(self._actors, calls, strict=True)
         asked = [asyncio.create_task(actor.ask(what, *args)) for actor, (what, args) in pairs]
         try:
@@ -397,10 +392,10 @@ class RayTrainer:
         if len(self._actors) == 1 or isinstance(error, ConfigError | CommandError):
             raise error
         message = f"rank {rank} of {len(self._actors)}: {error}"
-        if waiting or isinstance(error, ActorDiedError):
+        if waiting or isinstance(error, ProcessDied):
             others = f"; waiting for it: rank {', '.join(map(str, waiting))}" if waiting else ""
             self._broken = f"the trainer has lost a rank, {message}{others}"
-            raise RetryableError(self._broken) from error
+            raise ProcessDied(self._broken) from error
         raise RetryableError(message) from error
 
 
@@ -414,11 +409,11 @@ def _error(task: asyncio.Task[Any]) -> BaseException | None:
 
 
 def _has_died(tasks: Sequence[asyncio.Task[Any]]) -> bool:
-    return any(isinstance(_error(task), ActorDiedError) for task in tasks)
+    return any(isinstance(_error(task), ProcessDied) for task in tasks)
 
 
 def _telling(error: BaseException) -> int:
-    order = (ConfigError, CommandError, ActorDiedError)
+    order = (ConfigError, CommandError, ProcessDied)
     return next((place for place, kind in enumerate(order) if isinstance(error, kind)), len(order))
 
 

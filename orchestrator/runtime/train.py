@@ -3,6 +3,9 @@ between them, rewards behind HTTP.
 
 This module only assembles and takes apart: every part is started with a time limit and a name to wait for, and closed in
 reverse order whatever happens. What the run does is :mod:`orchestrator.pipeline`.
+
+A run is a chain of *lives*: one whose trainer or relay dies is taken apart like any other, and the next one does what
+``--resume`` does, in the same process and folder. Functions' hosts come back within a life (:mod:`orchestrator.runtime.keeper`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -22,15 +24,14 @@ from orchestrator.api import (
     ConfigError,
     DemonstratingTask,
     ManagedWorker,
+    PartLost,
     RetryableError,
-    RewardFunction,
     RunError,
     Task,
 )
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.environments.assemble import make_pool, owner_of
-from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import nvml
@@ -40,23 +41,20 @@ from orchestrator.policies.allocation import Binding
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, rewind
-from orchestrator.rewards.client import HttpReward
-from orchestrator.rewards.judge import TEMPLATE, LLMJudge
-from orchestrator.rewards.launch import FunctionHost, RewardHost
-from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
-from orchestrator.runtime import pools
+from orchestrator.runtime import hosts, pools
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
+from orchestrator.runtime.keeper import Keeper
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore
-from orchestrator.tasks import registry
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.redis import PASSWORD_FILE
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
 TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
+_RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
 _START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
 
 
@@ -103,7 +101,47 @@ def _start_local_ray(**options: Any) -> None:
 async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
     """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended."""
     loop = asyncio.get_running_loop()
-    async with AsyncExitStack() as stack:
+    begun, lost_at = loop.time(), None
+    trained, restarts = -1, 0  # steps ever trained; lives in a row that trained no new one
+    while True:
+        date = datetime.fromisoformat(started) + timedelta(seconds=round(loop.time() - begun))
+        life = _Life(config, folder, task, resume, date.isoformat(), lost_at)
+        try:
+            return await life.run()
+        except (RunError, RetryableError, ConfigError) as error:
+            if isinstance(error, ConfigError) and lost_at is None:
+                raise
+            restarts = 0 if life.trained > trained else restarts + 1
+            trained = max(trained, life.trained)
+            curable = isinstance(error, PartLost) or (lost_at is not None and not life.up)
+            if not curable or restarts >= config.run.restarts:
+                raise RunError(f"{error}\n  resume with: rl-coserve train --resume {folder.path}") from error
+            print(f"{error}\n  going on from the newest checkpoint", flush=True)
+            lost_at, resume = loop.time(), True
+            await asyncio.sleep(restarts * _RESTART_PAUSE)
+
+
+@dataclass
+class _Life:
+    """The run until it ends or loses a part. ``lost_at``: when the one before it did (loop time), None: there was none."""
+
+    config: Config
+    folder: RunFolder
+    task: Task
+    resume: bool
+    started: str
+    lost_at: float | None
+    up: bool = False  # all parts have been there
+    trained: int = -1  # steps
+
+    async def run(self) -> str:
+        """Returns why it ended. Raises RunError and RetryableError."""
+        async with AsyncExitStack() as stack:
+            return await self._run(stack)
+
+    async def _run(self, stack: AsyncExitStack) -> str:
+        config, folder, task, started = self.config, self.folder, self.task, self.started
+        loop = asyncio.get_running_loop()
         display = Progress(steps=config.run.steps, minutes=config.run.minutes, name=folder.path.name, now=loop.time)
         stack.callback(display.close)
         events_stream = stack.enter_context(folder.append(folder.events_file))
@@ -115,7 +153,7 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
         store = TrajectoryStore(folder.trajectories, epoch=epoch)
         stack.callback(store.close)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
-        resumed = rewind(checkpoints, ledger, ledger_lines, store) if resume else None
+        resumed = rewind(checkpoints, ledger, ledger_lines, store) if self.resume else None
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
         events.emit(
@@ -134,18 +172,27 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
             pipeline = Pipeline(config, parts, position)
-            watch = asyncio.create_task(_watch(assembly.children, pipeline), name="watch children")
-            stack.callback(watch.cancel)
+            assembly.keeper.start(pipeline.fail)
+            stack.push_async_callback(assembly.keeper.close)
+            self.up = True
+            if self.lost_at is not None:
+                seconds = loop.time() - self.lost_at
+                events.emit("recovered", what="run", detail=f"from step {position.step}, {seconds:.1f} s")
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, pipeline.stop, "interrupted")
                 stack.callback(loop.remove_signal_handler, number)
-            reason = await pipeline.run()
+            try:
+                reason = await pipeline.run()
+            finally:
+                self.trained = pipeline.position.step
             status = "completed" if reason == "completed" else "interrupted"
             if status == "completed":
-                await parts.trainer.call("export", str(folder.path / "model-final"))  # type: ignore[attr-defined]
-        except (RunError, RetryableError) as error:
+                await _export(parts.trainer, folder)
+        except (RunError, RetryableError, ConfigError) as error:
             reason = str(error)
-            raise RunError(f"{reason}\n  resume with: rl-coserve train --resume {folder.path}") from error
+            if isinstance(error, PartLost):
+                events.emit("fault", what="run", cause="part lost", detail=reason[:300])
+            raise
         except asyncio.CancelledError:
             status, reason = "interrupted", "interrupted"
             raise
@@ -155,19 +202,16 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
         return reason
 
 
-async def _watch(children: Sequence[tuple[str, Callable[[], bool]]], pipeline: Pipeline) -> None:
-    """A child process that is gone ends the run with its name; Ray's actors are watched by their callers."""
-    while True:
-        await asyncio.sleep(1.0)
-        for name, alive in children:
-            if not alive():
-                pipeline.fail(RunError(f"the {name} died; its log is in the run folder's logs"))
-                return
+async def _export(trainer: Any, folder: RunFolder) -> None:
+    try:
+        await trainer.call("export", str(folder.path / "model-final"))
+    except RetryableError as error:
+        raise PartLost(f"the trainer failed in export: {error}") from error
 
 
 @dataclass
 class _Assembly:
-    """Starts the parts of a run, in parallel where it can be; ``children`` are the processes to watch."""
+    """Starts the parts of a run, in parallel where it can be; ``keeper`` knows the processes to watch."""
 
     config: Config
     folder: RunFolder
@@ -176,14 +220,16 @@ class _Assembly:
     display: Progress
     stack: AsyncExitStack
     resumed: Resumed | None
-    children: list[tuple[str, Callable[[], bool]]] = field(default_factory=list)
-    tools: ToolClient | None = None
+    keeper: Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = Keeper(self.events)
 
     async def start(self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints) -> tuple[Parts, Position]:
         """Start everything; returns what the pipeline talks to, and where it begins."""
         config, resumed = self.config, self.resumed
         self.display.stage("startup", "relay, reward host, model")
-        reward = await self._start_reward()
+        reward = await hosts.start_reward(config, self.task, self.keeper, self.stack, self.folder.logs)
         endpoint = await self._start_relay()
         spread, variables = bool(config.ray.address), trainer_environment(config)
         ranks = pools.trainer_ranks(config)
@@ -207,9 +253,19 @@ class _Assembly:
         managed: list[ManagedWorker] = [*workers, *served]
         for worker in managed:
             self.stack.push_async_callback(worker.close)
-        tools = await self._start_tools()
+        tools = await hosts.start_tools(config, self.task, self.keeper, self.stack, self.folder.logs)
+        if tools is not None and tools.cold:
+            cold = ", ".join(tools.cold)
+            self.display.message(f"no way to warm up tools {cold}: their first calls will be cold")
         log = self.folder.logs / "environments.log"
-        pool = make_pool(config, self.task, owner_of(self.folder.path), self.events, log=log, tools=tools)
+        pool = make_pool(
+            config,
+            self.task,
+            owner_of(self.folder.path),
+            self.events,
+            log=log,
+            tools=None if tools is None else tools.settings,
+        )
         if pool is not None:
             self.stack.push_async_callback(pool.close)
             self.display.stage("startup", "environments")
@@ -223,10 +279,11 @@ class _Assembly:
                 version, _, _ = await asyncio.gather(*starting)
         except TimeoutError as error:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
-        await _write_processes(self.folder, trainer, workers)
+        ranks_alive = await trainer.pids()
+        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
         parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
-        parts.tools = self.tools.stats if self.tools is not None else None
-        parts.gpus = nvml()
+        parts.tools = tools.client.stats if tools is not None else None
+        parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
@@ -244,87 +301,6 @@ class _Assembly:
         await warm_up(self.config, self.task, trainer, self.events)
         return 0
 
-    async def _start_reward(self) -> RewardFunction:
-        settings = self.config.reward
-        reward = self._judge() if settings.judge.url else await self._function()
-        self.stack.push_async_callback(reward.close)
-        return reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by)
-
-    def _judge(self) -> LLMJudge:
-        settings, judge = self.config.reward, self.config.reward.judge
-        return LLMJudge(
-            self.task,
-            judge.url,
-            model=judge.model,
-            criterion=judge.criterion,
-            template=judge.template or TEMPLATE,
-            low=judge.low,
-            high=judge.high,
-            structured=judge.structured,
-            max_tokens=judge.max_tokens,
-            temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
-            token=os.environ.get("RL_COSERVE_JUDGE_TOKEN", ""),
-            concurrency=settings.concurrency,
-            timeout=settings.timeout,
-            retries=settings.retries,
-            seed=self.config.run.seed,
-        )
-
-    async def _function(self) -> HttpReward:
-        settings = self.config.reward
-        url, token = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
-        if not url:
-            host = RewardHost(
-                settings.function or registry.reward_of(self.task),
-                concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
-                timeout=settings.timeout,
-                idle_seconds=settings.idle_seconds,
-                log=self.folder.logs / "reward-host.log",
-            )
-            await host.start()
-            self.stack.push_async_callback(host.stop)
-            self.children.append(("reward host", host.alive))
-            url, token = host.url, host.token
-        return HttpReward(
-            url,
-            token=token,
-            concurrency=settings.concurrency,
-            timeout=settings.timeout,
-            retries=settings.retries,
-            seed=self.config.run.seed,
-        )
-
-    async def _start_tools(self) -> dict[str, Any] | None:
-        """The tools of the environments, warmed up; the task has them, other processes are sent what this returns."""
-        settings = self.config.tools
-        if not settings.any:
-            return None
-        urls, token = dict(settings.urls), os.environ.get("RL_COSERVE_TOOLS_TOKEN", "")
-        if settings.functions:
-            host = FunctionHost(
-                settings.functions,
-                field="tools.functions",
-                concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
-                timeout=settings.timeout,
-                idle_seconds=settings.idle_seconds,
-                log=self.folder.logs / "tools-host.log",
-            )
-            await host.start()
-            self.stack.push_async_callback(host.stop)
-            self.children.append(("tools host", host.alive))
-            urls, token = {name: host.url_of(name) for name in settings.functions}, host.token
-        limits = {name: getattr(settings, name) for name in ("concurrency", "burst", "timeout", "retries")}
-        found = ToolSettings(urls, token, seed=self.config.run.seed, **limits)
-        self.tools = ToolClient(found)
-        self.stack.push_async_callback(self.tools.close)
-        user: object = self.task
-        assert isinstance(user, ToolUser), "see preflight"
-        user.use_tools(self.tools)
-        cold = await self.tools.prewarm(settings.warm)
-        if cold:
-            self.display.message(f"no way to warm up tools {', '.join(cold)}: their first calls will be cold")
-        return dict(vars(found))
-
     async def _start_relay(self) -> RelayEndpoint:
         settings = self.config.relay
         address = settings.master
@@ -336,7 +312,7 @@ class _Assembly:
             )
             await master.start()
             self.stack.push_async_callback(master.stop)
-            self.children.append(("mooncake_master", master.alive))
+            self.keeper.keep("mooncake_master", master)
             address = master.address
         return RelayEndpoint(
             job=self.folder.job(shared=bool(settings.metadata_url)),
@@ -449,11 +425,9 @@ def _secrets(config: Config) -> dict[str, str]:
     return {PASSWORD_FILE: str(Path(file).resolve())} if file else {}
 
 
-async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list[RayWorker]) -> None:
-    """Process ids, for people and for fault tests."""
-    lines = [f"{name} {pid}" for name, pid in (await trainer.pids()).items()]
-    lines += [f"{worker.name} {await worker.pid()}" for worker in workers]
-    (folder.path / "processes").write_text("\n".join([*lines, f"orchestrator {os.getpid()}"]) + "\n", encoding="utf-8")
+def _pids(workers: list[RayWorker]) -> dict[str, int]:
+    """Of the engines that came up."""
+    return {worker.name: worker.process for worker in workers if worker.process}
 
 
 __all__ = ["start_ray", "train", "trainer_environment", "warm_up"]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.api import urls
-from orchestrator.sections.base import Positive, Section, violation
+from orchestrator.sections.base import Positive, PositiveSeconds, Section, violation
 
 
 class RelaySection(Section):
@@ -30,6 +30,9 @@ class RelaySection(Section):
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
     codec_threads: Positive = 1  # of each rank that encodes or applies differences
+    patience: PositiveSeconds = (
+        300.0  # a version that cannot be published is tried again for this long; generation goes on
+    )
 
     @model_validator(mode="after")
     def _metadata(self) -> RelaySection:

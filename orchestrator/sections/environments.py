@@ -77,6 +77,7 @@ class ToolsSection(Section):
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     warm: Annotated[int, Field(ge=0)] = 1  # processes of each tool that are kept ready
     idle_seconds: PositiveSeconds = 30.0  # the embedded host ends the others after this
+    host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
 
     @model_validator(mode="after")
     def _one_place(self) -> ToolsSection:

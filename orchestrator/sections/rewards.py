@@ -41,6 +41,7 @@ class RewardSection(Section):
     timeout: PositiveSeconds = 10.0
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this
+    host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
     votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
     vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
     judge: JudgeSection = JudgeSection()

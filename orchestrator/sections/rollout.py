@@ -65,6 +65,8 @@ class RolloutSection(Section):
     trajectory_timeout: PositiveSeconds = 120.0
     worker_restarts: Annotated[int, Field(ge=0)] = 2
     stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
+    heartbeat_seconds: PositiveSeconds = 5.0  # a worker with work that was silent for this long is asked how it is
+    heartbeat_misses: Positive = 4  # so many times without an answer in that time, then it is restarted
     weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSection = EngineSection()

@@ -1,0 +1,117 @@
+"""The rewards and the tools of a run: clients, and the hosts of functions that the run starts and keeps.
+
+Guarantees: a host that the run started is in its keeper, which brings it back at its old address, and its clients are patient
+for that long; everything is closed with the run's exit stack.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import RewardFunction, Task
+from orchestrator.config import Config
+from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
+from orchestrator.rewards.client import HttpReward
+from orchestrator.rewards.judge import TEMPLATE, LLMJudge
+from orchestrator.rewards.launch import PATIENCE, FunctionHost, RewardHost
+from orchestrator.rewards.voting import Voting
+from orchestrator.runtime.keeper import Keeper
+from orchestrator.tasks import registry
+
+
+async def start_reward(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, logs: Path) -> RewardFunction:
+    """What scores trajectories. Raises ConfigError and RunError."""
+    settings = config.reward
+    reward = _judge(config, task) if settings.judge.url else await _function(config, task, keeper, stack, logs)
+    stack.push_async_callback(reward.close)
+    return reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by)
+
+
+def _judge(config: Config, task: Task) -> LLMJudge:
+    settings, judge = config.reward, config.reward.judge
+    return LLMJudge(
+        task,
+        judge.url,
+        model=judge.model,
+        criterion=judge.criterion,
+        template=judge.template or TEMPLATE,
+        low=judge.low,
+        high=judge.high,
+        structured=judge.structured,
+        max_tokens=judge.max_tokens,
+        temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
+        token=os.environ.get("RL_COSERVE_JUDGE_TOKEN", ""),
+        concurrency=settings.concurrency,
+        timeout=settings.timeout,
+        retries=settings.retries,
+        seed=config.run.seed,
+    )
+
+
+async def _function(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, logs: Path) -> HttpReward:
+    settings = config.reward
+    url, token, patience = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", ""), 0.0
+    if not url:
+        host = RewardHost(
+            settings.function or registry.reward_of(task),
+            concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
+            timeout=settings.timeout,
+            idle_seconds=settings.idle_seconds,
+            log=logs / "reward-host.log",
+        )
+        await host.start()
+        stack.push_async_callback(host.stop)
+        keeper.keep("reward host", host, settings.host_restarts)
+        url, token, patience = host.url, host.token, PATIENCE
+    return HttpReward(
+        url,
+        token=token,
+        concurrency=settings.concurrency,
+        timeout=settings.timeout,
+        retries=settings.retries,
+        seed=config.run.seed,
+        patience=patience,
+    )
+
+
+@dataclass(frozen=True)
+class Tools:
+    """``settings``: what other processes are sent; ``cold``: tools that could not be warmed up."""
+
+    client: ToolClient
+    settings: dict[str, Any]
+    cold: tuple[str, ...]
+
+
+async def start_tools(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, logs: Path) -> Tools | None:
+    """The tools of the environments, warmed up; the task has them. None: the config has none. Raises ConfigError, RunError."""
+    settings = config.tools
+    if not settings.any:
+        return None
+    urls, token, patience = dict(settings.urls), os.environ.get("RL_COSERVE_TOOLS_TOKEN", ""), 0.0
+    if settings.functions:
+        host = FunctionHost(
+            settings.functions,
+            field="tools.functions",
+            concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
+            timeout=settings.timeout,
+            idle_seconds=settings.idle_seconds,
+            log=logs / "tools-host.log",
+        )
+        await host.start()
+        stack.push_async_callback(host.stop)
+        keeper.keep("tools host", host, settings.host_restarts)
+        urls, token = {name: host.url_of(name) for name in settings.functions}, host.token
+        patience = PATIENCE
+    limits = {name: getattr(settings, name) for name in ("concurrency", "burst", "timeout", "retries")}
+    found = ToolSettings(urls, token, seed=config.run.seed, patience=patience, **limits)
+    client = ToolClient(found)
+    stack.push_async_callback(client.close)
+    user: object = task
+    assert isinstance(user, ToolUser), "see preflight"
+    user.use_tools(client)
+    return Tools(client, dict(vars(found)), await client.prewarm(settings.warm))
