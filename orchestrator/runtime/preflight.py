@@ -138,6 +138,20 @@ def _task(config: Config, task: Task) -> None:
 def _function(config: Config, task: Task) -> None:
     if not config.reward.url and not config.reward.judge.url:
         _importable("reward.function", config.reward.function or registry.reward_of(task))
+        if config.reward.host == "ray_serve":
+            _ray_serve(config)
+
+
+def _ray_serve(config: Config) -> None:
+    if importlib.util.find_spec("grpc_reflection") is None:  # Ray Serve is part of Ray, but not all that it imports
+        fix = "Ray Serve is not installed: pip install 'rl-coserve[ray-serve]'"
+        raise ConfigError("reward.host", "ray_serve", fix)
+    serve, address = config.reward.serve, config.ray.address
+    if address and not serve.port:
+        raise ConfigError("reward.serve.port", 0, "name the port that Serve listens on, or is to, in a Ray of others")
+    if not address and serve.min_replicas * serve.cpus > config.ray.cpus:
+        fix = f"{serve.min_replicas} replicas of {serve.cpus:g} CPUs do not fit into ray.cpus = {config.ray.cpus}"
+        raise ConfigError("reward.serve.min_replicas", serve.min_replicas, fix)
 
 
 def _importable(field: str, target: str) -> None:

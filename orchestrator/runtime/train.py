@@ -43,6 +43,7 @@ from orchestrator.resume import Resumed, rewind
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.launch import FunctionHost, RewardHost
+from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
 from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import pools
@@ -273,7 +274,12 @@ class _Assembly:
     async def _function(self) -> HttpReward:
         settings = self.config.reward
         url, token = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
-        if not url:
+        if not url and settings.host == "ray_serve":
+            served = self._elastic_host()
+            await served.start()
+            self.stack.push_async_callback(served.stop)
+            url, token = served.url, served.token
+        elif not url:
             host = RewardHost(
                 settings.function or registry.reward_of(self.task),
                 concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
@@ -292,6 +298,20 @@ class _Assembly:
             timeout=settings.timeout,
             retries=settings.retries,
             seed=self.config.run.seed,
+        )
+
+    def _elastic_host(self) -> RayServeHost:
+        settings = self.config.reward
+        serve = settings.serve
+        return RayServeHost(
+            settings.function or registry.reward_of(self.task),
+            application=f"rl-coserve-{owner_of(self.folder.path)}",
+            elasticity=Elasticity(
+                serve.min_replicas, serve.max_replicas, serve.per_replica, serve.cpus, settings.idle_seconds
+            ),
+            timeout=settings.timeout,
+            port=serve.port,
+            shared=bool(self.config.ray.address),
         )
 
     async def _start_tools(self) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from orchestrator.sections.base import Section
 from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSection
 from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
-from orchestrator.sections.rewards import JudgeSection, RewardSection
+from orchestrator.sections.rewards import JudgeSection, RewardSection, ServeSection
 from orchestrator.sections.rollout import (
     ContextSection,
     EngineSection,
@@ -39,6 +39,7 @@ __all__ = [
     "RoutingSection",
     "RunSection",
     "Section",
+    "ServeSection",
     "SimSection",
     "TaskContextSection",
     "TaskSection",
