@@ -19,6 +19,7 @@ from orchestrator.runtime import pools, served
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
+from orchestrator.tasks.memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, open_relay
 from orchestrator.transfer.redis import PASSWORD_FILE, RedisMetadata
 
@@ -27,7 +28,9 @@ _ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 def make_task(config: Config) -> Task:
     """The task that the config names. Raises ConfigError."""
-    return registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
+    task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
+    memory = config.task.memory
+    return MemoryTask(task, **memory.model_dump()) if memory.turns else task
 
 
 def check(config: Config, task: Task) -> None:

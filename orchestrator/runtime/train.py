@@ -293,6 +293,7 @@ class _Assembly:
             url, token = host.url, host.token
         return HttpReward(
             url,
+            played=getattr(self.task, "played", None),
             token=token,
             concurrency=settings.concurrency,
             timeout=settings.timeout,

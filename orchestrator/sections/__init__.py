@@ -17,7 +17,14 @@ from orchestrator.sections.rollout import (
     RoutingSection,
     TaskContextSection,
 )
-from orchestrator.sections.run import CheckpointSection, EvaluationSection, ModelSection, RunSection, TaskSection
+from orchestrator.sections.run import (
+    CheckpointSection,
+    EvaluationSection,
+    MemorySection,
+    ModelSection,
+    RunSection,
+    TaskSection,
+)
 from orchestrator.sections.sim import SimSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
 
@@ -30,6 +37,7 @@ __all__ = [
     "FiltersSection",
     "JudgeSection",
     "KubernetesSection",
+    "MemorySection",
     "ModelSection",
     "RaySection",
     "RelaySection",

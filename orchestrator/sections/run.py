@@ -41,6 +41,14 @@ class ModelSection(Section):
         return self
 
 
+class MemorySection(Section):
+    """A memory as a tool, around any task: see docs/long_episodes.md."""
+
+    turns: Annotated[int, Field(ge=0)] = 0  # that an episode has for it beside the task's own; 0: no memory
+    longest: Annotated[int, Field(ge=2)] = 64  # tokens of an answer, at most
+    notes: Positive = 64  # that are kept; then the oldest goes
+
+
 class TaskSection(Section):
     """What is trained on: see docs/tasks.md."""
 
@@ -49,6 +57,7 @@ class TaskSection(Section):
     dataset: str = ""  # of reasoning_gym
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
+    memory: MemorySection = MemorySection()
 
     @model_validator(mode="after")
     def _known(self) -> TaskSection:
