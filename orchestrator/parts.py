@@ -51,6 +51,7 @@ class Parts:
     checkpoints: Checkpoints | None = None
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
     tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
+    rewards: Callable[[], dict[str, Any]] | None = None  # counters of the calls that score
     gpus: Gpus | None = None
 
 

@@ -441,6 +441,8 @@ class Pipeline:
             self.parts.events.emit("environments", step=step, **pool)
         if self.parts.tools is not None:
             self.parts.events.emit("tools", step=step, tools=self.parts.tools())
+        if self.parts.rewards is not None:
+            self.parts.events.emit("rewards", step=step, **self.parts.rewards())
         self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:

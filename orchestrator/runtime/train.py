@@ -30,7 +30,7 @@ from orchestrator.api import (
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.environments.assemble import make_pool, owner_of
-from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
+from orchestrator.environments.tools import ToolClient, ToolSettings, ToolTally, ToolUser
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import nvml
@@ -179,6 +179,7 @@ class _Assembly:
     resumed: Resumed | None
     children: list[tuple[str, Callable[[], bool]]] = field(default_factory=list)
     tools: ToolClient | None = None
+    counters: Callable[[], dict[str, Any]] | None = None  # of the calls that score
 
     async def start(self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints) -> tuple[Parts, Position]:
         """Start everything; returns what the pipeline talks to, and where it begins."""
@@ -210,7 +211,8 @@ class _Assembly:
             self.stack.push_async_callback(worker.close)
         tools = await self._start_tools()
         log = self.folder.logs / "environments.log"
-        pool = make_pool(config, self.task, owner_of(self.folder.path), self.events, log=log, tools=tools)
+        owner, tally = owner_of(self.folder.path), ToolTally()
+        pool = make_pool(config, self.task, owner, self.events, log=log, tools=tools, tally=tally)
         if pool is not None:
             self.stack.push_async_callback(pool.close)
             self.display.stage("startup", "environments")
@@ -226,7 +228,9 @@ class _Assembly:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
         await _write_processes(self.folder, trainer, workers)
         parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
-        parts.tools = self.tools.stats if self.tools is not None else None
+        if (own := self.tools) is not None:
+            parts.tools = lambda: tally.stats(own.stats())
+        parts.rewards = self.counters
         parts.gpus = nvml()
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
@@ -248,6 +252,7 @@ class _Assembly:
     async def _start_reward(self) -> RewardFunction:
         settings = self.config.reward
         reward = self._judge() if settings.judge.url else await self._function()
+        self.counters = reward.stats
         self.stack.push_async_callback(reward.close)
         return reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by)
 
