@@ -499,9 +499,13 @@ def test_a_config_puts_a_memory_around_any_task_and_rewards_see_what_the_environ
         return [await environment.step(action) for action in spoken]
 
     assert asyncio.run(play())[-1].done
-    payload = {"task": "household", "prompt": prompt.payload, "actions": [list(turn) for turn in task.played(spoken)]}
+    payload = {
+        "task": "household",
+        "prompt": prompt.payload,
+        "actions": [list(turn) for turn in task.played("household", spoken)],
+    }
     assert household_goal(payload)["reward"] == 1.0
-    assert task.played(spoken) == turns
+    assert task.played("household", spoken) == turns
 
 
 def test_what_a_reward_function_is_sent_are_the_actions_that_were_played() -> None:
@@ -516,7 +520,7 @@ def test_what_a_reward_function_is_sent_are_the_actions_that_were_played() -> No
 
     async def scored() -> None:
         await Recorded("http://127.0.0.1:1/").score(trajectory)
-        await Recorded("http://127.0.0.1:1/", played=lambda actions: actions[1:]).score(trajectory)
+        await Recorded("http://127.0.0.1:1/", played=lambda task, actions: actions[1:]).score(trajectory)
 
     asyncio.run(scored())
     assert [event["actions"] for event in sent] == [[[9, 1]], []]

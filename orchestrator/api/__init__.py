@@ -24,7 +24,9 @@ from orchestrator.api.ports import (
     RewardFunction,
     RolloutWorker,
     Task,
+    TaskLimits,
     Trainer,
+    parts_of,
 )
 from orchestrator.api.residency import (
     RELEASE_LEVELS,
@@ -93,6 +95,7 @@ __all__ = [
     "ShardKey",
     "StepResult",
     "Task",
+    "TaskLimits",
     "TrainBatch",
     "TrainMetrics",
     "TrainSample",
@@ -105,4 +108,5 @@ __all__ = [
     "WeightManifest",
     "WorkerStats",
     "merge_spans",
+    "parts_of",
 ]

@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.api import RetryableError, RunError, Trajectory, TrajectoryError
 from orchestrator.rewards.functions import FunctionClient, FunctionFailed
 
-Played = Callable[[Sequence[tuple[int, ...]]], Sequence[tuple[int, ...]]]
+Played = Callable[[str, Sequence[tuple[int, ...]]], Sequence[tuple[int, ...]]]
 
 
 class HttpReward(FunctionClient):
@@ -27,13 +27,13 @@ class HttpReward(FunctionClient):
     field = "reward.url"
 
     def __init__(self, url: str, *, played: Played | None = None, **options: Any) -> None:
-        """``played``: which of a trajectory's actions the function is sent, and how; None: all. ``options``: FunctionClient's."""
+        """``played``: which of the actions of a task's trajectory the function is sent, and how; None: all. ``options``: FunctionClient's."""
         super().__init__(url, **options)
         self._played = played
 
     async def score(self, trajectory: Trajectory) -> float:
         """The terminal reward; finite."""
-        actions = trajectory.actions if self._played is None else self._played(trajectory.actions)
+        actions = trajectory.actions if self._played is None else self._played(trajectory.task, trajectory.actions)
         event = {
             "trajectory_id": trajectory.id,
             "task": trajectory.task,

@@ -12,8 +12,9 @@ import os
 import socket
 from pathlib import Path
 
-from orchestrator.api import ConfigError, RetryableError, Task
+from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
+from orchestrator.context import rules_of
 from orchestrator.hooks import versions
 from orchestrator.runtime import pools, served
 from orchestrator.runtime.mooncake import own_address
@@ -46,6 +47,8 @@ def check(config: Config, task: Task) -> None:
     _relay(config)
     check_port(config)
     _metadata(config)
+    for part in (task, *parts_of(task).values()):
+        rules_of(config, part)
     pools.check(config)
     served.check(config, task)
 

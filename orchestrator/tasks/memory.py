@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TrajectoryError
+from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TrajectoryError, parts_of
+from orchestrator.tasks.mixture import Part
 
 WORDS = ("<note>", "<recall>", "<memory>")
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
@@ -35,6 +36,10 @@ class MemoryTask:
         self.max_context_tokens = task.max_context_tokens
         self.note_id, self.recall_id, self.memory_id = (len(task.vocabulary) + n for n in range(len(WORDS)))
         self.turns, self.longest, self.notes = turns, longest, notes
+        self.parts = {
+            name: Part(name, self.vocabulary, part.max_turns + turns, part.max_response_tokens, part.max_context_tokens)
+            for name, part in parts_of(task).items()
+        }
 
     def __getattr__(self, name: str) -> Any:
         """What a task may have beside the port is the inner one's, but for what makes environments in other processes."""
@@ -42,9 +47,11 @@ class MemoryTask:
             return getattr(self._task, name)
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
-    def played(self, actions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def played(self, task: str, actions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Those of an episode's actions that reached the inner environment, as it saw them."""
-        return [self.inner_action(action) for action in actions if not self.is_memory(action)]
+        reached = [self.inner_action(action) for action in actions if not self.is_memory(action)]
+        inner = getattr(self._task, "played", None)
+        return reached if inner is None else list(inner(task, reached))
 
     def is_memory(self, action: Sequence[int]) -> bool:
         """Whether an action is for the memory."""
