@@ -65,3 +65,4 @@ class Position:
     trajectories: int = 0
     buffered: tuple[Trajectory, ...] = ()
     success_history: list[tuple[int, float]] = field(default_factory=list)
+    kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember

@@ -262,6 +262,7 @@ class Pipeline:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
         await self.delivery.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
+        self.rollout.filters.recall(self.position.kept)
         self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
         self.rollout.next_version = self.position.version
         if self.position.step == 0:

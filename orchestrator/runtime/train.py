@@ -39,7 +39,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.policies.allocation import Binding
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
-from orchestrator.resume import Resumed, rewind
+from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.launch import FunctionHost, RewardHost
@@ -50,7 +50,7 @@ from orchestrator.runtime import pools
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake import MooncakeMaster
-from orchestrator.store import TrajectoryStore
+from orchestrator.store import TrajectoryStore, recent_scored
 from orchestrator.tasks import registry
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.redis import PASSWORD_FILE
@@ -117,6 +117,9 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
         stack.callback(store.close)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         resumed = rewind(checkpoints, ledger, ledger_lines, store) if resume else None
+        if resumed is not None and config.filters.max_similarity is not None:
+            window = config.filters.similarity_window
+            remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
         events.emit(
