@@ -75,8 +75,8 @@ class Episode:
 
 
 class EnvManager:
-    """Plays episodes, one a call of :meth:`play`. Where the task is a mixture, limits are those of the prompt's part. ``is_stale(first_version)`` is the bound; ``source`` is where environments
-    come from (default: a fresh object of the task for each episode)."""
+    """Plays episodes, one a call of :meth:`play`. ``is_stale(first_version)`` is the bound; ``source`` is where environments
+    come from (default: a fresh object of the task for each episode). Limits of a mixture are those of the prompt's part."""
 
     def __init__(
         self,

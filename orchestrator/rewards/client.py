@@ -27,7 +27,8 @@ class HttpReward(FunctionClient):
     field = "reward.url"
 
     def __init__(self, url: str, *, played: Played | None = None, **options: Any) -> None:
-        """``played``: which of the actions of a task's trajectory the function is sent, and how; None: all. ``options``: FunctionClient's."""
+        """``played``: which actions of a task's trajectory the function is sent, and how; None: all. ``options``: those of
+        FunctionClient."""
         super().__init__(url, **options)
         self._played = played
 
