@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from orchestrator.api import ConfigError, ContextStart, Task
+from orchestrator.api import ConfigError, ContextStart, TaskLimits
 from orchestrator.config import Config
 from orchestrator.policies.context import ContextRules
 
 Summarise = Callable[[Sequence[int]], Sequence[int]]
+Setup = tuple[ContextRules, tuple[int, ...], Summarise | None]
+"""Of a task: its rules, the question for a summary, the function that writes it instead of the policy."""
 _TOO_LONG = ("model length", "max_model_len", "context length", "prompt is too long", "longer than the maximum")
 _NO_MEMORY = ("out of memory", "kv cache is full", "cuda oom")
 
@@ -95,9 +97,8 @@ class Context:
         return begins
 
 
-def rules_of(config: Config, task: Task) -> tuple[ContextRules, tuple[int, ...], Summarise | None]:
-    """(rules, the question for a summary, the function that writes it instead of the policy) of a task. Raises ConfigError
-    where they do not fit the task, or the function is not there."""
+def rules_of(config: Config, task: TaskLimits) -> Setup:
+    """What the config says of a task. Raises ConfigError where it does not fit the task, or the function is not there."""
     rules = config.context.of(task.name)
     where = "context" if task.name not in config.context.tasks else f"context.tasks.{task.name}"
     budget = rules.tokens or task.max_context_tokens

@@ -9,7 +9,7 @@ environment comes from and goes back to is an :class:`~orchestrator.environments
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
@@ -20,11 +20,13 @@ from orchestrator.api import (
     Prompt,
     Sampling,
     Task,
+    TaskLimits,
     Trajectory,
     TrajectoryError,
     Turn,
+    parts_of,
 )
-from orchestrator.context import Context, Summarise, no_room
+from orchestrator.context import Context, Setup, no_room
 from orchestrator.environments.checks import observation_of, step_of, told
 from orchestrator.environments.source import EnvironmentSource, FreshEnvironments
 from orchestrator.lockstep import Lockstep
@@ -74,7 +76,7 @@ class Episode:
 
 class EnvManager:
     """Plays episodes, one a call of :meth:`play`. ``is_stale(first_version)`` is the bound; ``source`` is where environments
-    come from (default: a fresh object of the task for each episode)."""
+    come from (default: a fresh object of the task for each episode). Limits of a mixture are those of the prompt's part."""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class EnvManager:
         is_stale: Callable[[int], bool],
         source: EnvironmentSource | None = None,
         lockstep: Lockstep | None = None,
-        context: tuple[ContextRules, tuple[int, ...], Summarise | None] | None = None,
+        context: Setup | None = None,
+        contexts: Mapping[str, Setup] | None = None,
     ) -> None:
         self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
         self._task = task
@@ -96,7 +99,9 @@ class EnvManager:
         self._is_stale = is_stale
         self._lockstep = lockstep
         keep = ContextRules("keep", task.max_context_tokens, task.max_response_tokens, 0)
-        self._rules, self._ask_summary, self._summarise = context or (keep, (), None)
+        self._context: Setup = context or (keep, (), None)
+        self._contexts = contexts or {}  # of the parts of a mixture
+        self._parts = parts_of(task)
 
     async def play(self, episode: Episode, sampling: Sampling) -> None:
         """Run the episode to its end, filling ``episode``. Raises TrajectoryError or StaleTrajectory."""
@@ -123,13 +128,14 @@ class EnvManager:
         episode.waiting_for = "environment reset"
         first = await self._ask(episode, environment, "reset", episode.prompt)
         observation = observation_of(first, "reset")
-        context = Context(self._rules)
-        for _ in range(self._task.max_turns):
+        part, (rules, _, _) = self._part(episode), self._rules(episode)
+        context = Context(rules)
+        for _ in range(part.max_turns):
             self._check_tokens(episode, observation)
             if context.must_begin_anew(observation.token_ids):
                 await self._begin_anew(episode, context, observation.token_ids, sampling)
             context.observe(observation.token_ids)
-            room = self._task.max_context_tokens - len(context.tokens)
+            room = part.max_context_tokens - len(context.tokens)
             if room < 1:
                 if not episode.turns:
                     raise TrajectoryError("environment_output", "the first observation fills the context")
@@ -194,7 +200,7 @@ class EnvManager:
         before, observation = len(context.tokens), context.withdraw()
         context.begin_anew("shortened", observation, shorter=True)
         context.observe(observation)
-        room = self._task.max_context_tokens - len(context.tokens)
+        room = self._part(episode).max_context_tokens - len(context.tokens)
         if len(context.tokens) >= before:
             raise TrajectoryError(cause, f"{before} tokens, of which none can be left out")
         completion = await self._generate(episode, context, sampling, room, "s")
@@ -207,23 +213,24 @@ class EnvManager:
     ) -> None:
         """The context is full: leave the oldest turns out, and put a summary in their place where the rules say so. The
         policy's own summary is a turn like the others, and trained like them: it ends the old context."""
-        least = context.least(observation) + self._rules.summary  # where not even a summary fits, none is made
-        if self._rules.strategy == "restart" or least >= self._task.max_context_tokens:
+        rules, ask, summarise = self._rules(episode)
+        least = context.least(observation) + rules.summary  # where not even a summary fits, none is made
+        if rules.strategy == "restart" or least >= self._part(episode).max_context_tokens:
             context.begin_anew("restart", observation)
             return
-        if self._summarise is not None:
-            context.begin_anew("function", observation, self._summarise(context.tokens)[: self._rules.summary])
+        if summarise is not None:
+            context.begin_anew("function", observation, summarise(context.tokens)[: rules.summary])
             return
-        context.observe(self._ask_summary)
+        context.observe(ask)
         episode.waiting_for = "summary"
         asked = asyncio.get_running_loop().time()
-        completion = await self._generate(episode, context, sampling, self._rules.summary)
+        completion = await self._generate(episode, context, sampling, rules.summary)
         if completion.finish_reason in ("error", "abort") or not completion.token_ids:
             raise TrajectoryError(f"summary_{completion.finish_reason}", completion.error)
         seconds = round(asyncio.get_running_loop().time() - asked, 6)
         episode.turns.append(
             Turn(
-                self._ask_summary,
+                ask,
                 completion.token_ids,
                 completion.logprobs,
                 completion.versions,
@@ -232,6 +239,12 @@ class EnvManager:
             )
         )
         context.begin_anew("summary", observation, completion.token_ids)
+
+    def _part(self, episode: Episode) -> TaskLimits:
+        return self._parts.get(episode.prompt.task, self._task)
+
+    def _rules(self, episode: Episode) -> Setup:
+        return self._contexts.get(episode.prompt.task, self._context)
 
     async def _in_step(self, episode: Episode, phase: str, limit: asyncio.Timeout) -> None:
         """The next phase of a turn begins; where all take their turns in step, when the others are there too."""
@@ -261,7 +274,7 @@ class EnvManager:
         size = len(self._task.vocabulary)
         if not observation.token_ids or not all(0 <= token < size for token in observation.token_ids):
             raise TrajectoryError("environment_output", f"observation must be token ids in [0, {size})")
-        if len(observation.token_ids) > self._task.max_context_tokens:
+        if len(observation.token_ids) > self._part(episode).max_context_tokens:
             raise TrajectoryError(
                 "environment_output", f"observation of {len(observation.token_ids)} tokens is over the context"
             )

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from orchestrator.api import Prompt, RetryableError, RewardFunction, Sampling, Task, TrajectoryError
+from orchestrator.api import Prompt, RetryableError, RewardFunction, Sampling, Task, TrajectoryError, parts_of
 from orchestrator.config import Config
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 
@@ -48,12 +48,14 @@ async def evaluate(
     environments: EnvManager, task: Task, reward: RewardFunction, config: Config, label: str
 ) -> Evaluation:
     """Play each held-out prompt once, greedily. ``label`` makes request ids unique."""
-    sampling = Sampling(max_tokens=task.max_response_tokens, temperature=0.0, stop_token_ids=(task.end_id,))
+    parts = parts_of(task)
     prompts = list(islice(task.prompts("heldout", config.run.seed), config.evaluation.prompts))
     slots = asyncio.Semaphore(config.rollout.environments)
 
     async def play(index: int, prompt: Prompt) -> float | None:
         episode = Episode(f"{label}-{index}", label, prompt, 0.0)
+        tokens = parts.get(prompt.task, task).max_response_tokens
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, stop_token_ids=(task.end_id,))
         async with slots:
             try:
                 await environments.play(episode, sampling)

@@ -51,6 +51,7 @@ class Parts:
     checkpoints: Checkpoints | None = None
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
     tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
+    rewards: Callable[[], dict[str, Any]] | None = None  # counters of the calls that score
     gpus: Gpus | None = None
     away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
 
@@ -65,3 +66,4 @@ class Position:
     trajectories: int = 0
     buffered: tuple[Trajectory, ...] = ()
     success_history: list[tuple[int, float]] = field(default_factory=list)
+    kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember

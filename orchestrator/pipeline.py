@@ -264,6 +264,7 @@ class Pipeline:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
         await self.delivery.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
+        self.rollout.filters.recall(self.position.kept)
         self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
         self.rollout.next_version = self.position.version
         if self.position.step == 0:
@@ -445,6 +446,8 @@ class Pipeline:
             self.parts.events.emit("environments", step=step, **pool)
         if self.parts.tools is not None:
             self.parts.events.emit("tools", step=step, tools=self.parts.tools())
+        if self.parts.rewards is not None:
+            self.parts.events.emit("rewards", step=step, **self.parts.rewards())
         self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
         gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
         if gap > limit:

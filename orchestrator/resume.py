@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from orchestrator.api import Trajectory
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.ledger import Ledger
 from orchestrator.parts import Position
@@ -30,11 +31,22 @@ class Resumed:
     checkpoint: Path | None
     position: Position
     damaged: tuple[str, ...]
+    elapsed: float = 0.0  # seconds of the run at the checkpoint
 
     @property
     def step(self) -> int:
         """Training steps done."""
         return self.position.step
+
+
+def remember(resumed: Resumed, stored: Iterable[Trajectory], last: int) -> None:
+    """What filters had kept when the checkpoint was written, ``last`` of each task: ``stored`` (scored by then) and what waited
+    in the buffer."""
+    known = {trajectory.id: trajectory for trajectory in (*stored, *resumed.position.buffered)}
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in sorted(known.values(), key=lambda one: (one.scored_at, one.id)):
+        by_task.setdefault(trajectory.task, []).append(trajectory)
+    resumed.position.kept = tuple(one for of_task in by_task.values() for one in of_task[-last:])
 
 
 def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], store: Rewindable) -> Resumed:
@@ -52,4 +64,4 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], sto
         tuple(trajectory for trajectory in state.buffer if trajectory.id in returned),
         list(state.success_history),
     )
-    return Resumed(folder, position, tuple(damaged))
+    return Resumed(folder, position, tuple(damaged), state.elapsed)

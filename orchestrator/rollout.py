@@ -23,6 +23,7 @@ from orchestrator.api import (
     Task,
     Trajectory,
     TrajectoryError,
+    parts_of,
 )
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config
@@ -80,12 +81,13 @@ class Rollout:
             config.batch_trajectories, config.redundancy, settings.environments, settings.buffer_limit
         )
         self._lockstep = Lockstep()
+        self.filters = make_filters(config)
         self.buffer = SampleBuffer(
             bound,
             self._on_evict,
             settings.max_filtered_groups,
             dynamic=settings.dynamic_sampling,
-            filters=make_filters(config),
+            filters=self.filters,
             balance=make_balance(config),
             on_surplus=self._on_surplus,
             more=self._more,
@@ -109,9 +111,13 @@ class Rollout:
             is_stale=lambda first: not bound.admissible(self.buffer.version, first),
             source=environments,
             context=rules_of(config, task),
+            contexts={name: rules_of(config, part) for name, part in parts_of(task).items()},
             lockstep=self._lockstep if self.mode.batch_environments else None,
         )
-        self._sampling = Sampling(task.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
+        self._sampling = {
+            part.name: Sampling(part.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
+            for part in (task, *parts_of(task).values())
+        }
         self._prompts = task.prompts("train", config.run.seed)
         for _ in range(groups):
             self._next_prompt()
@@ -244,7 +250,8 @@ class Rollout:
 
     async def _member(self, episode: Episode) -> None:
         """Play, score, buffer."""
-        await self.environments.play(episode, self._sampling)
+        sampling = self._sampling.get(episode.prompt.task, self._sampling[self._task.name])
+        await self.environments.play(episode, sampling)
         if self.mode.batch_rewards:
             episode.waiting_for = "the end of the others"
             await self._lockstep.arrive(episode.id, "reward")

@@ -245,6 +245,33 @@ def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
     )
 
 
+def recent_scored(folder: str | Path, last: int, before: float) -> list[Trajectory]:
+    """Of each task, the ``last`` trajectories that passed the filters and were scored at ``before`` (seconds of the run) or
+    earlier, oldest first: what a filter remembers that saw them. Few columns of all rows are read, then the rows. One that was
+    too old for the run when its score came, and so never met a filter, is taken for one that passed."""
+    scored = pc.field("total_reward").is_valid() & (pc.field("scored_at") <= before)
+    seen = read_trajectories(folder, ["task", "scored_at", "outcome"], scored).to_pylist()
+    times: dict[str, list[float]] = {}
+    for row in seen:
+        if _passed(row["outcome"]):
+            times.setdefault(row["task"], []).append(row["scored_at"])
+    found: list[Trajectory] = []
+    for task, at in times.items():
+        since = sorted(at)[-last:][0]
+        rows = read_trajectories(
+            folder, filter=scored & (pc.field("task") == task) & (pc.field("scored_at") >= since)
+        ).to_pylist()
+        kept = [to_trajectory(row) for row in rows if _passed(row["outcome"])]
+        found += sorted(kept, key=lambda one: (one.scored_at, one.id))[-last:]
+    return found
+
+
+def _passed(outcome: str) -> bool:
+    """Whether it passed the filters, as far as its end says. What a whole group was left out for is no filter's reason."""
+    state, _, cause = outcome.partition(": ")
+    return state != "failed" and (state != "filtered" or cause in ("group_too_small", "zero_variance", "balance"))
+
+
 def count_by_outcome(folder: str | Path) -> dict[str, int]:
     """How many rows ended how, by outcome as stored (``failed: cause``): what the ledger is recounted with."""
     counts: dict[str, int] = {}

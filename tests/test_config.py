@@ -31,6 +31,8 @@ def test_every_toml_of_the_repository_loads(path: Path) -> None:
         ("relay.kind=redis", "relay.kind", "'mooncake' or 'fsspec'"),
         ("relay.snapshot_every=-1", "relay.snapshot_every", "greater than or equal to 0"),
         ("reward.function=os.system", "reward.function", "pattern"),
+        ("reward.host=lambda", "reward.host", "'embedded' or 'ray_serve'"),
+        ("reward.serve={min_replicas=3, max_replicas=2}", "reward.serve", "must be at least min_replicas"),
         ("rollout.engine.block_size=20", "rollout.engine.block_size", "multiple of 32"),
     ],
 )
@@ -120,6 +122,27 @@ def test_an_untested_engine_version_is_refused_with_the_range(version: str, monk
     with pytest.raises(ConfigError, match=r"0\.32") as caught:
         preflight.check(config, preflight.make_task(config))
     assert version in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ray.address=auto"], "reward.serve.port = 0: name the port"),
+        (["reward.serve={min_replicas=3}", "ray.cpus=2"], "3 replicas of 1 CPUs do not fit into ray.cpus = 2"),
+    ],
+)
+def test_a_ray_serve_that_could_not_start_is_refused_before_anything_starts(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orchestrator.runtime import preflight
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "grpc_reflection" or None)
+    config = load_config(ROOT / "examples/frozenlake.toml", ["reward.host=ray_serve", *overrides])
+    with pytest.raises(ConfigError, match=r"rl-coserve\[ray-serve\]"):
+        preflight.check(config, preflight.make_task(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    with pytest.raises(ConfigError, match=message):
+        preflight.check(config, preflight.make_task(config))
 
 
 def test_a_collective_needs_workers_of_the_run_itself() -> None:

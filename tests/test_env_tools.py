@@ -14,7 +14,9 @@ import pytest
 from orchestrator.api import ConfigError, Prompt, TrajectoryError
 from orchestrator.config import load_config
 from orchestrator.environments.subprocesses import SubprocessBackend
-from orchestrator.environments.tools import ToolAnswer, ToolClient, ToolSettings
+from orchestrator.environments.tools import ToolAnswer, ToolClient, ToolSettings, ToolTally
+from orchestrator.report.environments import environments
+from orchestrator.report.runlog import load_run
 from orchestrator.rewards.launch import FunctionHost
 from orchestrator.runtime import preflight
 
@@ -139,18 +141,55 @@ def test_a_tool_that_is_not_reached_masks_the_trajectory(tmp_path: Path, url: st
     with_host(tmp_path, scenario)
 
 
-def test_an_environment_in_another_process_calls_tools(tmp_path: Path) -> None:
+def test_an_environment_in_another_process_calls_tools_and_they_are_counted(tmp_path: Path) -> None:
     async def scenario(host: FunctionHost, settings: ToolSettings) -> None:
-        backend = SubprocessBackend("tools_under_test:Calculating", {}, tools=vars(settings))
-        session = await backend.start("e1")
-        await session.reset(Prompt("k", "t", 1, ""))
-        assert (await session.step((20, 22))).observation.token_ids == (42,)
+        tally, own = ToolTally(), ToolClient(settings)
+        backend = SubprocessBackend("tools_under_test:Calculating", {}, tools=vars(settings), tally=tally)
+        sessions = [await backend.start(name) for name in ("e1", "e2")]
+        for session in sessions:
+            await session.reset(Prompt("k", "t", 1, ""))
+            assert (await session.step((20, 22))).observation.token_ids == (42,)
+        await own.call("add", {"a": 1, "b": 2})
+        await sessions[0].step((1, 2))
+        counted = tally.stats(own.stats())
+        assert list(counted) == ["add", "slow"]
+        assert (counted["add"]["calls"], counted["add"]["failed"], counted["slow"]["calls"]) == (4, 0, 0)
+        assert counted["add"]["cold_starts"] >= 1
+        assert counted["add"]["seconds"] > own.stats()["add"]["seconds"]
         await host.stop()
         with pytest.raises(TrajectoryError, match="tool_unavailable"):
-            await session.step((20, 22))
-        await session.kill()
+            await sessions[0].step((20, 22))
+        assert tally.stats({})["add"]["failed"] == 1  # an answer that is a failure tells them too
+        for session in sessions:
+            await session.kill()
+        await own.close()
 
     with_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    "said", ["many", {"add": 3}, {"add": {"calls": float("nan")}}, {"add": {"calls": -1}}, {"add": {"calls": "1"}}]
+)
+def test_counters_of_a_process_that_says_anything_are_refused(said: object) -> None:
+    tally = ToolTally()
+    with pytest.raises(TrajectoryError) as refused:
+        tally.of_process()(said)
+    assert refused.value.cause == "environment_protocol"
+    assert tally.stats({}) == {}
+
+
+def test_the_report_shows_what_tools_and_rewards_were_called_for(tmp_path: Path) -> None:
+    counted = {"calls": 1234, "failed": 5, "retries": 6, "cold_starts": 7, "cold_seconds": 8.0, "seconds": 90.0}
+    events = [
+        {"kind": "run_start", "t": 0.0, "name": "r", "simulated": False, "mode": "async", "alpha": 1, "steps": 1},
+        {"kind": "tools", "t": 1.0, "step": 0, "tools": {"hammer": {**counted, "refused_burst": 11}}},
+        {"kind": "rewards", "t": 1.0, "step": 0, **counted, "calls": 4321},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = environments(load_run(tmp_path))
+    assert "hammer" in page
+    for number in ("1,234", "4,321", "11"):
+        assert f">{number}<" in page, number
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.config import parse_config
+from orchestrator.parts import Position
 from orchestrator.policies.filters import (
     Balance,
     Completeness,
@@ -21,7 +23,9 @@ from orchestrator.policies.filters import (
     action_ngrams,
 )
 from orchestrator.policies.weighting import LagWeight, effective_share
+from orchestrator.resume import Resumed, remember
 from orchestrator.rollout import make_balance, make_filters
+from orchestrator.store import TrajectoryStore, recent_scored
 
 
 def said(*turns: tuple[int, ...], group: str = "g", task: str = "t", reward: float = 1.0) -> Trajectory:
@@ -163,3 +167,45 @@ def test_what_the_config_switches_on_is_what_filters() -> None:
 def test_contradictory_settings_are_one_clear_error(section: str, values: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
         parse_config({section: values})
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.lists(st.integers(2, 4), min_size=2, max_size=6)), min_size=4, max_size=14
+    ),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_after_a_resume_a_similarity_window_is_what_it_was_at_the_checkpoint(
+    stream: list[tuple[str, list[int]]], window: int, data: st.DataObject
+) -> None:
+    """Some are stored as trained, some were filtered, some waited in the buffer; what was scored later is forgotten."""
+    checkpoint = data.draw(st.integers(1, len(stream)))
+    before, resumed_filter = Similarity(2, 0.4, window), Similarity(2, 0.4, window)
+    buffered: list[Trajectory] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = TrajectoryStore(folder)
+        for number, (task, tokens) in enumerate(stream):
+            one = said(tuple(tokens), task=task, group=f"g{number}")
+            one = replace(one, id=f"t{number}", scored_at=float(number))
+            if number >= checkpoint:  # after it
+                store.append(one, 3, "evicted_stale")
+                continue
+            if reason := before.judge(one):
+                store.append(one, 1, f"filtered: {reason}")
+                continue
+            before.keep(one)
+            end = data.draw(st.sampled_from(["trained", "filtered: zero_variance", "aborted_redundant", "buffered"]))
+            if end == "buffered":
+                buffered.append(one)
+            else:
+                store.append(one, 1, end)
+        store.append(
+            replace(said((2, 3, 4), group="f"), id="tf", reward=None, scored_at=0.0), 1, "failed: reward_error"
+        )
+        store.flush()
+        resumed = Resumed(None, Position(buffered=tuple(buffered)), (), float(checkpoint - 1))
+        remember(resumed, recent_scored(folder, window, resumed.elapsed), window)
+    FilterChain([resumed_filter]).recall(resumed.position.kept)
+    assert vars(resumed_filter) == vars(before)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,18 +24,23 @@ from orchestrator.api import (
     TrainSample,
     Trajectory,
     TrajectoryError,
+    Turn,
 )
 from orchestrator.checkpoint import _trajectory_from_json  # what a resume reads
 from orchestrator.config import Config, load_config
 from orchestrator.context import rules_of
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.policies.context import ContextRules
+from orchestrator.rewards.client import HttpReward
+from orchestrator.runtime import preflight
 from orchestrator.samples import to_samples
 from orchestrator.sim.run import simulate
 from orchestrator.sim.twins import SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker
 from orchestrator.store import TrajectoryStore, read_trajectories, to_trajectory
+from orchestrator.tasks.household import HouseholdTask
 from orchestrator.tasks.memory import MemoryTask
+from orchestrator.tasks.text_rewards import household_goal
 
 PROMPT = Prompt("key", "toy", 3, "payload")
 SAMPLING = Sampling(6, stop_token_ids=(1,))
@@ -467,3 +473,54 @@ def test_an_answer_is_never_longer_than_it_may_be_and_names_the_best_note_first(
 
     memory = task.memory_id
     assert asyncio.run(run()) == [(memory, 6, 7, 8, 7, 8), (memory, 6, 7, 8, 7, 8), (memory,)]
+
+
+def test_a_config_puts_a_memory_around_any_task_and_rewards_see_what_the_environment_saw() -> None:
+    """A household: an action that is replayed where it was none would change the outcome, or be refused."""
+    config = load_config(None, ["task.name=household", "task.memory={turns=3, longest=8, notes=2}"])
+    task = preflight.make_task(config)
+    inner = preflight.make_task(load_config(None, ["task.name=household"]))
+    assert isinstance(task, MemoryTask)
+    assert (task.turns, task.longest, task.notes) == (3, 8, 2)
+    assert len(task.vocabulary) % 32 == 0
+    assert task.max_turns == inner.max_turns + 3
+    assert task.reward == inner.reward  # type: ignore[attr-defined]
+    assert not hasattr(task, "environment_target")
+    prompt = next(task.prompts("train", 0))
+    [(_, solved)] = [(list(tokens), mask) for tokens, mask in task.demonstrations(1, 0, 1.0)]
+    assert any(solved)
+    words = HouseholdTask.words
+    turns = [words.turn(said) for _, said in HouseholdTask(1).expert(prompt.payload)]
+    spoken = [(task.note_id, 5, 1), *turns[:-1], (task.recall_id, 1), (*turns[-1][:-1], task.memory_id, 1)]
+
+    async def play() -> list[StepResult]:
+        environment = task.environment()
+        await environment.reset(prompt)
+        return [await environment.step(action) for action in spoken]
+
+    assert asyncio.run(play())[-1].done
+    payload = {
+        "task": "household",
+        "prompt": prompt.payload,
+        "actions": [list(turn) for turn in task.played("household", spoken)],
+    }
+    assert household_goal(payload)["reward"] == 1.0
+    assert task.played("household", spoken) == turns
+
+
+def test_what_a_reward_function_is_sent_are_the_actions_that_were_played() -> None:
+    sent: list[Any] = []
+
+    class Recorded(HttpReward):
+        async def call(self, event: Any) -> Any:
+            sent.append(event)
+            return {"reward": 1.0}
+
+    trajectory = Trajectory("t", "g", "x", PROMPT, (Turn((2,), (9, 1), (0.0, 0.0), ((0, 2),)),), None, "1", 0, False)
+
+    async def scored() -> None:
+        await Recorded("http://127.0.0.1:1/").score(trajectory)
+        await Recorded("http://127.0.0.1:1/", played=lambda task, actions: actions[1:]).score(trajectory)
+
+    asyncio.run(scored())
+    assert [event["actions"] for event in sent] == [[[9, 1]], []]

@@ -26,7 +26,9 @@ from orchestrator.api.ports import (
     RewardFunction,
     RolloutWorker,
     Task,
+    TaskLimits,
     Trainer,
+    parts_of,
 )
 from orchestrator.api.residency import (
     RELEASE_LEVELS,
@@ -97,6 +99,7 @@ __all__ = [
     "ShardKey",
     "StepResult",
     "Task",
+    "TaskLimits",
     "TrainBatch",
     "TrainMetrics",
     "TrainSample",
@@ -109,4 +112,5 @@ __all__ = [
     "WeightManifest",
     "WorkerStats",
     "merge_spans",
+    "parts_of",
 ]

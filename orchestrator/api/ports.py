@@ -144,8 +144,31 @@ class Environment(Protocol):
         """Free the instance. Idempotent."""
 
 
+class TaskLimits(Protocol):
+    """How long an episode may be, and in which words."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocabulary(self) -> Sequence[str]:
+        """Token id -> word."""
+
+    @property
+    def max_turns(self) -> int: ...
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Of a turn."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Of a trajectory."""
+
+
 class Task(Protocol):
-    """What is trained on: prompts, environments for them, and the vocabulary they speak."""
+    """What is trained on: prompts, environments for them, and the vocabulary they speak. One that hands out prompts of several
+    tasks has ``parts``: the limits of each by ``Prompt.task``."""
 
     name: str
     vocabulary: Sequence[str]  # token id -> word
@@ -160,6 +183,12 @@ class Task(Protocol):
 
     def environment(self) -> Environment:
         """A fresh environment instance."""
+
+
+def parts_of(task: Task) -> Mapping[str, TaskLimits]:
+    """The parts of a mixture; empty for any other task."""
+    parts: Mapping[str, TaskLimits] = getattr(task, "parts", {})
+    return parts
 
 
 class DemonstratingTask(Task, Protocol):

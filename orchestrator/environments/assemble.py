@@ -13,6 +13,7 @@ from orchestrator.config import Config
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.pool import EnvPool, PoolSettings
 from orchestrator.environments.session import Backend
+from orchestrator.environments.tools import ToolTally
 from orchestrator.events import EventLog
 
 LIFETIME_MARGIN = (
@@ -29,11 +30,12 @@ def make_pool(
     *,
     log: Path | None = None,
     tools: Mapping[str, Any] | None = None,
+    tally: ToolTally | None = None,
 ) -> EnvPool | None:
     """The pool that the config asks for, not yet opened; None for fresh objects in this process. ``owner`` begins the names
     of its sessions and marks what is theirs. For environments in other processes: ``log`` gets what they print, ``tools``
-    are the fields of their ToolSettings (those in this process have the task's)."""
-    backend = _backend(config, task, owner, log, tools)
+    are the fields of their ToolSettings (those in this process have the task's), ``tally`` counts their calls."""
+    backend = _backend(config, task, owner, log, tools, tally)
     return None if backend is None else EnvPool(backend, _settings(config, owner), events)
 
 
@@ -56,7 +58,12 @@ def target_of(config: Config, task: Task) -> tuple[str, dict[str, Any]]:
 
 
 def _backend(
-    config: Config, task: Task, owner: str, log: Path | None, tools: Mapping[str, Any] | None
+    config: Config,
+    task: Task,
+    owner: str,
+    log: Path | None,
+    tools: Mapping[str, Any] | None,
+    tally: ToolTally | None,
 ) -> Backend | None:
     chosen = config.environment
     match chosen.backend:
@@ -69,12 +76,12 @@ def _backend(
 
             target, arguments = target_of(config, task)
             limits = {"memory_mb": chosen.memory_mb, "cpu_seconds": chosen.cpu_seconds}
-            return SubprocessBackend(target, arguments, owner=owner, log=log, tools=tools, **limits)
+            return SubprocessBackend(target, arguments, owner=owner, log=log, tools=tools, tally=tally, **limits)
         case "kubernetes":
-            return _pods(config, task, owner, tools)
+            return _pods(config, task, owner, tools, tally)
 
 
-def _pods(config: Config, task: Task, owner: str, tools: Mapping[str, Any] | None) -> Backend:
+def _pods(config: Config, task: Task, owner: str, tools: Mapping[str, Any] | None, tally: ToolTally | None) -> Backend:
     from orchestrator.environments.manifests import PodSettings
     from orchestrator.environments.pods import PodBackend
 
@@ -95,7 +102,14 @@ def _pods(config: Config, task: Task, owner: str, tools: Mapping[str, Any] | Non
     target, arguments = target_of(config, task)
     limits = {"cpu_seconds": chosen.cpu_seconds, "call_seconds": rollout.environment_step_timeout}
     return PodBackend(
-        target, arguments, settings, limits=limits, context=pods.context, pre_pull=pods.pre_pull, tools=tools
+        target,
+        arguments,
+        settings,
+        limits=limits,
+        context=pods.context,
+        pre_pull=pods.pre_pull,
+        tools=tools,
+        tally=tally,
     )
 
 

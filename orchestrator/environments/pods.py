@@ -21,6 +21,7 @@ from orchestrator.environments import manifests
 from orchestrator.environments.manifests import PodSettings
 from orchestrator.environments.remote import RemoteSession
 from orchestrator.environments.tcp import TcpChannel
+from orchestrator.environments.tools import ToolTally
 
 T = TypeVar("T")
 API_LIMIT = 20.0  # seconds for one request
@@ -46,6 +47,7 @@ class PodBackend:
         context: str = "",
         pre_pull: bool = False,
         tools: Mapping[str, Any] | None = None,
+        tally: ToolTally | None = None,
     ) -> None:
         self._target = target
         self._arguments = arguments
@@ -53,7 +55,7 @@ class PodBackend:
         self._limits = limits
         self._context = context
         self._wanted_pre_pull = pre_pull
-        self._tools = tools
+        self._tools, self._tally = tools, tally
         self._token = secrets.token_urlsafe(32)
         self._life = secrets.token_hex(2)  # pods of an earlier life may still be on their way out
         self._mirror = settings.registry_mirror
@@ -102,7 +104,7 @@ class PodBackend:
                 await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
                 address = await self._ready(pod)
                 channel = TcpChannel(address, settings.port, self._token, functools.partial(self._delete, pod), pod)
-                session = RemoteSession(channel, pod)
+                session = RemoteSession(channel, pod, self._tally)
                 await session.begin(self._target, self._arguments, self._limits, self._tools)
                 return session
             except _NoImage:

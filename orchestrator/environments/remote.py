@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import orchestrator
 from orchestrator.api import ConfigError, Observation, Prompt, StepResult, TrajectoryError
 from orchestrator.environments import wire
+from orchestrator.environments.tools import ToolTally
 
 
 class Channel(Protocol):
@@ -27,8 +28,10 @@ class Channel(Protocol):
 class RemoteSession:
     """Implements :class:`~orchestrator.environments.session.Session`; of use after :meth:`begin`."""
 
-    def __init__(self, channel: Channel, name: str) -> None:
+    def __init__(self, channel: Channel, name: str, tally: ToolTally | None = None) -> None:
+        """``tally`` adds up what the other side says of its calls of tools."""
         self.name = name
+        self._note = None if tally is None else tally.of_process()
         self.version = ""
         self._channel = channel
         self._number = 0
@@ -77,7 +80,7 @@ class RemoteSession:
         self._lost = f"its {call} was not answered"
         answer = await self._channel.exchange(wire.encode({"id": self._number, "call": call, **fields}))
         try:
-            result = wire.reply_of(answer, self._number)
+            result = wire.reply_of(answer, self._number, self._note)
         except TrajectoryError as error:
             if error.cause != "environment_protocol":
                 self._lost = ""

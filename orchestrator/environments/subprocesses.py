@@ -19,6 +19,7 @@ from typing import Any
 
 from orchestrator.api import TrajectoryError
 from orchestrator.environments.remote import RemoteSession
+from orchestrator.environments.tools import ToolTally
 from orchestrator.environments.wire import MAX_LINE
 
 KILL_LIMIT = 3.0  # seconds for the watcher to end everything, before its group is killed
@@ -43,8 +44,9 @@ class SubprocessBackend:
         cpu_seconds: int = 0,
         log: Path | None = None,
         tools: Mapping[str, Any] | None = None,
+        tally: ToolTally | None = None,
     ) -> None:
-        self._tools = tools
+        self._tools, self._tally = tools, tally
         self._target = target
         self._arguments = arguments
         self._owner = owner
@@ -68,7 +70,7 @@ class SubprocessBackend:
                 env={**dict.fromkeys(ONE_THREAD, "1"), **variables},
                 start_new_session=True,
             )
-        session = RemoteSession(PipeChannel(process), name)
+        session = RemoteSession(PipeChannel(process), name, self._tally)
         try:
             await session.begin(self._target, self._arguments, self._limits, self._tools)
         except BaseException:

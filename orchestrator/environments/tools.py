@@ -9,12 +9,13 @@ reward: ``tool_unavailable`` (no try reached it, no answer, too many calls), ``t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from orchestrator.api import TrajectoryError
-from orchestrator.rewards.functions import FunctionClient, FunctionFailed
+from orchestrator.rewards.functions import FunctionCalls, FunctionClient, FunctionFailed
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,57 @@ class ToolClient:
         """Idempotent."""
         for function in self._functions.values():
             await function.close()
+
+
+class ToolTally:
+    """Calls of tools in all processes: of each environment's process what it said last, and those of this one.
+
+    What a process did after its last answer (it died in a call) is not in it.
+    """
+
+    _FIELDS = tuple(asdict(FunctionCalls()))
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, float]] = {}
+
+    def of_process(self) -> Callable[[object], None]:
+        """What a new process' counters, which only grow, are to be told to. Raises TrajectoryError for what are none."""
+        last: dict[str, dict[str, float]] = {}
+
+        def note(said: object) -> None:
+            for name, counted in _counters(said, self._FIELDS).items():
+                before = last.get(name, {})
+                sums = self._sums.setdefault(name, dict.fromkeys(self._FIELDS, 0))
+                for field, value in counted.items():
+                    sums[field] += max(0, value - before.get(field, 0))
+                last[name] = counted
+
+        return note
+
+    def stats(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Counters of each tool; ``own`` are those of this process."""
+        names = sorted({*own, *self._sums})
+        return {
+            name: {
+                field: round(own.get(name, {}).get(field, 0) + self._sums.get(name, {}).get(field, 0), 6)
+                for field in self._FIELDS
+            }
+            for name in names
+        }
+
+
+def _counters(said: object, fields: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """By tool. It was written by a process that may say anything: at most 100 tools, finite numbers. Raises TrajectoryError."""
+    if isinstance(said, dict) and len(said) <= 100:
+        values = {
+            name: {field: counted.get(field, 0) for field in fields}
+            for name, counted in said.items()
+            if isinstance(counted, dict)
+        }
+        numbers = [value for counted in values.values() for value in counted.values()]
+        if len(values) == len(said) and all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers):
+            return values
+    raise TrajectoryError("environment_protocol", f"no counters of tools: {said!r:.100}")
 
 
 @runtime_checkable

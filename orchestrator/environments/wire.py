@@ -5,7 +5,8 @@
     {"id": 2, "call": "reset", "prompt": {...}}      {"id": 2, "result": {"version": "...", "observation": [2, 3]}}
     {"id": 3, "call": "step", "action": [5, 1]}      {"id": 3, "error": {"cause": "environment_error", "detail": "..."}}
 
-Also ``recycle`` and ``ping``. Guarantees: nothing is unpickled; a line that is no strict JSON object (NaN included), has
+Also ``recycle`` and ``ping``. A reply, failed or not, may say in ``tools`` how often its process has called tools so far, by
+tool. Guarantees: nothing is unpickled; a line that is no strict JSON object (NaN included), has
 another id or lacks a field is a TrajectoryError, whoever wrote it; what is sent has passed :mod:`.checks`.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
@@ -41,11 +42,13 @@ def decode(line: bytes) -> dict[str, Any]:
     return message
 
 
-def reply_of(line: bytes, number: int) -> dict[str, Any]:
-    """The result in a reply. Raises the TrajectoryError that it holds, or that it is."""
+def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = None) -> dict[str, Any]:
+    """The result in a reply; ``note`` is told what it says of tools. Raises the TrajectoryError that it holds, or that it is."""
     message = decode(line)
     if message.get("id") != number:
         raise TrajectoryError("environment_protocol", f"a reply to {message.get('id')!r:.40}, not to {number}")
+    if note is not None and "tools" in message:
+        note(message["tools"])
     failed, result = message.get("error"), message.get("result")
     if isinstance(failed, dict):
         cause = str(failed.get("cause", ""))

@@ -39,6 +39,7 @@ class Service:
         self._number: object = None
         self._task: asyncio.Task[bytes] | None = None
         self._inner: Any = None  # a Renewable, once started
+        self._tools: Any = None  # a ToolClient, where there are tools
         self._orphan_seconds = orphan_seconds
         self._call_seconds = 0.0
         self._cpu_seconds = 0
@@ -68,11 +69,12 @@ class Service:
         number = message.get("id")
         self._arm()
         try:
-            line = wire.encode({"id": number, "result": await self._call(message)})
+            result = await self._call(message)
+            line = wire.encode({"id": number, "result": result, **self._tool_calls()})
             if len(line) > wire.MAX_LINE:
                 raise TrajectoryError("environment_output", f"an answer of {len(line)} B, more than {wire.MAX_LINE}")
         except THIRD_PARTY as error:
-            line = wire.encode(wire.failure(number, error))
+            line = wire.encode({**wire.failure(number, error), **self._tool_calls()})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return line
@@ -112,17 +114,20 @@ class Service:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         self._cpu_seconds = int(limits.get("cpu_seconds", 0))
         self._call_seconds = float(limits.get("call_seconds", 0.0))
-        tools = None
         if message.get("tools"):
             from orchestrator.environments.tools import ToolClient, ToolSettings
 
-            tools = ToolClient(ToolSettings(**message["tools"]))
-        self._inner = Renewable(maker_of(str(message["target"]), dict(message.get("arguments") or {}), tools))
+            self._tools = ToolClient(ToolSettings(**message["tools"]))
+        self._inner = Renewable(maker_of(str(message["target"]), dict(message.get("arguments") or {}), self._tools))
         return {
             "protocol": wire.PROTOCOL,
             "distribution": orchestrator.__version__,
             "version": self._inner.version,
         }
+
+    def _tool_calls(self) -> dict[str, Any]:
+        """What a reply says of the calls of tools so far."""
+        return {} if self._tools is None else {"tools": self._tools.stats()}
 
     def _arm(self) -> None:
         """Limits of the next call: signals without a handler, which end the process whatever it does."""

@@ -2,7 +2,8 @@
 
 Guarantees: a filter is a function of the trajectories that it has seen, in order: no clock, no chance, no I/O. It never
 changes a trajectory, and what it rejects has a reason, which the ledger counts (``filtered: reason``). A filter whose limit
-is not set rejects nothing. What has been seen is not part of a checkpoint: after a resume a similarity window fills anew.
+is not set rejects nothing. What has been seen is not part of a checkpoint: a resume tells the filters again what they had kept
+by then (:meth:`FilterChain.recall`), which the trajectory store knows.
 
 All of them change what is learnt: members that are left out shift the mean of their GRPO group. So all but completeness
 are off by default, and completeness keeps what merely ran into its turn or context limit.
@@ -140,6 +141,12 @@ class FilterChain:
         for one in self._filters:
             one.keep(trajectory)
         return ""
+
+    def recall(self, trajectories: Iterable[Trajectory]) -> None:
+        """These were kept before, in this order: remember them."""
+        for trajectory in trajectories:
+            for one in self._filters:
+                one.keep(trajectory)
 
 
 # -- which groups a batch is made of ---------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""The part of a run's page about environments that are kept in a pool, and the tools they call."""
+"""The part of a run's page about environments that are kept in a pool, the tools they call, and the calls that score."""
 
 from __future__ import annotations
 
 from html import escape
+from typing import Any
 
 from orchestrator.report.parts import section, table
 from orchestrator.report.runlog import PoolSnapshot, RunLog
@@ -19,8 +20,8 @@ _CAUSES = {
 
 
 def environments(run: RunLog) -> str:
-    """How large the pool was, what was replaced and why, and who waited. "" without a pool and without tools."""
-    parts = [_pool(run), _tools(run)]
+    """How large the pool was, what was replaced and why, and who waited. "" where none of it was recorded."""
+    parts = [_pool(run), _tools(run), _rewards(run)]
     if not any(parts):
         return ""
     return section("environments", "Did the environments hold?", _lead(run.pool[-1]) if run.pool else "", *parts)
@@ -58,17 +59,24 @@ def _pool(run: RunLog) -> str:
 def _tools(run: RunLog) -> str:
     if not run.tools:
         return ""
-    rows = [
-        [
-            escape(name),
-            count(int(calls.get("calls", 0))),
-            count(int(calls.get("failed", 0))),
-            count(int(calls.get("retries", 0))),
-            count(int(calls.get("refused_burst", 0))),
-            count(int(calls.get("cold_starts", 0))),
-            duration(float(calls.get("cold_seconds", 0.0))),
-        ]
-        for name, calls in run.tools.items()
+    rows = [[escape(name), *_calls(calls)] for name, calls in run.tools.items()]
+    return table(
+        ("Tool", *_CALLS), rows, tuple(range(1, len(_CALLS) + 1)), f"Tools, as called from all processes ({run.kind})"
+    )
+
+
+def _rewards(run: RunLog) -> str:
+    if not run.rewards:
+        return ""
+    rows = [["Rewards", *_calls(run.rewards)]]
+    return table(("Scoring", *_CALLS), rows, tuple(range(1, len(_CALLS) + 1)), f"Calls that score ({run.kind})")
+
+
+_CALLS = ("Calls", "Failed", "Retries", "Refused: burst", "Cold starts", "Waited for them", "All calls took")
+
+
+def _calls(counted: dict[str, Any]) -> list[str]:
+    numbers = [
+        count(int(counted.get(name, 0))) for name in ("calls", "failed", "retries", "refused_burst", "cold_starts")
     ]
-    head = ("Tool", "Calls", "Failed", "Retries", "Refused: burst", "Cold starts", "Waited for them")
-    return table(head, rows, (1, 2, 3, 4, 5, 6), f"Tools, as called from the orchestrator's process ({run.kind})")
+    return [*numbers, *(duration(float(counted.get(name, 0.0))) for name in ("cold_seconds", "seconds"))]

@@ -183,6 +183,7 @@ class RunLog:
     incidents: list[Incident] = field(default_factory=list)
     pool: list[PoolSnapshot] = field(default_factory=list)  # empty without a pool
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # counters by tool, of the last step
+    rewards: dict[str, Any] = field(default_factory=dict)  # counters of the calls that score, of the last step
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -342,6 +343,8 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
             run.pool.append(_pool(event))
         case "tools":
             run.tools = {str(name): dict(counts) for name, counts in (event.get("tools") or {}).items()}
+        case "rewards":
+            run.rewards = {name: value for name, value in event.items() if name not in ("kind", "t", "step")}
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(

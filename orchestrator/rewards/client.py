@@ -12,10 +12,13 @@ token or an unknown function is a RunError: every trajectory would meet it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from orchestrator.api import RetryableError, RunError, Trajectory, TrajectoryError
 from orchestrator.rewards.functions import FunctionClient, FunctionFailed
+
+Played = Callable[[str, Sequence[tuple[int, ...]]], Sequence[tuple[int, ...]]]
 
 
 class HttpReward(FunctionClient):
@@ -23,13 +26,20 @@ class HttpReward(FunctionClient):
 
     field = "reward.url"
 
+    def __init__(self, url: str, *, played: Played | None = None, **options: Any) -> None:
+        """``played``: which actions of a task's trajectory the function is sent, and how; None: all. ``options``: those of
+        FunctionClient."""
+        super().__init__(url, **options)
+        self._played = played
+
     async def score(self, trajectory: Trajectory) -> float:
         """The terminal reward; finite."""
+        actions = trajectory.actions if self._played is None else self._played(trajectory.task, trajectory.actions)
         event = {
             "trajectory_id": trajectory.id,
             "task": trajectory.task,
             "prompt": trajectory.prompt.payload,
-            "actions": [list(action) for action in trajectory.actions],
+            "actions": [list(action) for action in actions],
         }
         return _reward(await scored(self, event))
 

@@ -17,92 +17,36 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
-from orchestrator.rewards.pool import FunctionError, FunctionPool, Invocation, Throttled
-from orchestrator.rewards.protocol import (
-    COLD_START_HEADER,
-    ERROR_HEADER,
-    INVOKE_PATH,
-    MAX_BODY_BYTES,
-    PROVISION_PATH,
-    reject_constant,
-)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_ERROR_TYPE = "x-amzn-ErrorType"
+from orchestrator.rewards.pool import FunctionPool
+from orchestrator.rewards.protocol import MAX_BODY_BYTES
+from orchestrator.rewards.service import Service, digest_of, too_large
 
 
 def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.Application:
     """The HTTP side."""
-    wanted = f"Bearer {token}".encode()
+    service = Service(functions, digest_of(token))
 
-    @web.middleware
-    async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, wanted):
-            return _refuse(401, "UnrecognizedClientException", "send the bearer token")
-        return await handler(request)
+    async def handle(request: web.Request) -> web.StreamResponse:
+        reply = service.refused(request.headers.get("Authorization", ""))
+        if reply is None:
+            try:
+                reply = await service.answer(request.method, request.path, await request.read())
+            except web.HTTPRequestEntityTooLarge:
+                reply = too_large()
+        return web.json_response(reply.value, status=reply.status, headers=reply.headers)
 
-    async def invoke(request: web.Request) -> web.StreamResponse:
-        function = functions.get(request.match_info["name"])
-        if function is None:
-            return _refuse(404, "ResourceNotFoundException", f"no function; there are: {', '.join(functions)}")
-        try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            return _refuse(413, "RequestTooLargeException", f"the body has more than {MAX_BODY_BYTES} B")
-        try:
-            event = json.loads(body or b"{}", parse_constant=reject_constant)
-        except (ValueError, RecursionError) as error:
-            return _refuse(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
-        note = Invocation()
-        try:
-            answer = await function.invoke(event, note)
-            return web.json_response(answer, headers=_cold(note))
-        except FunctionError as error:
-            failed = {"errorType": error.kind, "errorMessage": error.message}
-            return web.json_response(failed, headers={ERROR_HEADER: "Unhandled", **_cold(note)})
-        except Throttled:
-            return _refuse(429, "TooManyRequestsException", "too many calls wait already")
-
-    async def provision(request: web.Request) -> web.StreamResponse:
-        function = functions.get(request.match_info["name"])
-        if function is None:
-            return _refuse(404, "ResourceNotFoundException", f"no function; there are: {', '.join(functions)}")
-        try:
-            count = json.loads(await request.read())["ProvisionedConcurrentExecutions"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            count = None
-        if type(count) is not int or count < 0:
-            return _refuse(400, "InvalidParameterValueException", "ProvisionedConcurrentExecutions must be 0 or more")
-        asked = {"RequestedProvisionedConcurrentExecutions": function.provision(count), "Status": "IN_PROGRESS"}
-        return web.json_response(asked, status=202)
-
-    async def stats(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"functions": {name: function.stats() for name, function in functions.items()}})
-
-    application = web.Application(middlewares=[authorise], client_max_size=MAX_BODY_BYTES)
-    application.router.add_post(INVOKE_PATH, invoke)
-    application.router.add_put(PROVISION_PATH, provision)
-    application.router.add_get("/stats", stats)
+    application = web.Application(client_max_size=MAX_BODY_BYTES)
+    application.router.add_route("*", "/{path:.*}", handle)
     return application
-
-
-def _cold(note: Invocation) -> dict[str, str]:
-    return {} if note.cold_seconds is None else {COLD_START_HEADER: str(round(1000 * note.cold_seconds))}
-
-
-def _refuse(status: int, kind: str, message: str) -> web.Response:
-    return web.json_response({"Type": "User", "Message": message}, status=status, headers={_ERROR_TYPE: kind})
 
 
 async def serve(options: argparse.Namespace, token: str) -> None:

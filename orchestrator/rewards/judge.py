@@ -100,6 +100,10 @@ class LLMJudge:
             self.unreadable += 1
         raise TrajectoryError("reward_unreadable", f"no score from {self._low} to {self._high} in: {said[-200:]!r}")
 
+    def stats(self) -> dict[str, Any]:
+        """For the event log."""
+        return {**self._endpoint.stats(), "unreadable": self.unreadable}
+
     async def close(self) -> None:
         """Idempotent. Calls in flight fail."""
         await self._endpoint.close()

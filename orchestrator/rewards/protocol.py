@@ -8,6 +8,7 @@ from __future__ import annotations
 INVOKE_SUFFIX = "/invocations"
 INVOKE_PATH = "/2015-03-31/functions/{name}" + INVOKE_SUFFIX
 PROVISION_PATH = "/2019-09-30/functions/{name}/provisioned-concurrency"
+STATS_PATH = "/stats"
 COLD_START_HEADER = (
     "X-Rl-Cold-Start"  # milliseconds that this call waited for a process to start; absent when it did not
 )

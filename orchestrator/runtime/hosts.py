@@ -7,6 +7,7 @@ for that long; everything is closed with the run's exit stack.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +15,35 @@ from typing import Any
 
 from orchestrator.api import RewardFunction, Task
 from orchestrator.config import Config
+from orchestrator.environments.assemble import owner_of
 from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.launch import PATIENCE, FunctionHost, RewardHost
+from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
 from orchestrator.rewards.voting import Voting
+from orchestrator.runfolder import RunFolder
 from orchestrator.runtime.keeper import Keeper
 from orchestrator.tasks import registry
 
 
-async def start_reward(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, logs: Path) -> RewardFunction:
+@dataclass(frozen=True)
+class Rewards:
+    """``counters``: of the calls that score, since the start."""
+
+    function: RewardFunction
+    counters: Callable[[], dict[str, Any]]
+
+
+async def start_reward(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder) -> Rewards:
     """What scores trajectories. Raises ConfigError and RunError."""
     settings = config.reward
-    reward = _judge(config, task) if settings.judge.url else await _function(config, task, keeper, stack, logs)
+    reward = _judge(config, task) if settings.judge.url else await _function(config, task, keeper, stack, folder)
     stack.push_async_callback(reward.close)
-    return reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by)
+    return Rewards(
+        reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by),
+        reward.stats,
+    )
 
 
 def _judge(config: Config, task: Task) -> LLMJudge:
@@ -52,16 +67,21 @@ def _judge(config: Config, task: Task) -> LLMJudge:
     )
 
 
-async def _function(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, logs: Path) -> HttpReward:
+async def _function(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder) -> HttpReward:
     settings = config.reward
     url, token, patience = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", ""), 0.0
-    if not url:
+    if not url and settings.host == "ray_serve":
+        served = _elastic_host(config, task, folder)
+        await served.start()
+        stack.push_async_callback(served.stop)
+        url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
+    elif not url:
         host = RewardHost(
             settings.function or registry.reward_of(task),
             concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
             timeout=settings.timeout,
             idle_seconds=settings.idle_seconds,
-            log=logs / "reward-host.log",
+            log=folder.logs / "reward-host.log",
         )
         await host.start()
         stack.push_async_callback(host.stop)
@@ -69,12 +89,28 @@ async def _function(config: Config, task: Task, keeper: Keeper, stack: AsyncExit
         url, token, patience = host.url, host.token, PATIENCE
     return HttpReward(
         url,
+        played=getattr(task, "played", None),
         token=token,
         concurrency=settings.concurrency,
         timeout=settings.timeout,
         retries=settings.retries,
         seed=config.run.seed,
         patience=patience,
+    )
+
+
+def _elastic_host(config: Config, task: Task, folder: RunFolder) -> RayServeHost:
+    settings = config.reward
+    serve = settings.serve
+    return RayServeHost(
+        settings.function or registry.reward_of(task),
+        application=f"rl-coserve-{owner_of(folder.path)}",
+        elasticity=Elasticity(
+            serve.min_replicas, serve.max_replicas, serve.per_replica, serve.cpus, settings.idle_seconds
+        ),
+        timeout=settings.timeout,
+        port=serve.port,
+        shared=bool(config.ray.address),
     )
 
 

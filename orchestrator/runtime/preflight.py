@@ -12,13 +12,15 @@ import os
 import socket
 from pathlib import Path
 
-from orchestrator.api import ConfigError, RetryableError, Task
+from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
+from orchestrator.context import rules_of
 from orchestrator.hooks import versions
 from orchestrator.runtime import pools, served
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
+from orchestrator.tasks.memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, open_relay
 from orchestrator.transfer.redis import PASSWORD_FILE, RedisMetadata
 
@@ -27,7 +29,9 @@ _ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 def make_task(config: Config) -> Task:
     """The task that the config names. Raises ConfigError."""
-    return registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
+    task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
+    memory = config.task.memory
+    return MemoryTask(task, **memory.model_dump()) if memory.turns else task
 
 
 def check(config: Config, task: Task) -> None:
@@ -43,6 +47,8 @@ def check(config: Config, task: Task) -> None:
     _relay(config)
     check_port(config)
     _metadata(config)
+    for part in (task, *parts_of(task).values()):
+        rules_of(config, part)
     pools.check(config)
     served.check(config, task)
 
@@ -138,6 +144,20 @@ def _task(config: Config, task: Task) -> None:
 def _function(config: Config, task: Task) -> None:
     if not config.reward.url and not config.reward.judge.url:
         _importable("reward.function", config.reward.function or registry.reward_of(task))
+        if config.reward.host == "ray_serve":
+            _ray_serve(config)
+
+
+def _ray_serve(config: Config) -> None:
+    if importlib.util.find_spec("grpc_reflection") is None:  # Ray Serve is part of Ray, but not all that it imports
+        fix = "Ray Serve is not installed: pip install 'rl-coserve[ray-serve]'"
+        raise ConfigError("reward.host", "ray_serve", fix)
+    serve, address = config.reward.serve, config.ray.address
+    if address and not serve.port:
+        raise ConfigError("reward.serve.port", 0, "name the port that Serve listens on, or is to, in a Ray of others")
+    if not address and serve.min_replicas * serve.cpus > config.ray.cpus:
+        fix = f"{serve.min_replicas} replicas of {serve.cpus:g} CPUs do not fit into ray.cpus = {config.ray.cpus}"
+        raise ConfigError("reward.serve.min_replicas", serve.min_replicas, fix)
 
 
 def _importable(field: str, target: str) -> None:

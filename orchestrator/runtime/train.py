@@ -32,6 +32,7 @@ from orchestrator.api import (
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config
 from orchestrator.environments.assemble import make_pool, owner_of
+from orchestrator.environments.tools import ToolTally
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import nvml
@@ -40,14 +41,14 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.policies.allocation import Binding
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
-from orchestrator.resume import Resumed, rewind
+from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import hosts, pools
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.keeper import Keeper
 from orchestrator.runtime.mooncake import MooncakeMaster
-from orchestrator.store import TrajectoryStore
+from orchestrator.store import TrajectoryStore, recent_scored
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.redis import PASSWORD_FILE
 
@@ -154,6 +155,9 @@ class _Life:
         stack.callback(store.close)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         resumed = rewind(checkpoints, ledger, ledger_lines, store) if self.resume else None
+        if resumed is not None and config.filters.max_similarity is not None:
+            window = config.filters.similarity_window
+            remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
         events.emit(
@@ -229,7 +233,7 @@ class _Assembly:
         """Start everything; returns what the pipeline talks to, and where it begins."""
         config, resumed = self.config, self.resumed
         self.display.stage("startup", "relay, reward host, model")
-        reward = await hosts.start_reward(config, self.task, self.keeper, self.stack, self.folder.logs)
+        rewards = await hosts.start_reward(config, self.task, self.keeper, self.stack, self.folder)
         endpoint = await self._start_relay()
         spread, variables = bool(config.ray.address), trainer_environment(config)
         ranks = pools.trainer_ranks(config)
@@ -258,14 +262,9 @@ class _Assembly:
             cold = ", ".join(tools.cold)
             self.display.message(f"no way to warm up tools {cold}: their first calls will be cold")
         log = self.folder.logs / "environments.log"
-        pool = make_pool(
-            config,
-            self.task,
-            owner_of(self.folder.path),
-            self.events,
-            log=log,
-            tools=None if tools is None else tools.settings,
-        )
+        owner, tally = owner_of(self.folder.path), ToolTally()
+        settings = None if tools is None else tools.settings
+        pool = make_pool(config, self.task, owner, self.events, log=log, tools=settings, tally=tally)
         if pool is not None:
             self.stack.push_async_callback(pool.close)
             self.display.stage("startup", "environments")
@@ -281,8 +280,13 @@ class _Assembly:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
         ranks_alive = await trainer.pids()
         self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
-        parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
-        parts.tools = tools.client.stats if tools is not None else None
+        parts = Parts(
+            self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
+        )
+        if tools is not None:
+            own = tools.client
+            parts.tools = lambda: tally.stats(own.stats())
+        parts.rewards = rewards.counters
         parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
         position = resumed.position if resumed is not None else Position()
         if version != position.version:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from orchestrator.sections.base import Section
 from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSection
 from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
-from orchestrator.sections.rewards import JudgeSection, RewardSection
+from orchestrator.sections.rewards import JudgeSection, RewardSection, ServeSection
 from orchestrator.sections.rollout import (
     ContextSection,
     EngineSection,
@@ -17,7 +17,14 @@ from orchestrator.sections.rollout import (
     RoutingSection,
     TaskContextSection,
 )
-from orchestrator.sections.run import CheckpointSection, EvaluationSection, ModelSection, RunSection, TaskSection
+from orchestrator.sections.run import (
+    CheckpointSection,
+    EvaluationSection,
+    MemorySection,
+    ModelSection,
+    RunSection,
+    TaskSection,
+)
 from orchestrator.sections.sim import SimSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
 
@@ -30,6 +37,7 @@ __all__ = [
     "FiltersSection",
     "JudgeSection",
     "KubernetesSection",
+    "MemorySection",
     "ModelSection",
     "RaySection",
     "RelaySection",
@@ -39,6 +47,7 @@ __all__ = [
     "RoutingSection",
     "RunSection",
     "Section",
+    "ServeSection",
     "SimSection",
     "TaskContextSection",
     "TaskSection",

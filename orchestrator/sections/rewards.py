@@ -32,16 +32,34 @@ class JudgeSection(Section):
         return self
 
 
+class ServeSection(Section):
+    """How many replicas Ray Serve keeps of the reward function (reward.host = "ray_serve")."""
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1  # 0: none when nobody calls, and a cold start of seconds
+    max_replicas: Positive = 4
+    per_replica: Positive = 1  # calls that one works on at once, a process each; more load than that adds replicas
+    cpus: Annotated[float, Field(gt=0)] = 1.0  # that Ray counts for a replica
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one; of a cluster's Serve, the port it listens on
+
+    @model_validator(mode="after")
+    def _room(self) -> ServeSection:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
+        return self
+
+
 class RewardSection(Section):
-    """The reward function behind HTTP. ``url`` empty: the embedded function host runs ``function``."""
+    """The reward function behind HTTP. ``url`` empty: ``function`` runs on ``host``."""
 
     function: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = ""  # module:function; empty: the task's own
     url: str = ""
     concurrency: Positive = 32
     timeout: PositiveSeconds = 10.0
     retries: Annotated[int, Field(ge=0, le=20)] = 3
-    idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this
+    idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this, Ray Serve to min_replicas
     host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
+    host: Literal["embedded", "ray_serve"] = "embedded"  # worker processes of this machine, or of a whole Ray
+    serve: ServeSection = ServeSection()
     votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
     vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
     judge: JudgeSection = JudgeSection()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,14 @@ class ModelSection(Section):
         return self
 
 
+class MemorySection(Section):
+    """A memory as a tool, around any task: see docs/long_episodes.md."""
+
+    turns: Annotated[int, Field(ge=0)] = 0  # that an episode has for it beside the task's own; 0: no memory
+    longest: Annotated[int, Field(ge=2)] = 64  # tokens of an answer, at most
+    notes: Positive = 64  # that are kept; then the oldest goes
+
+
 class TaskSection(Section):
     """What is trained on: see docs/tasks.md."""
 
@@ -52,6 +60,8 @@ class TaskSection(Section):
     dataset: str = ""  # of reasoning_gym
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
+    mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
+    memory: MemorySection = MemorySection()
 
     @model_validator(mode="after")
     def _known(self) -> TaskSection:
@@ -60,15 +70,28 @@ class TaskSection(Section):
             raise ValueError(
                 f"name = {self.name!r}: no such task; there are: {known}; your own is written module:Class"
             )
-        if self.name != "reasoning_gym" and self.options:
-            raise ValueError(f"{', '.join(self.options)}: only for name = 'reasoning_gym'")
-        if self.name == "reasoning_gym" and not self.dataset:
+        names = sorted(self.mixture) if self.name == "mixture" else [self.name]
+        if self.mixture and self.name != "mixture":
+            raise ValueError("mixture: only for name = 'mixture'")
+        if self.name == "mixture" and len(names) < 2:
+            raise ValueError("mixture: name = 'mixture' needs two tasks or more, each with its share")
+        if wrong := [name for name in self.mixture if name == "mixture" or name not in registry.BUILT_IN]:
+            raise ValueError(f"mixture.{wrong[0]}: only built-in tasks are mixed: {', '.join(registry.BUILT_IN)}")
+        if "reasoning_gym" not in names and self._gym:
+            raise ValueError(f"{', '.join(self._gym)}: only for name = 'reasoning_gym'")
+        if "reasoning_gym" in names and not self.dataset:
             raise ValueError("dataset: name = 'reasoning_gym' needs one, chain_sum for example")
         return self
 
     @property
-    def options(self) -> dict[str, str | int]:
+    def options(self) -> dict[str, Any]:
         """What the task's class is given beside the number of held-out prompts."""
+        if self.name == "mixture":
+            return {"shares": self.mixture, **({"reasoning_gym": self._gym} if self._gym else {})}
+        return dict(self._gym)
+
+    @property
+    def _gym(self) -> dict[str, str | int]:
         given = {"dataset": self.dataset, "prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens}
         return {name: value for name, value in given.items() if value}
 

@@ -2,6 +2,9 @@
 
 Around any task. Three words are added to its vocabulary: an action that begins with ``<note>`` keeps the tokens after it, one
 that begins with ``<recall>`` is answered with the notes that share most tokens with its own; neither reaches the environment.
+``task.memory.turns`` in the config puts it around the task of a run. What a reward function is sent are the actions that
+reached the environment (:meth:`MemoryTask.played`), so those that replay them need not know of it.
+
 Guarantees: notes outlive the context (they are what a policy needs when its context begins anew) and end with the episode;
 an answer is never longer than ``longest`` tokens, and the same actions get the same answers.
 """
@@ -9,10 +12,14 @@ an answer is never longer than ``longest`` tokens, and the same actions get the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TrajectoryError
+from orchestrator.api import Environment, Observation, Prompt, StepResult, Task, TrajectoryError, parts_of
+from orchestrator.tasks.mixture import Part
 
 WORDS = ("<note>", "<recall>", "<memory>")
+_MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
+_OF_THE_TASK = ("reward", "reward_seconds", "needs_sandbox", "demonstrations", "use_tools")
 
 
 class MemoryTask:
@@ -21,13 +28,38 @@ class MemoryTask:
     def __init__(self, task: Task, *, turns: int = 8, longest: int = 64, notes: int = 64) -> None:
         self._task = task
         self.name = task.name
-        self.vocabulary: Sequence[str] = (*task.vocabulary, *WORDS)
+        spare = -(len(task.vocabulary) + len(WORDS)) % _MULTIPLE
+        self.vocabulary: Sequence[str] = (*task.vocabulary, *WORDS, *(f"<spare{n}>" for n in range(spare)))
         self.pad_id, self.end_id = task.pad_id, task.end_id
         self.max_turns = task.max_turns + turns
         self.max_response_tokens = task.max_response_tokens
         self.max_context_tokens = task.max_context_tokens
-        self.note_id, self.recall_id, self.memory_id = range(len(task.vocabulary), len(self.vocabulary))
+        self.note_id, self.recall_id, self.memory_id = (len(task.vocabulary) + n for n in range(len(WORDS)))
         self.turns, self.longest, self.notes = turns, longest, notes
+        self.parts = {
+            name: Part(name, self.vocabulary, part.max_turns + turns, part.max_response_tokens, part.max_context_tokens)
+            for name, part in parts_of(task).items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        """What a task may have beside the port is the inner one's, but for what makes environments in other processes."""
+        if name in _OF_THE_TASK:
+            return getattr(self._task, name)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    def played(self, task: str, actions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those of an episode's actions that reached the inner environment, as it saw them."""
+        reached = [self.inner_action(action) for action in actions if not self.is_memory(action)]
+        inner = getattr(self._task, "played", None)
+        return reached if inner is None else list(inner(task, reached))
+
+    def is_memory(self, action: Sequence[int]) -> bool:
+        """Whether an action is for the memory."""
+        return bool(action) and action[0] in (self.note_id, self.recall_id)
+
+    def inner_action(self, action: tuple[int, ...]) -> tuple[int, ...]:
+        """An action without the words that the inner task has not; never empty."""
+        return tuple(token for token in action if token < self.note_id) or (self.end_id,)
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol."""
@@ -56,12 +88,8 @@ class MemoryEnvironment:
     async def step(self, action_ids: tuple[int, ...]) -> StepResult:
         """See the protocol."""
         task = self._task
-        if not action_ids or action_ids[0] not in (task.note_id, task.recall_id):
-            if any(token in (task.note_id, task.recall_id, task.memory_id) for token in action_ids):
-                action_ids = tuple(
-                    token for token in action_ids if token < task.note_id
-                )  # the inner task has no such words
-            return await self._inner.step(action_ids or (task.end_id,))
+        if not task.is_memory(action_ids):
+            return await self._inner.step(task.inner_action(action_ids))
         self._used += 1
         if self._used > task.turns:
             raise TrajectoryError("memory_turns", f"more than {task.turns} memory actions in an episode")

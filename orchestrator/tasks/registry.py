@@ -17,6 +17,7 @@ BUILT_IN: dict[str, str] = {
     "calculator": "orchestrator.tasks.calculator:CalculatorTask",
     "coding": "orchestrator.tasks.coding:CodingTask",
     "reasoning_gym": "orchestrator.tasks.reasoning_gym:ReasoningGymTask",
+    "mixture": "orchestrator.tasks.mixture:MixtureTask",
 }
 _PORT = ("name", "vocabulary", "pad_id", "end_id", "max_turns", "max_response_tokens", "max_context_tokens", "prompts")
 
