@@ -198,7 +198,7 @@ class _Assembly:
                 f"vllm-{index}",
                 WORKER_CLASS,
                 _worker_arguments(config, model, endpoint, index),
-                _environment(config.rollout.engine.threads) | _secrets(config),
+                engine_environment(config),
                 places.get(f"vllm-{index}"),
             )
             for index in range(config.rollout.workers)
@@ -438,6 +438,11 @@ def trainer_environment(config: Config) -> dict[str, str]:
     return _environment(config.trainer.threads) | _secrets(config)
 
 
+def engine_environment(config: Config) -> dict[str, str]:
+    """What an engine's process starts with."""
+    return _environment(config.rollout.engine.threads) | _secrets(config)
+
+
 def _environment(threads: int) -> dict[str, str]:
     """Set before the process starts: thread pools are sized when libraries load."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -456,4 +461,4 @@ async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list
     (folder.path / "processes").write_text("\n".join([*lines, f"orchestrator {os.getpid()}"]) + "\n", encoding="utf-8")
 
 
-__all__ = ["start_ray", "train", "trainer_environment", "warm_up"]
+__all__ = ["engine_environment", "start_ray", "train", "trainer_environment", "warm_up"]
