@@ -12,6 +12,7 @@ from orchestrator.environments.source import EnvironmentSource
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import Gpus
+from orchestrator.policies.planner import ParallelismPlanner
 
 
 class Store(Protocol):
@@ -52,6 +53,7 @@ class Parts:
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
     tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
     gpus: Gpus | None = None
+    planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
 
 
 @dataclass

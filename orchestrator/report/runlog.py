@@ -183,6 +183,8 @@ class RunLog:
     incidents: list[Incident] = field(default_factory=list)
     pool: list[PoolSnapshot] = field(default_factory=list)  # empty without a pool
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # counters by tool, of the last step
+    plans: list[dict[str, Any]] = field(default_factory=list)  # events `plan` and `reshape`: see orchestrator.planning
+    reshapes: list[dict[str, Any]] = field(default_factory=list)
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -342,6 +344,10 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
             run.pool.append(_pool(event))
         case "tools":
             run.tools = {str(name): dict(counts) for name, counts in (event.get("tools") or {}).items()}
+        case "plan":
+            run.plans.append(dict(event))
+        case "reshape":
+            run.reshapes.append(dict(event))
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(

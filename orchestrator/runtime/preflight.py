@@ -15,6 +15,7 @@ from pathlib import Path
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
 from orchestrator.hooks import versions
+from orchestrator.planning import read_profile
 from orchestrator.runtime import pools, served
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
@@ -43,8 +44,20 @@ def check(config: Config, task: Task) -> None:
     _relay(config)
     check_port(config)
     _metadata(config)
+    _planner(config)
     pools.check(config)
     served.check(config, task)
+
+
+def _planner(config: Config) -> None:
+    """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
+    if not config.rollout.planner.enabled:
+        return
+    for field, given in (("resources.pools", config.resources.pools), ("ray.address", config.ray.address)):
+        if given:
+            fix = "rollout.planner needs all devices on this machine, and free of pools: leave this out, or set it to false"
+            raise ConfigError(field, given, fix)
+    read_profile(config)
 
 
 def _heldout(config: Config) -> None:

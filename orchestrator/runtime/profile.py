@@ -20,11 +20,10 @@ from orchestrator.policies.profile import Layout
 from orchestrator.profile import Prober, ProfileFile, ProfileKey, Progress, grid, load, measure, model_name, powers
 from orchestrator.runfolder import describe_machine
 from orchestrator.runtime.actors import Actor
-from orchestrator.runtime.train import TINY_MODEL, engine_environment
+from orchestrator.runtime.train import IDENTITY, TINY_MODEL, engine_environment
 from orchestrator.tasks import registry
 
 PROFILER = "vllm_rlplugin.profiling:EngineProfiler"
-IDENTITY = "vllm_rlplugin.profiling:identity"
 _SHORTEST = 32  # tokens
 
 

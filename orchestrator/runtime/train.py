@@ -8,6 +8,7 @@ reverse order whatever happens. What the run does is :mod:`orchestrator.pipeline
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -36,7 +37,12 @@ from orchestrator.ledger import Ledger
 from orchestrator.occupancy import nvml
 from orchestrator.parts import Parts, Position
 from orchestrator.pipeline import Pipeline
+from orchestrator.planning import make_planner
 from orchestrator.policies.allocation import Binding
+from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.profile import ProfileKey, model_name
+from orchestrator.profile import load as load_profile
+from orchestrator.profile.file import check as check_profile
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, rewind
@@ -56,6 +62,7 @@ from orchestrator.transfer.redis import PASSWORD_FILE
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
+IDENTITY = "vllm_rlplugin.profiling:identity"
 TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
 _START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
 
@@ -193,6 +200,8 @@ class _Assembly:
         await trainer.place()
         trainer.start()
         model = await self._model(trainer)
+        planner = await self._planner(trainer, model)
+        tp = planner.layout.tp if planner is not None else 1
         workers = [
             RayWorker(
                 f"vllm-{index}",
@@ -200,6 +209,8 @@ class _Assembly:
                 _worker_arguments(config, model, endpoint, index),
                 engine_environment(config),
                 places.get(f"vllm-{index}"),
+                first_device=-1 if planner is None else index,
+                ranks=None if planner is None else (tp if index % tp == 0 else 0),
             )
             for index in range(config.rollout.workers)
         ]
@@ -226,11 +237,23 @@ class _Assembly:
         await _write_processes(self.folder, trainer, workers)
         parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
         parts.tools = self.tools.stats if self.tools is not None else None
-        parts.gpus = nvml()
+        parts.gpus, parts.planner = nvml(), planner
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
         return parts, position
+
+    async def _planner(self, trainer: RayTrainer, model: str) -> ParallelismPlanner | None:
+        """None: it is off. Its profile must be of this model, and of the engine and device that are here."""
+        config = self.config
+        if not config.rollout.planner.enabled:
+            return None
+        if name := config.rollout.planner.profile:
+            here = await trainer.function(IDENTITY, {"threads": config.rollout.engine.threads})
+            key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
+            check_profile(load_profile(Path(name), "rollout.planner.profile"), key, "rollout.planner.profile")
+        heads = int(json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["num_attention_heads"])
+        return make_planner(config, self.task, heads)
 
     async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
         """The version it starts at."""
@@ -457,7 +480,7 @@ def _secrets(config: Config) -> dict[str, str]:
 async def _write_processes(folder: RunFolder, trainer: RayTrainer, workers: list[RayWorker]) -> None:
     """Process ids, for people and for fault tests."""
     lines = [f"{name} {pid}" for name, pid in (await trainer.pids()).items()]
-    lines += [f"{worker.name} {await worker.pid()}" for worker in workers]
+    lines += [f"{worker.name} {await worker.pid()}" for worker in workers if worker.ranks]
     (folder.path / "processes").write_text("\n".join([*lines, f"orchestrator {os.getpid()}"]) + "\n", encoding="utf-8")
 
 
