@@ -1,4 +1,4 @@
-"""The command line: ``rl-coserve train | sim | cost | report | bench | doctor``.
+"""The command line: ``rl-coserve train | sim | cost | profile | report | bench | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -64,6 +64,19 @@ def _parser() -> argparse.ArgumentParser:
     cost.add_argument("overrides", nargs="*", metavar="section.key=value")
     cost.add_argument("--json", action="store_true")
     cost.set_defaults(run=_cost)
+
+    profile = commands.add_parser(
+        "profile", help="measure the config's model in this engine: prefill and decode over TP, batch and length"
+    )
+    profile.add_argument("config", nargs="?", help="TOML file")
+    profile.add_argument("overrides", nargs="*", metavar="section.key=value")
+    for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "sequences"), ("--length", "tokens")):
+        profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=what)
+    profile.add_argument(
+        "--out", metavar="FILE", help="default: one in profiles/, named after model, engine and device"
+    )
+    profile.add_argument("--json", action="store_true", help="print where the file is, and what it is of, as JSON")
+    profile.set_defaults(run=_profile)
 
     report = commands.add_parser("report", help="write the HTML report of one run, or compare several")
     report.add_argument("runs", nargs="*", metavar="RUN", help="run folders (default: the newest)")
@@ -175,6 +188,44 @@ def _cost(arguments: argparse.Namespace) -> int:
 
     found = estimate(load_config(arguments.config, arguments.overrides))
     print(json.dumps(found.as_dict(), sort_keys=True) if arguments.json else found.text())
+    return 0
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """1,2,4"""
+    return tuple(int(part) for part in text.split(","))
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from orchestrator.hooks import versions
+    from orchestrator.profile import Progress
+    from orchestrator.runtime import profile
+    from orchestrator.runtime.train import start_ray
+
+    config = load_config(arguments.config, arguments.overrides)
+    out = Path(arguments.out) if arguments.out else None
+    wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
+    versions.check(versions.VLLM)
+    profile.check(config, wanted)
+    start_ray(config)
+
+    def say(now: Progress) -> None:
+        print(f"{now.done}/{now.total}  about {now.left:.0f} s left  {now.text}", file=sys.stderr, flush=True)
+
+    try:
+        file = asyncio.run(profile.profile(config, wanted, say))
+    finally:
+        import ray
+
+        ray.shutdown()
+    found = {"profile": str(file.path), **asdict(file.key), "points": len(file.points), "skipped": len(file.skipped)}
+    if arguments.json:
+        print(json.dumps(found, sort_keys=True))
+    else:
+        print(f"{len(file.points)} points of {file.key.model}, {file.key.engine}, {file.key.device}")
+        print(f"profile: {file.path}")
     return 0
 
 

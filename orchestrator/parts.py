@@ -12,6 +12,7 @@ from orchestrator.environments.source import EnvironmentSource
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import Gpus
+from orchestrator.policies.planner import ParallelismPlanner
 
 
 class Store(Protocol):
@@ -54,6 +55,7 @@ class Parts:
     rewards: Callable[[], dict[str, Any]] | None = None  # counters of the calls that score
     gpus: Gpus | None = None
     away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
+    planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
 
 
 @dataclass

@@ -32,6 +32,7 @@ from orchestrator.evaluation import evaluate
 from orchestrator.feeding import Feeder
 from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parts import Parts, Position
+from orchestrator.planning import planning_of
 from orchestrator.policies.weighting import LagWeight, effective_share
 from orchestrator.rollout import Rollout
 from orchestrator.samples import histogram, to_samples
@@ -64,6 +65,7 @@ class Pipeline:
         self.delivery = Delivery(
             parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit, config.relay.patience
         )
+        self.planning = planning_of(config, parts.task, self.rollout.proxy, parts.events, parts.planner)
         self.lag_weight = LagWeight(config.rollout.staleness_decay)
         self._training: asyncio.Task[None] | None = None
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
@@ -100,10 +102,14 @@ class Pipeline:
     async def _iteration(self, step: int) -> None:
         mode = self.rollout.mode
         self.rollout.open_starts()
+        if self.planning is not None:
+            self.planning.begin()
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
             note.waiting_for = "rollout" if self._training is None else "rollout and training"
+        if self.planning is not None:
+            await self.planning.end(step, [item.trajectory for item in taken])
         if not mode.carries_over:
             await self.rollout.end_redundant()
         await (self._finish_training(early=True) if mode.overlaps else self._settled())
@@ -124,6 +130,8 @@ class Pipeline:
             self.feeder.close()  # before anything of the next batch is taken
             self._start_training(step, taken, batch)  # (6)
             await self._evaluate_if_due(step)
+        if self.planning is not None:
+            await self.planning.act(step)
 
     async def _get_batch(self) -> list[Taken]:
         """Step 1, interrupted when the training step that runs beside it fails."""

@@ -44,6 +44,7 @@ from orchestrator.policies.filters import (
     TrajectoryFilter,
 )
 from orchestrator.proxy import LLMProxy
+from orchestrator.reshaping import ReshapingProxy, require_resizable
 
 
 class Rollout:
@@ -92,7 +93,9 @@ class Rollout:
             on_surplus=self._on_surplus,
             more=self._more,
         )
-        self.proxy = LLMProxy(
+        if settings.planner.enabled:
+            require_resizable(workers)
+        self.proxy = (ReshapingProxy if settings.planner.enabled else LLMProxy)(
             workers,
             events,
             stall_timeout=settings.stall_timeout,

@@ -69,6 +69,10 @@ class EngineOptions:
     pipeline_parallel_size: int = 1
     sleep_mode: bool = False
 
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def __post_init__(self) -> None:
         if not (Path(self.model) / "config.json").is_file():
             raise ConfigError("model", self.model, "no config.json there; give the path of a Hugging Face model folder")
@@ -168,6 +172,8 @@ class Engine:
                 disable_log_stats=True,
                 tensor_parallel_size=options.tensor_parallel_size,
                 pipeline_parallel_size=options.pipeline_parallel_size,
+                # In a Ray placement group vLLM would ask Ray for more; the devices are this process's already.
+                distributed_executor_backend="mp" if options.ranks > 1 else None,
                 enable_sleep_mode=options.sleep_mode and not on_cpu,  # the CPU build has none
                 **engine_arguments(PluginOptions.from_dict(options.plugin)),
             ).create_engine_config()

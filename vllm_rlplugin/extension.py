@@ -61,6 +61,11 @@ class WorkerExtension:
         stock: Any = self
         return give_back(stock.model_runner.kv_caches)
 
+    def rl_weight_bytes(self) -> int:
+        """Of this rank's parameters."""
+        stock: Any = self
+        return sum(int(item.nbytes) for item in stock.model_runner.get_model().parameters())
+
     def rl_free_memory(self) -> int:
         """Free bytes of this worker's device."""
         import torch

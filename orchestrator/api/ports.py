@@ -86,6 +86,16 @@ class ManagedWorker(RolloutWorker, Protocol):
 
 
 @runtime_checkable
+class ResizableWorker(ManagedWorker, Protocol):
+    """A worker whose model can be cut over another number of devices by starting it anew (RollPacker 4.2)."""
+
+    ranks: int  # devices that it has, or will have when it is started next; 0: it is not to be started
+
+    async def resize(self, ranks: int) -> None:
+        """End the process, whatever it does; ``restart`` then starts one over ``ranks`` devices (0: none)."""
+
+
+@runtime_checkable
 class PlacedWorker(Protocol):
     """A worker that knows which pool it was placed in."""
 

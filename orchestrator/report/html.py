@@ -14,6 +14,7 @@ from pathlib import Path
 from orchestrator.report import accounts, bottleneck, sections
 from orchestrator.report.compare import compare
 from orchestrator.report.environments import environments
+from orchestrator.report.parallelism import parallelism
 from orchestrator.report.parts import page
 from orchestrator.report.runlog import RunLog, load_run
 from orchestrator.report.text import tag
@@ -25,6 +26,7 @@ _NAVIGATION = (
     ("staleness", "Staleness"),
     ("speed", "Speed"),
     ("health", "Trainer"),
+    ("parallelism", "Parallelism"),
     ("environments", "Environments"),
     ("ledger", "Ledger"),
     ("incidents", "Incidents"),
@@ -55,6 +57,7 @@ def render(run: RunLog) -> str:
         sections.staleness(run),
         sections.speed(run),
         sections.trainer_health(run),
+        parallelism(run),
         environments(run),
         accounts.ledger(run, _stored(run)),
         accounts.incidents(run),

@@ -184,6 +184,8 @@ class RunLog:
     pool: list[PoolSnapshot] = field(default_factory=list)  # empty without a pool
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # counters by tool, of the last step
     rewards: dict[str, Any] = field(default_factory=dict)  # counters of the calls that score, of the last step
+    plans: list[dict[str, Any]] = field(default_factory=list)  # events `plan` and `reshape`: see orchestrator.planning
+    reshapes: list[dict[str, Any]] = field(default_factory=list)
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -345,6 +347,10 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
             run.tools = {str(name): dict(counts) for name, counts in (event.get("tools") or {}).items()}
         case "rewards":
             run.rewards = {name: value for name, value in event.items() if name not in ("kind", "t", "step")}
+        case "plan":
+            run.plans.append(dict(event))
+        case "reshape":
+            run.reshapes.append(dict(event))
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(

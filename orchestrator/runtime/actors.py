@@ -96,7 +96,7 @@ class Actor:
         self.name = name
         self.placement = placement
         self._place: dict[str, Any] = {}
-        self._environment = environment
+        self.environment = dict(environment)
         self._handle: Any = None
 
     async def place(self) -> None:
@@ -108,7 +108,7 @@ class Actor:
         """Start the process (Ray does it in the background)."""
         import ray
 
-        options = {"num_cpus": 1, "max_concurrency": 64, "runtime_env": {"env_vars": self._environment}, **self._place}
+        options = {"num_cpus": 1, "max_concurrency": 64, "runtime_env": {"env_vars": self.environment}, **self._place}
         self._handle = ray.remote(ActorHost).options(**options).remote()
 
     async def ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
@@ -157,12 +157,20 @@ class RayWorker:
         kwargs: dict[str, Any],
         environment: dict[str, str],
         placement: Placement | None = None,
+        *,
+        first_device: int = -1,
+        ranks: int | None = None,
     ) -> None:
+        """``first_device``: where the devices begin that it may have, of this machine's; -1: nobody says. ``ranks``: how many
+        it begins with, 0 for none (None: what ``kwargs`` say)."""
         self.name = name
         self._target = target
         self._kwargs = {**kwargs, "name": name}
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
+        self._first_device = first_device
         self._actor = Actor(name, environment, placement)
+        if ranks is not None:
+            self._resize(ranks)
         self._failed_here = False  # the last restart in this place
         self.process = 0  # its process id, 0 while it has none
 
@@ -173,8 +181,10 @@ class RayWorker:
         return "" if placement is None else placement.bind().hardware
 
     async def start(self) -> None:
-        """Start the process and the engine in it."""
+        """Start the process and the engine in it; with no ranks, nothing."""
         self.process = 0
+        if not self.ranks:
+            return
         await self._actor.place()
         self._actor.start()
         self.process = await self._actor.ask("create", self._target, self._kwargs)
@@ -190,6 +200,18 @@ class RayWorker:
         self._failed_here = True
         await self.start()
         self._failed_here = False
+
+    async def resize(self, ranks: int) -> None:
+        """See :class:`orchestrator.api.ResizableWorker`. It takes the devices from its own on."""
+        self._actor.kill()
+        self._resize(ranks)
+
+    def _resize(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._kwargs["tensor_parallel_size"] = max(1, ranks)
+        if self._first_device >= 0:
+            devices = range(self._first_device, self._first_device + max(1, ranks))
+            self._actor.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See the protocol."""

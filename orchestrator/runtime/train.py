@@ -11,6 +11,7 @@ A run is a chain of *lives*: one whose trainer or relay dies is taken apart like
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -38,7 +39,12 @@ from orchestrator.ledger import Ledger
 from orchestrator.occupancy import nvml
 from orchestrator.parts import Parts, Position
 from orchestrator.pipeline import Pipeline
+from orchestrator.planning import make_planner
 from orchestrator.policies.allocation import Binding
+from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.profile import ProfileKey, model_name
+from orchestrator.profile import load as load_profile
+from orchestrator.profile.file import check as check_profile
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, remember, rewind
@@ -54,6 +60,7 @@ from orchestrator.transfer.redis import PASSWORD_FILE
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
+IDENTITY = "vllm_rlplugin.profiling:identity"
 TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
 _START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
@@ -243,13 +250,17 @@ class _Assembly:
         await trainer.place()
         trainer.start()
         model = await self._model(trainer)
+        planner = await self._planner(trainer, model)
+        tp = planner.layout.tp if planner is not None else 1
         workers = [
             RayWorker(
                 f"vllm-{index}",
                 WORKER_CLASS,
                 _worker_arguments(config, model, endpoint, index),
-                _environment(config.rollout.engine.threads) | _secrets(config),
+                engine_environment(config),
                 places.get(f"vllm-{index}"),
+                first_device=-1 if planner is None else index,
+                ranks=None if planner is None else (tp if index % tp == 0 else 0),
             )
             for index in range(config.rollout.workers)
         ]
@@ -288,10 +299,23 @@ class _Assembly:
             parts.tools = lambda: tally.stats(own.stats())
         parts.rewards = rewards.counters
         parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
+        parts.planner = planner
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
         return parts, position
+
+    async def _planner(self, trainer: RayTrainer, model: str) -> ParallelismPlanner | None:
+        """None: it is off. Its profile must be of this model, and of the engine and device that are here."""
+        config = self.config
+        if not config.rollout.planner.enabled:
+            return None
+        if name := config.rollout.planner.profile:
+            here = await trainer.function(IDENTITY, {"threads": config.rollout.engine.threads})
+            key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
+            check_profile(load_profile(Path(name), "rollout.planner.profile"), key, "rollout.planner.profile")
+        heads = int(json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["num_attention_heads"])
+        return make_planner(config, self.task, heads)
 
     async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
         """The version it starts at."""
@@ -418,6 +442,11 @@ def trainer_environment(config: Config) -> dict[str, str]:
     return _environment(config.trainer.threads) | _secrets(config)
 
 
+def engine_environment(config: Config) -> dict[str, str]:
+    """What an engine's process starts with."""
+    return _environment(config.rollout.engine.threads) | _secrets(config)
+
+
 def _environment(threads: int) -> dict[str, str]:
     """Set before the process starts: thread pools are sized when libraries load."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -431,7 +460,7 @@ def _secrets(config: Config) -> dict[str, str]:
 
 def _pids(workers: list[RayWorker]) -> dict[str, int]:
     """Of the engines that came up."""
-    return {worker.name: worker.process for worker in workers if worker.process}
+    return {worker.name: worker.process for worker in workers if worker.process and worker.ranks}
 
 
-__all__ = ["start_ray", "train", "trainer_environment", "warm_up"]
+__all__ = ["engine_environment", "start_ray", "train", "trainer_environment", "warm_up"]

@@ -38,6 +38,22 @@ class RoutingSection(Section):
     fallback: bool = True  # a task may use the other classes while its own has no room
 
 
+class PlannerSection(Section):
+    """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2): docs/profile.md."""
+
+    enabled: bool = False
+    profile: str = (
+        ""  # file of `rl-coserve profile`: the first TP, gains and re-profiling; without it gains are tried out
+    )
+    max_tp: Annotated[int, Field(ge=0)] = 0  # 0: rollout.workers, the devices of this machine
+    expected_tokens: Annotated[int, Field(ge=0)] = 0  # of a response, before the first step; 0: the task's longest
+    rise: Annotated[float, Field(ge=1)] = 1.05  # of preemptions from one step to the next: then TP doubles
+    calm_steps: Positive = 4  # without preemption: then TP is halved
+    divergence: Annotated[float, Field(gt=1)] = (
+        2.0  # of a step's time from the profile's: then an alarm asks for a new one
+    )
+
+
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
@@ -71,6 +87,7 @@ class RolloutSection(Section):
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSection = EngineSection()
     routing: RoutingSection = RoutingSection()
+    planner: PlannerSection = PlannerSection()
 
     @model_validator(mode="after")
     def _fleet(self) -> RolloutSection:
@@ -89,6 +106,9 @@ class RolloutSection(Section):
         if self.weights == "collective" and self.served and not self.workers:
             fix = "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
             found.append(("weights", self.weights, fix))
+        if self.planner.enabled and not self.workers:
+            fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
+            found.append(("planner", "enabled", fix))
         if found:
             raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
         return self

@@ -1,0 +1,205 @@
+"""What an engine's steps cost: a table of measured points, read by interpolation (RollPacker 4.1).
+
+A :class:`Profile` is what ``rl-coserve profile`` measured: seconds of a prefill and of a decode step over layout, batch and
+length, and per layout the KV memory, the weights and the start of the engine. Planner, simulator and admission read it.
+
+Guarantees:
+
+* A measured point reads as what was measured; between points it is linear in the tokens, then in the batch.
+* Below the smallest size measured the smallest counts (an engine step has fixed costs); above the largest, the line through
+  the last two points goes on, never downwards. With a single size measured, that size counts everywhere.
+* What was never measured (a layout, a phase) is a KeyError that names what there is; nothing is guessed across layouts.
+
+Pure: reading and writing files is :mod:`orchestrator.profile.file`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """How one engine is cut: ``tp`` devices share every layer; of a mixture of experts, ``ep`` of them share out whole
+    experts instead of slices of each (1: slices). ``ep`` divides ``tp``."""
+
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
+            raise ValueError(f"{self}: sizes are at least 1, and ep divides tp")
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}" if self.ep == 1 else f"TP {self.tp}, EP {self.ep}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement. Prefill: ``seconds`` until all of ``batch`` prompts of ``tokens`` each are computed. Decode: ``seconds``
+    of one step of ``batch`` sequences with contexts of ``tokens``. Medians; ``spread``: (longest - shortest) / median."""
+
+    phase: Phase
+    layout: Layout
+    batch: int
+    tokens: int
+    seconds: float
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES or self.batch < 1 or self.tokens < 1 or not 0 < self.seconds < float("inf"):
+            raise ValueError(f"{self}: no such measurement")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """Of an engine in one layout. Bytes are of the whole engine, all devices together.
+
+    ``kv_bytes_per_token`` counts heads that several devices keep as often as they do; ``kv_tokens``: contexts that fit at a
+    time, in tokens; ``start_seconds``: until it was ready, weights loaded.
+    """
+
+    layout: Layout
+    kv_bytes_per_token: float
+    kv_tokens: int
+    weight_bytes: int
+    start_seconds: float
+
+
+class Profile:
+    """Read-only. ``shapes`` and ``points`` in any order; of two points at one place the later counts."""
+
+    def __init__(self, points: Iterable[Point], shapes: Iterable[EngineShape] = ()) -> None:
+        self.shapes = {shape.layout: shape for shape in shapes}
+        self._curves: dict[tuple[Phase, Layout], dict[int, dict[int, float]]] = {}
+        for point in points:
+            rows = self._curves.setdefault((point.phase, point.layout), {})
+            rows.setdefault(point.batch, {})[point.tokens] = point.seconds
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Those with both phases, in order."""
+        return tuple(
+            sorted(
+                layout for phase, layout in self._curves if phase == "decode" and ("prefill", layout) in self._curves
+            )
+        )
+
+    def prefill_seconds(self, tokens: float, batch: float = 1, layout: Layout = Layout()) -> float:
+        """Until ``batch`` prompts of ``tokens`` each are computed, nothing of them cached."""
+        return self._read("prefill", layout, batch, tokens)
+
+    def decode_seconds(self, batch: float, context: float, layout: Layout = Layout()) -> float:
+        """Of one step of ``batch`` sequences, each with a context of ``context`` tokens."""
+        return self._read("decode", layout, batch, context)
+
+    def covers(self, batch: float, context: float, layout: Layout = Layout()) -> bool:
+        """Whether decode steps of this size lie between measured ones."""
+        rows = self._curves.get(("decode", layout), {})
+        sizes = [tokens for row in rows.values() for tokens in row]
+        return bool(sizes) and batch <= max(rows) and context <= max(sizes)
+
+    def shape(self, layout: Layout) -> EngineShape:
+        """Memory and start of the engine in this layout. KeyError: not measured."""
+        if layout not in self.shapes:
+            raise KeyError(f"{layout} was not profiled; there are: {', '.join(map(str, sorted(self.shapes)))}")
+        return self.shapes[layout]
+
+    def rollout_seconds(self, lengths: Sequence[int], prompt: int, layout: Layout, engines: int = 1) -> float:
+        """Seconds to generate responses of ``lengths`` tokens to prompts of ``prompt`` tokens, on ``engines`` of this layout:
+        dealt out in turn and begun in this order, as many at a time as the KV cache holds at their mean final length, each
+        step as long as its batch makes it. Preemption is not in it: it is what exceeds this."""
+        if not lengths:
+            return 0.0
+        return max(self._one_engine(lengths[index::engines], prompt, layout) for index in range(engines))
+
+    def _one_engine(self, lengths: Sequence[int], prompt: int, layout: Layout) -> float:
+        if not lengths:
+            return 0.0
+        mean = sum(lengths) / len(lengths)
+        room = self.shapes[layout].kv_tokens if layout in self.shapes else None
+        slots = len(lengths) if room is None else max(1, int(room // (prompt + mean)))
+        waiting = list(reversed(lengths))  # the first one last, where it is taken from
+        ends: list[int] = []  # step at which each running one ends
+        seconds, step, started = 0.0, 0, 0.0  # started: the sum of the steps at which the running ones began
+        begun: dict[int, list[int]] = {}
+        while waiting or ends:
+            joined = min(slots - len(ends), len(waiting))
+            if joined:
+                seconds += self.prefill_seconds(prompt, joined, layout)
+            for _ in range(joined):
+                end = step + max(1, waiting.pop())
+                heapq.heappush(ends, end)
+                begun.setdefault(end, []).append(step)
+                started += step
+            until = ends[0]
+            context = prompt + (step + until) / 2 - started / len(ends)
+            seconds += (until - step) * self.decode_seconds(len(ends), context, layout)
+            step = until
+            while ends and ends[0] == step:
+                heapq.heappop(ends)
+                started -= begun[step].pop()
+        return seconds
+
+    def _read(self, phase: Phase, layout: Layout, batch: float, tokens: float) -> float:
+        rows = self._curves.get((phase, layout))
+        if rows is None:
+            raise KeyError(f"{phase} of {layout} was not profiled; there are: {', '.join(map(str, self.layouts))}")
+        return _along({size: _along(row, tokens) for size, row in _near(rows, batch)}, batch)
+
+
+def _near(rows: Mapping[int, dict[int, float]], batch: float) -> list[tuple[int, dict[int, float]]]:
+    """The rows that a value at ``batch`` depends on: one or two."""
+    sizes = sorted(rows)
+    high = min(max(1, bisect_left(sizes, batch)), len(sizes) - 1)
+    return [(size, rows[size]) for size in sizes[max(0, high - 1) : high + 1]]
+
+
+def _along(curve: Mapping[int, float], at: float) -> float:
+    """The piecewise linear curve through these points."""
+    places = sorted(curve)
+    if at <= places[0] or len(places) == 1:
+        return curve[places[0]]
+    high = min(bisect_left(places, at), len(places) - 1)
+    left, right = places[high - 1], places[high]
+    slope = (curve[right] - curve[left]) / (right - left)
+    if at > right:
+        return curve[right] + max(0.0, slope) * (at - right)
+    return curve[left] + slope * (at - left)
+
+
+def point_to_dict(point: Point) -> dict[str, Any]:
+    """Plain data, for a file."""
+    names = {"phase": point.phase, "tp": point.layout.tp, "ep": point.layout.ep, "batch": point.batch}
+    return {**names, "tokens": point.tokens, "seconds": point.seconds, "spread": point.spread}
+
+
+def point_from_dict(data: Mapping[str, Any]) -> Point:
+    """Raises KeyError, TypeError or ValueError for what is none."""
+    layout = Layout(int(data["tp"]), int(data["ep"]))
+    numbers = (int(data["batch"]), int(data["tokens"]), float(data["seconds"]), float(data["spread"]))
+    return Point(data["phase"], layout, *numbers)
+
+
+def shape_to_dict(shape: EngineShape) -> dict[str, Any]:
+    """Plain data, for a file."""
+    names = ("kv_bytes_per_token", "kv_tokens", "weight_bytes", "start_seconds")
+    return {"tp": shape.layout.tp, "ep": shape.layout.ep, **{name: getattr(shape, name) for name in names}}
+
+
+def shape_from_dict(data: Mapping[str, Any]) -> EngineShape:
+    """Raises KeyError, TypeError or ValueError for what is none."""
+    return EngineShape(
+        Layout(int(data["tp"]), int(data["ep"])),
+        float(data["kv_bytes_per_token"]),
+        int(data["kv_tokens"]),
+        int(data["weight_bytes"]),
+        float(data["start_seconds"]),
+    )

@@ -1,0 +1,43 @@
+"""The part of a run's page about how its engines were cut: what the parallelism planner saw, decided and paid."""
+
+from __future__ import annotations
+
+from html import escape
+
+from orchestrator.report.parts import section, table
+from orchestrator.report.runlog import RunLog
+from orchestrator.report.text import count, duration, plural, tag
+
+
+def parallelism(run: RunLog) -> str:
+    """Each step that changed the layout, or on which the rule asked for that. "" without a planner."""
+    if not run.plans:
+        return ""
+    costs = {int(done["step"]): done for done in run.reshapes}
+    made = [done for done in run.reshapes if not done["error"]]
+    spent = sum(float(done["seconds"]) for done in run.reshapes)
+    lead = f"{tag('strong', plural(len(made), 'change'))} of tensor parallelism, which cost {tag('strong', duration(spent))} "
+    lead += f"of generation; {count(sum(int(plan['preemptions']) for plan in run.plans))} preemptions in all."
+    rows = []
+    for plan in run.plans:
+        step, done = int(plan["step"]), costs.get(int(plan["step"]))
+        if plan["reason"] or done is not None:
+            paid = "" if done is None else escape(done["error"]) or duration(float(done["seconds"]))
+            after = plan["tp"] if done is None or done["error"] else done["tp"]
+            rows.append(
+                [
+                    count(step + 1),
+                    f"{plan['tp']} → {after}",
+                    count(int(plan["preemptions"])),
+                    escape(plan["reason"]),
+                    paid,
+                ]
+            )
+    last = run.plans[-1]
+    rows = rows or [
+        [count(int(last["step"]) + 1), str(last["tp"]), count(int(last["preemptions"])), "nothing to do", ""]
+    ]
+    head = ("After step", "TP", "Preemptions", "Why", "Stood still for")
+    return section(
+        "parallelism", "Tensor parallelism", lead, table(head, rows, (0, 2), f"What the planner decided ({run.kind})")
+    )
