@@ -34,14 +34,19 @@ class RedisProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and wait until it listens."""
+        """Start it and wait until it serves what it had."""
         keep = ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--dir", str(self._folder)]
         command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), *keep]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
-                return
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection,
+            ):
+                connection.sendall(b"PING\r\n")
+                if connection.recv(64) == b"+PONG\r\n":  # else it is still loading
+                    return
             time.sleep(0.02)
         raise TimeoutError("redis-server did not start")
 
