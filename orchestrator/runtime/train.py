@@ -66,12 +66,14 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the engines are the work; Ray would run them at 15
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1")  # its agents end sooner after a kill -9
     common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if config.ray.address:
             ray.init(address=config.ray.address, **common)
         else:
+            # After a kill -9 of this process its agents would stay for a minute, waiting for a server that never comes back.
+            os.environ.setdefault("RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1")
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
             _start_local_ray(
                 num_cpus=config.ray.cpus,
                 object_store_memory=config.ray.object_store_mb << 20,
