@@ -32,7 +32,7 @@ from orchestrator.api import (
     UpdateResult,
 )
 from orchestrator.events import EventLog
-from orchestrator.lanes import Lane
+from orchestrator.lanes import STORE_AWAY, Lane
 from orchestrator.proxy import LLMProxy
 
 _PAUSE_FIRST, _PAUSE_LIMIT = 1.0, 15.0  # seconds between tries to publish; leases of Mooncake end after 5
@@ -127,10 +127,10 @@ class Delivery:
         if proxy.version != version:
             with self._events.stage("prepare", step) as note:
                 note.waiting_for = f"weights of version {version} from the relay"
-                await proxy.prepare(version)
+                await self._prepare(version)
             await self._load(step, version)
         elif proxy.behind:
-            await proxy.prepare(version)
+            await self._prepare(version)
             loans = await proxy.take_back()
             self._report(version, [loan.update for loan in loans if loan.update is not None])
         for name, stats in await proxy.stats():
@@ -158,6 +158,18 @@ class Delivery:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, version: int) -> None:
+        """Workers fetch the version while they generate. While the metadata store is away they go on doing so: told to load
+        it now, they would stand still."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience
+        try:
+            while any(STORE_AWAY in why for why in await self._proxy.prepare(version)) and loop.time() < deadline:
+                self.waiting_for = f"the metadata store to come back, for weights of version {version}"
+                await asyncio.sleep(_PAUSE_FIRST)
+        finally:
+            self.waiting_for = ""
 
     async def _publish(self, step: int) -> PublishResult:
         """A failed publication left nothing behind, so it may be tried again: a full relay frees itself when leases end

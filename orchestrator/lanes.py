@@ -13,8 +13,12 @@ from orchestrator.api import (
     ManagedWorker,
     ReleaseResult,
     ReleasingWorker,
+    RetryableError,
     UpdateResult,
 )
+
+STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
+_ASK_AGAIN = 1.0  # seconds
 
 
 @dataclass(slots=True)
@@ -79,6 +83,20 @@ class Lane:
         """That serve it."""
         return [task for task in (self.pump, self.sender, self.reviver) if task is not None]
 
+    async def update(self, version: int) -> UpdateResult:
+        """Load ``version`` into its suspended worker. While the metadata store is away the worker is asked again, until the
+        caller's time is up: nothing is wrong with the worker. Raises what the command raises."""
+        while True:
+            try:
+                result = await self.worker.update(version)
+            except RetryableError as error:
+                if STORE_AWAY not in str(error):
+                    raise
+            else:
+                self.version = version
+                return result
+            await asyncio.sleep(_ASK_AGAIN)
+
     async def load(self, version: int) -> UpdateResult | None:
         """Bring its worker to ``version``, with its memory where that was lent, and let it run; returns what was loaded.
         Raises what the worker's commands raise."""
@@ -88,8 +106,7 @@ class Lane:
             if self.lent and isinstance(self.worker, ReleasingWorker):
                 await self.worker.reclaim()
             if self.version != version:
-                result = await self.worker.update(version)
-                self.version = version
+                result = await self.update(version)
             await self.worker.resume()
         finally:
             self.loading = False

@@ -152,25 +152,25 @@ class LLMProxy:
 
     # -- the six-step protocol's commands ----------------------------------------------------------------------------
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int) -> list[str]:
         """Let every live worker without ``version`` fetch it while it generates. A failure costs only time: ``update``
-        fetches what was not prepared, and a worker that died in it is noticed by its completions."""
+        fetches what was not prepared, and a worker that died in it is noticed by its completions. Returns the failures."""
 
-        async def one(lane: Lane) -> None:
-            why = ""
+        async def one(lane: Lane) -> str:
             try:
                 async with asyncio.timeout(self._stall_timeout):
                     await lane.worker.prepare(version)
+                return ""
             except _LOST as error:
                 why = str(error)
             except TimeoutError:
                 why = f"no answer for {self._stall_timeout} s"
-            if why:
-                self.note_fault(f"prepare {lane.worker.name}", why)
+            self.note_fault(f"prepare {lane.worker.name}", why)
+            return why
 
-        self._preparing = version
+        self._preparing, behind = version, [lane for lane in self.lanes if lane.usable and lane.version != version]
         try:
-            await asyncio.gather(*(one(lane) for lane in self.lanes if lane.usable and lane.version != version))
+            return [why for why in await asyncio.gather(*map(one, behind)) if why]
         finally:
             self._preparing = -1
 
@@ -185,8 +185,7 @@ class LLMProxy:
         results: list[UpdateResult] = []
 
         async def update_one(lane: Lane) -> None:
-            results.append(await lane.worker.update(version))
-            lane.version = version
+            results.append(await lane.update(version))
 
         await self._each(update_one, only)
         return results

@@ -343,3 +343,38 @@ def test_a_trainer_that_died_is_not_asked_to_publish_again() -> None:
         await rig.close()
 
     run(main())
+
+
+@pytest.mark.parametrize("asked", ["prepare", "update"])
+def test_while_the_metadata_store_is_away_workers_generate_and_none_is_restarted(asked: str) -> None:
+    async def main() -> None:
+        rig = Rig(config("rollout.weights=relay"), 2)
+        await rig.deliver(0)
+        back = asyncio.get_running_loop().time() + 50
+
+        def until(stock: Any) -> Any:
+            async def away(version: int) -> Any:
+                if asyncio.get_running_loop().time() < back:
+                    raise RetryableError("w: RelayError: metadata_unreachable: redis://: connection refused")
+                return await stock(version)
+
+            return away
+
+        for worker in rig.workers:
+            setattr(worker, asked, until(getattr(worker, asked)))
+        if asked == "prepare":
+            generated = asyncio.create_task(rig.proxy.generate(request("t")))
+            delivering = asyncio.create_task(rig.deliver(1))
+            await asyncio.sleep(45)
+            assert rig.delivery.waiting_for == "the metadata store to come back, for weights of version 1"
+            assert generated.done(), "it goes on meanwhile"
+            await delivering
+        else:
+            await rig.deliver(1)
+        assert back <= asyncio.get_running_loop().time() < back + 30
+        assert await rig.held() == [1, 1]
+        assert rig.delivery.waiting_for == ""
+        assert [lane.lives for lane in rig.proxy.lanes] == [0, 0]
+        await rig.close()
+
+    run(main())

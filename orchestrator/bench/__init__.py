@@ -18,6 +18,7 @@ _MODULES = {
     "idle-overhead": "orchestrator.bench.idle_overhead",
     "active-overhead": "orchestrator.bench.active_overhead",
     "ledger-faults": "orchestrator.bench.ledger_faults",
+    "kills": "orchestrator.bench.kills",
     "learns": "orchestrator.bench.learns",
     "routing": "orchestrator.bench.routing",
     "placement": "orchestrator.bench.placement",
