@@ -46,6 +46,9 @@ from orchestrator.policies.filters import (
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, require_resizable
 
+FAILED_IN_ROW = 100  # trajectories, and
+FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
+
 
 class Rollout:
     """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run; ``environments`` is where
@@ -130,6 +133,7 @@ class Rollout:
         self._end_reason: dict[str, tuple[str, str]] = {}  # why we cancel a member: (state, cause)
         self._replaced: dict[str, None] = {}  # those of them that another member replaces
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of groups
+        self._failed_in_row = 0
         self._open = False
         self._room = asyncio.Event()
         self.next_version = 0  # the trainer's when the next batch goes into training; the pipeline sets it
@@ -265,6 +269,7 @@ class Rollout:
         reward = await self._score(episode.trajectory(finished))
         trajectory = episode.trajectory(finished, reward=reward, scored_at=self._events.time())
         self._ledger.move(episode.id, "buffered")
+        self._failed_in_row = 0
         if self.buffer.put(trajectory):
             self.buffer.lose(episode.group_id, episode.id, self._replacement(episode.group_id))
 
@@ -301,6 +306,7 @@ class Rollout:
             state, cause, replace = "evicted_stale", "", True
         elif isinstance(error, TrajectoryError):
             state, cause, replace = "failed", error.cause, True
+            self._note_failure(error)
         elif error is not None:
             self._fail(error if isinstance(error, RunError) else RunError(f"trajectory {trajectory_id}: {error!r}"))
             state, cause = "failed", "internal_error"
@@ -315,6 +321,16 @@ class Rollout:
         if not self._members:
             self.buffer.reconsider()
         self._room.set()
+
+    def _note_failure(self, error: TrajectoryError) -> None:
+        """When nothing ends well any more (the reward's URL is down for good, every environment raises), say why and end,
+        rather than begin trajectories for ever."""
+        self._failed_in_row += 1
+        if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self._config.batch_trajectories):
+            last = f"{error.cause}: {error.detail}"[:500]
+            self._fail(
+                RunError(f"{self._failed_in_row} trajectories in a row failed, none was scored; the last: {last}")
+            )
 
     def _on_surplus(self, members: list[str]) -> None:
         """Their group is complete without them (redundancy, RollArt 6.3)."""
