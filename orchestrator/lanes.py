@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
+    BorrowedWorker,
     Completion,
     GenerationRequest,
     ManagedWorker,
@@ -65,6 +66,10 @@ class Lane:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    borrowed: bool = field(init=False)  # asked once: for a protocol the question costs more than a completion
+
+    def __post_init__(self) -> None:
+        self.borrowed = isinstance(self.worker, BorrowedWorker)
 
     @property
     def usable(self) -> bool:
