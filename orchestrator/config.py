@@ -96,6 +96,8 @@ class Config(Section):
             )
         if self.resources.rollout and not self.resources.pools:
             raise ValueError("resources.rollout names classes of resources.pools: name the pools too")
+        if self.sim.fleet and sum(self.sim.fleet.values()) != self.rollout.workers:
+            raise ValueError("sim.fleet must name the class of each worker: its numbers must add up to rollout.workers")
         if self.rollout.environments < self.group_members:
             raise ValueError(
                 f"rollout.environments must be at least {self.group_members}, the members that "

@@ -72,6 +72,10 @@ class Lane:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    borrowed: bool = field(init=False)  # asked once: for a protocol the question costs more than a completion
+
+    def __post_init__(self) -> None:
+        self.borrowed = isinstance(self.worker, BorrowedWorker)
 
     @property
     def usable(self) -> bool:
@@ -128,7 +132,7 @@ class Lane:
 def others_live(lanes: Sequence[Lane], lane: Lane) -> bool:
     """Whether a worker beside this one is up, or is being restarted by us."""
     return any(
-        other.alive or not (other.removed or isinstance(other.worker, BorrowedWorker))
+        other.alive or not (other.removed or other.borrowed)
         for other in lanes
         if other is not lane
     )

@@ -20,7 +20,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.api import (
-    BorrowedWorker,
     CommandError,
     Completion,
     ConfigError,
@@ -336,7 +335,7 @@ class LLMProxy:
             while True:
                 for completion in await lane.worker.completions():
                     lane.last_progress = loop.time()
-                    if isinstance(lane.worker, BorrowedWorker):
+                    if lane.borrowed:
                         lane.restarts = 0
                     pending = lane.sent.pop(completion.request_id, None)
                     if not lane.sent:
@@ -404,7 +403,7 @@ class LLMProxy:
             try:
                 await self._bring_up(lane)
             except (*_LOST, TimeoutError) as error:
-                if not isinstance(lane.worker, BorrowedWorker):
+                if not lane.borrowed:
                     lane.restarts += 1
                     why = f"it failed {lane.restarts + 1} times"
                     self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {error!r}")
@@ -421,7 +420,7 @@ class LLMProxy:
             self._open_lane(lane)
             lane.wake.set()
             how, seconds = f"restart {lane.restarts}", loop.time() - begun
-            if isinstance(lane.worker, BorrowedWorker):
+            if lane.borrowed:
                 how, seconds = "taken back", loop.time() - began
             self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=f"{how}, {seconds:.1f} s")
             self._dispatch()

@@ -179,7 +179,7 @@ def test_the_sampled_share_is_the_simulated_engines_own(tmp_path: Path, monkeypa
                      "sim.reward_seconds=0", "sim.response_tokens_mean=200", "sim.response_tokens_max=200",
                      "rollout.engine.max_model_len=4096")  # fmt: skip
     occupied = sum(item["samples"] for item in load_run(tmp_path).occupancy) * SAMPLE_SECONDS
-    assert found.engine_busy == pytest.approx(workers[0]._busy_seconds / occupied, abs=0.04)
+    assert found.engine_busy == pytest.approx(workers[0].busy_seconds / occupied, abs=0.04)
     assert 0.1 < found.engine_busy < 0.9
 
 

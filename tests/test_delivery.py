@@ -25,10 +25,11 @@ from orchestrator.delivery import Delivery
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy import LLMProxy
 from orchestrator.sim.audit import Audit
+from orchestrator.sim.costs import SEND_SHARE
 from orchestrator.sim.loop import run
 from orchestrator.sim.run import SimResult, simulate
 from orchestrator.sim.twins import SimTrainer
-from orchestrator.sim.worker import RESTART_SECONDS, SEND_SHARE, SimWeights, SimWorker
+from orchestrator.sim.worker import RESTART_SECONDS, SimWeights, SimWorker
 
 PUBLISH, UPDATE, LIMIT = 10.0, 4.0, 20.0
 

@@ -24,8 +24,9 @@ from orchestrator.buffer import SampleBuffer, Taken
 from orchestrator.config import Config, load_config
 from orchestrator.ledger import Ledger
 from orchestrator.policies.staleness import StalenessBound
+from orchestrator.sim.costs import FETCH_SHARE
 from orchestrator.sim.run import SimResult, SimulationFailed, simulate
-from orchestrator.sim.worker import FETCH_SHARE, SimWorker
+from orchestrator.sim.worker import SimWorker
 
 SEEDS = 200
 

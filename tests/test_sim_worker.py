@@ -9,10 +9,11 @@ import pytest
 from orchestrator.api import CommandError, Completion, GenerationRequest, ManagedWorker, RetryableError, Sampling
 from orchestrator.config import Config, load_config
 from orchestrator.sim.contract import CHECKS, Rig
+from orchestrator.sim.costs import FETCH_SHARE
 from orchestrator.sim.draws import END, response
 from orchestrator.sim.faults import FaultInjector, FaultyWorker
 from orchestrator.sim.loop import run
-from orchestrator.sim.worker import FETCH_SHARE, RESTART_SECONDS, SimWeights, SimWorker
+from orchestrator.sim.worker import RESTART_SECONDS, SimWeights, SimWorker
 
 STEP, SEQUENCE, PREFILL = 0.02, 0.001, 0.0001
 

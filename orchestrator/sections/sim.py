@@ -4,14 +4,65 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
-from orchestrator.sections.base import Fraction, Positive, Section
+from orchestrator.sections.base import Fraction, Positive, Section, violation
+
+Seconds = Annotated[float, Field(ge=0)]
+Sigma = Annotated[float, Field(ge=0, le=4)]
+
+
+class SimTaskSection(Section):
+    """A task of the simulated workload: sizes in tokens of the engine, times in seconds, means with the sigma of their
+    logarithm (lognormal), or with ``normal``, of the value over the mean. ``prompt_share``: of the variance of log(length) that
+    belongs to the prompt, the same for all members of a group."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the prompts, relative to the other tasks
+    turns_min: Positive = 1
+    turns_max: Positive = 1  # evenly drawn from min to max
+    prompt_tokens: Positive = 512
+    observation_tokens: Positive = 256  # of the turns after the first
+    response_tokens: Annotated[float, Field(gt=0)] = 512.0  # of a turn
+    response_sigma: Sigma = 0.8
+    response_max: Positive = 8192
+    prompt_share: Fraction = 0.0
+    reset_seconds: Seconds = 0.0
+    reset_sigma: Sigma = 0.0
+    step_seconds: Seconds = 0.0
+    step_sigma: Sigma = 0.0
+    normal: bool = False  # environment times are normal, cut at 0, instead of lognormal
+    reward_seconds: Seconds = 0.0
+    reward_sigma: Sigma = 0.0
+    reward_max: Seconds = 0.0  # the scorer's time limit, at which it answers; 0: none
+
+    @model_validator(mode="after")
+    def _turns(self) -> SimTaskSection:
+        if self.turns_min > self.turns_max:
+            fix = f"must not be above turns_max = {self.turns_max}"
+            raise ValidationError.from_exception_data("sim.tasks", [violation("turns_min", self.turns_min, fix)])
+        return self
 
 
 class SimSection(Section):
-    """The simulated twins of `rl-coserve sim`: linear cost model, environments, rewards (seconds), and faults."""
+    """The simulated twins of `rl-coserve sim`: cost model, environments, rewards (seconds), and faults.
 
+    ``costs`` "linear" counts with the next figures; "roofline" with ``model`` on ``device`` or ``fleet``. ``tasks``: a workload
+    drawn from published figures instead of the one ``environment_seconds_mean`` and its neighbours describe."""
+
+    costs: Literal["linear", "roofline"] = "linear"
+    model: str = "Qwen3-8B"  # of orchestrator/sim/hardware.py
+    device: str = "H800"  # class of every rollout worker's devices, where there is no fleet
+    fleet: dict[str, Positive] = {}  # class -> workers of it, rollout.workers in all, in this order
+    tensor_parallel: Positive = 1  # devices of a worker
+    trainer_device: str = "H800"
+    trainer_gpus: Positive = 8
+    trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference
+    pull_gb_s: Annotated[float, Field(ge=0)] = 0.0  # a worker from the relay; 0: its devices' network
+    push_gb_s: Annotated[float, Field(ge=0)] = 0.0  # the trainer to the relay; 0: its devices' network
+    kv_tokens: Positive | None = None  # that a worker has room for; None: what its devices have, linear: any number
+    grain: Positive = 1  # tokens of the engine that one simulated token stands for
+    tasks: dict[str, SimTaskSection] = {}
+    reward_slots: Annotated[int, Field(ge=0)] = 0  # scores computed at a time; 0: any number (serverless)
     prefill_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-6
     decode_seconds_per_step: Annotated[float, Field(gt=0)] = 0.02
     decode_seconds_per_sequence: Annotated[float, Field(ge=0)] = 1e-4

@@ -168,6 +168,7 @@ class FaultyWorker:
 
     def __init__(self, inner: SimWorker, faults: FaultInjector) -> None:
         self.name = inner.name
+        self.hardware = inner.hardware
         self.ranks = inner.ranks
         self._inner = inner
         self._faults = faults

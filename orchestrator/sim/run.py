@@ -43,6 +43,7 @@ from orchestrator.parts import Parts, Position
 from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.sim.audit import Audit, Stream
+from orchestrator.sim.cluster import fleet
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTrainer, faulty_workers
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
@@ -152,7 +153,8 @@ class _Simulation:
         self.config = config
         self.folder = folder
         self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else None
-        self.audit = Audit(config, Speech(config, self.traces))
+        self._speech = Speech(config, self.traces)
+        self.audit = Audit(config, self._speech)
         self.remains = Remains(self.audit)
         self.injected: dict[str, int] = {}
         self.deadlocks = 0
@@ -333,8 +335,8 @@ class _Simulation:
         )
         self._task = SimTask(config, self.traces)
         self._workers = [
-            SimWorker(f"sim-{index}", config, weights, self.audit.said, self.traces)
-            for index in range(config.rollout.workers)
+            SimWorker(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
+            for index, name in enumerate(fleet(config))
         ]
         task: Task = self._task
         reward: RewardFunction = SimReward(config, self.traces)

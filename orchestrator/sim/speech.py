@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from orchestrator.config import Config
 from orchestrator.sim.draws import response
 from orchestrator.sim.traces import Traces
+from orchestrator.sim.workload import Workload
 
 
 class Speech:
@@ -16,10 +17,15 @@ class Speech:
         self._seed = config.run.seed
         self._mean = config.sim.response_tokens_mean
         self._traces = traces
+        self._workload = Workload(config) if config.sim.tasks and traces is None else None
         self.most = config.sim.response_tokens_max if traces is None else traces.response_max
+        if self._workload is not None:
+            self.most = self._workload.response_max
 
     def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
         """The tokens of a turn, at most ``limit`` of them. A function of its arguments and of the run's seed."""
         if self._traces is not None:
             return self._traces.response(context, turn, limit)
+        if self._workload is not None:
+            return self._workload.response(context, trajectory_id, turn, limit)
         return response(self._seed, trajectory_id, turn, self._mean, limit)

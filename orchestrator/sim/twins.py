@@ -31,10 +31,13 @@ from orchestrator.api import (
     TrajectoryError,
 )
 from orchestrator.config import Config
+from orchestrator.sections.sim import SimTaskSection
 from orchestrator.sim.audit import Audit
+from orchestrator.sim.cluster import trainer_costs
 from orchestrator.sim.draws import END, PAD, VOCABULARY, lognormal, stream
 from orchestrator.sim.traces import Trace, Traces
 from orchestrator.sim.worker import MODEL_BYTES, SimWeights
+from orchestrator.sim.workload import Workload
 
 TASK = "sim"
 HELDOUT_PROMPTS = 1000
@@ -56,6 +59,9 @@ class SimTask:
         self.traces = traces
         self.max_turns = config.sim.turns_max if traces is None else traces.turns_max
         self.max_response_tokens = config.sim.response_tokens_max if traces is None else traces.response_max
+        self.workload = Workload(config) if config.sim.tasks and traces is None else None
+        if self.workload is not None:
+            self.max_turns, self.max_response_tokens = self.workload.turns_max, self.workload.response_max
         self._resets: dict[str, int] = {}
         self.max_context_tokens = config.rollout.engine.max_model_len
         self.open_environments = 0
@@ -65,7 +71,8 @@ class SimTask:
         number = 0
         while split == "train" or number < HELDOUT_PROMPTS:
             key = f"{split}-{seed}-{number}" if split == "train" else f"{split}-{number}"
-            yield Prompt(key, TASK, zlib.crc32(key.encode()), "")
+            task = TASK if self.workload is None else self.workload.assign(key)
+            yield Prompt(key, task, zlib.crc32(key.encode()), "")
             number += 1
 
     def environment(self) -> SimEnvironment:
@@ -100,6 +107,8 @@ class SimEnvironment:
         self._check()
         if self._task.traces is not None:
             return await self._reset_to(self._task.traces, prompt)
+        if self._task.workload is not None:
+            return await self._reset_of(self._task.workload, prompt)
         rng = stream(prompt.seed, "reset")
         await self._work(rng)
         self._prompt, self._history, self._turn = prompt, prompt.seed, 0
@@ -115,6 +124,8 @@ class SimEnvironment:
         self._turn += 1
         if self._trace is not None:
             return await self._step_of(self._trace)
+        if self._task.workload is not None:
+            return await self._step_in(self._task.workload, self._prompt)
         rng = stream(self._prompt.seed, "step", self._turn, self._history)
         await self._work(rng)
         if rng.random() < self._last_turn:
@@ -140,6 +151,28 @@ class SimEnvironment:
             return StepResult(Observation(()), 0.0, True)
         return StepResult(Observation((2,) * max(1, trace.turns[self._turn].observation)), 0.0, False)
 
+    async def _reset_of(self, workload: Workload, prompt: Prompt) -> Observation:
+        task, rng = workload.of(prompt.task), stream(prompt.seed, "reset")
+        await self._sleep(workload, task, rng, task.reset_seconds, task.reset_sigma)
+        self._prompt, self._history, self._turn = prompt, prompt.seed, 0
+        return Observation(workload.opening(prompt.task, rng))
+
+    async def _step_in(self, workload: Workload, prompt: Prompt) -> StepResult:
+        """Every number of turns from ``turns_min`` to ``turns_max`` is as likely, for each member by itself."""
+        task, rng = workload.of(prompt.task), stream(prompt.seed, "step", self._turn, self._history)
+        await self._sleep(workload, task, rng, task.step_seconds, task.step_sigma)
+        if self._turn >= task.turns_min and rng.random() * (task.turns_max - self._turn + 1) < 1.0:
+            self._prompt = None
+            return StepResult(Observation(()), 0.0, True)
+        return StepResult(Observation((2,) * workload.size(rng, task.observation_tokens)), 0.0, False)
+
+    async def _sleep(
+        self, workload: Workload, task: SimTaskSection, rng: random.Random, mean: float, sigma: float
+    ) -> None:
+        if mean:
+            await asyncio.sleep(workload.seconds(task, rng, mean, sigma))
+            self._check()
+
     async def close(self) -> None:
         """See the protocol."""
         await asyncio.sleep(0)
@@ -164,11 +197,22 @@ class SimReward:
     def __init__(self, config: Config, traces: Traces | None = None) -> None:
         self._traces = traces
         self._seconds = config.sim.reward_seconds
+        self._tasks = config.sim.tasks if traces is None else {}
         self._seed = config.run.seed
+        self._slots = asyncio.Semaphore(config.sim.reward_slots) if config.sim.reward_slots else None
+        self.calls = 0
+        self.busy_seconds = 0.0  # of all scores together
 
     async def score(self, trajectory: Trajectory) -> float:
         """See the protocol."""
-        await asyncio.sleep(self._seconds)
+        seconds = self._duration(trajectory)
+        if self._slots is None:
+            await asyncio.sleep(seconds)
+        else:
+            async with self._slots:
+                await asyncio.sleep(seconds)
+        self.calls += 1
+        self.busy_seconds += seconds
         if self._traces is not None and trajectory.turns:
             recorded = self._traces.told(trajectory.turns[0].observation_ids).reward
             if recorded is not None:
@@ -177,6 +221,14 @@ class SimReward:
         skill = _SKILL_END - (_SKILL_END - _SKILL_START) * math.exp(-max(0, version) / _SKILL_VERSIONS)
         return float(stream(self._seed, "reward", trajectory.id, trajectory.prompt.key).random() < skill)
 
+    def _duration(self, trajectory: Trajectory) -> float:
+        task = self._tasks.get(trajectory.task)
+        if task is None:
+            return self._seconds
+        rng = stream(self._seed, "scoring", trajectory.id, trajectory.prompt.key)
+        seconds = lognormal(rng, task.reward_seconds, task.reward_sigma)
+        return min(seconds, task.reward_max) if task.reward_max else seconds
+
 
 class SimTrainer:
     """A Trainer whose step takes time in proportion to its tokens, less those that were fed before. As in the real one,
@@ -184,7 +236,8 @@ class SimTrainer:
     injector: the state is gone until a new trainer loads what was saved."""
 
     def __init__(self, config: Config, weights: SimWeights, audit: Audit) -> None:
-        self._costs = config.sim
+        self._costs = trainer_costs(config)
+        self.busy_seconds = 0.0  # in which it computed
         self._weights = weights
         self._audit = audit
         self._stream = config.trainer.stream
@@ -221,8 +274,10 @@ class SimTrainer:
 
     async def _compute(self, samples: Sequence[TrainSample]) -> None:
         """Forward and backward."""
-        await asyncio.sleep(sum(len(sample.token_ids) for sample in samples) * self._costs.train_seconds_per_token)
+        seconds = self._costs.train(len(sample.token_ids) for sample in samples)
+        await asyncio.sleep(seconds)
         self._check()
+        self.busy_seconds += seconds
 
     async def publish(self) -> PublishResult:
         """See the protocol."""

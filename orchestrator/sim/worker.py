@@ -1,33 +1,30 @@
-"""The simulated rollout worker: continuous batching in virtual time, with a linear cost model.
+"""The simulated rollout worker: continuous batching in virtual time.
 
-An engine step costs ``decode_seconds_per_step + decode_seconds_per_sequence x running + prefill_seconds_per_token x
-tokens prefilled in it`` and makes one token for each running sequence. Commands take effect between two steps. Steps in
-which nothing changes are crossed in one leap, so a response of a thousand tokens costs a few callbacks. A weight update
-costs ``update_seconds``; the part of it that is the fetch is spent beforehand, beside generation, when it was prepared,
-and is shorter when it was received from the trainer.
+An engine step makes one token for each running sequence and costs what :mod:`orchestrator.sim.costs` says: of the running
+sequences, of the tokens in their contexts, and of those prefilled in it; who runs is :mod:`orchestrator.sim.batch`. Commands
+take effect between two steps. Steps in which nothing changes are crossed in one leap, so a response of a thousand tokens
+costs a few callbacks. The fetch of a weight update is spent beforehand, beside generation, when it was prepared, and is
+shorter when it was received from the trainer.
 
 Guarantees of the port that it keeps: each added request ends in exactly one completion (aborted ones too), commands are
 idempotent by request id, in-flight tokens survive ``suspend``/``update``/``resume`` and their KV is prefilled again after
 an update, each token carries the version that made it. A death loses all requests; every call then raises RetryableError
 until ``restart``. It starts with version -1: tokens made before the first update can be told. Weights that were spoilt
 half-way (``spoil``) keep it suspended until an update succeeds.
-
-Not modelled: KV memory pressure, preemption (priority decides who waits, never who runs), tensor parallelism, the growth of
-attention with context.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from orchestrator.api import (
     CommandError,
     Completion,
     CompletionTiming,
+    ConfigError,
     GenerationRequest,
     Meeting,
     RetryableError,
@@ -37,14 +34,15 @@ from orchestrator.api import (
     merge_spans,
 )
 from orchestrator.config import Config
+from orchestrator.sim import batch
+from orchestrator.sim.cluster import engine_costs
+from orchestrator.sim.costs import EngineCosts, seconds_of, steps_in
 from orchestrator.sim.draws import END, logprobs
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
 
 RESTART_SECONDS = 5.0  # a process and a small engine; a figure of this model, not a measurement
 MODEL_BYTES = 1 << 20  # nominal payload of one version
-FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of this model too
-SEND_SHARE = 0.15  # of them is what the trainer's own workers need to receive it from there; likewise
 
 
 class SimWeights:
@@ -67,31 +65,10 @@ class SimWeights:
         return f"{version:016x}"
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A request in the engine. ``tokens``: all that it will say; ``made``: how many of them are booked to a version, the
-    last ones at engine step ``booked``."""
-
-    request: GenerationRequest
-    tokens: tuple[int, ...]
-    arrived: float
-    prefill: int
-    number: int  # of arrival
-    made: int = 0
-    booked: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    started: float = -1.0
-    first: float = -1.0  # when its first token was there
-    done: bool = False
-
-    @property
-    def context(self) -> int:
-        return len(self.request.token_ids) + self.made
-
-
 class SimWorker:
     """A ManagedWorker without a process. ``die`` and ``spoil`` are for the fault injector; ``said(trajectory, turn,
-    versions)`` is told of each response that ends by itself. ``incarnation`` changes with each death."""
+    versions)`` is told of each response that ends by itself. ``incarnation`` changes with each death. ``hardware``:
+    the class of its devices, "" for ``sim.device``."""
 
     def __init__(
         self,
@@ -100,44 +77,54 @@ class SimWorker:
         weights: SimWeights,
         said: Callable[[str, int, VersionSpans], None] | None = None,
         traces: Traces | None = None,
+        hardware: str = "",
+        speech: Speech | None = None,
     ) -> None:
         self.name = name
+        self.hardware = hardware
         self.ranks = 1
         self._said = said
-        self._speech = Speech(config, traces)
-        self._costs = config.sim
+        self._speech = speech or Speech(config, traces)
+        self._costs: EngineCosts = engine_costs(config, hardware)
         self._engine = config.rollout.engine
+        if self._costs.kv_tokens is not None and self._costs.kv_tokens < self._engine.max_model_len:
+            fix = f"{name} has KV for {self._costs.kv_tokens} tokens only: a request of that length could never run"
+            raise ConfigError("rollout.engine.max_model_len", self._engine.max_model_len, fix)
         self._weights = weights
         self.incarnation = 0
         self._dead = False
         self._closed = False
-        self.generated = 0
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0  # in which it computed
+        self._generated = 0  # in former lives
+        self._batch = batch.Batch(0, None)
         self._reset()
 
+    @property
+    def generated(self) -> int:
+        """Tokens made so far, those in progress at the last look."""
+        return self._generated + self._batch.generated
+
+    @property
+    def preemptions(self) -> int:
+        """Of this life."""
+        return self._batch.preemptions
+
     def _reset(self) -> None:
-        self._version = -1
+        self._generated += self._batch.generated
+        self._batch = batch.Batch(self._engine.max_num_seqs, self._costs.kv_tokens)
         self._prepared = -1  # the version that was fetched and not loaded yet
         self._updating = False
         self._unusable = ""  # why the weights are
-        self._known: dict[str, _Sequence | None] = {}  # every request of this life; None when it has ended
-        self._waiting: list[tuple[int, int, _Sequence]] = []
-        self._running: dict[str, _Sequence] = {}
-        self._ends: list[
-            tuple[int, int, _Sequence]
-        ] = []  # running ones by the engine step after which each is complete
-        self._aborting: list[_Sequence] = []  # running ones that end with the step in progress
-        self._steps = 0  # engine steps done
-        self._owed = 0  # tokens to prefill before the next step
+        self._known: dict[str, batch.Sequence | None] = {}  # every request of this life; None when it has ended
+        self._aborting: list[batch.Sequence] = []  # running ones that end with the step in progress
         self._finished: list[Completion] = []
-        self._prefix: dict[str, int] = {}  # trajectory -> tokens whose KV is held
-        self._prompt_tokens = self._prompt_tokens_cached = 0
         self._news = asyncio.Event()
         self._suspended = False
         self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
         self._leap: asyncio.TimerHandle | None = None
         self._leap_start = 0.0  # when its first decode step begins
-        self._leap_step = 0.0  # seconds a step
+        self._leap_first = 0.0  # seconds of that step
+        self._leap_growth = 0.0  # seconds that each further one takes more
         self._leap_steps = 0
 
     # The port.
@@ -159,7 +146,7 @@ class SimWorker:
         self._check()
         in_step = False
         for sequence in self._meant(request_ids, trajectories, groups):
-            if sequence.request.request_id in self._running and self._leap is not None:
+            if sequence.request.request_id in self._batch.running and self._leap is not None:
                 self._aborting.append(sequence)
                 in_step = True
             elif not sequence.done:
@@ -176,9 +163,7 @@ class SimWorker:
             priority = priorities.get(sequence.request.trajectory_id)
             if priority is not None:
                 sequence.request = replace(sequence.request, priority=priority)
-        waiting = [entry[2] for entry in self._waiting if not entry[2].done]
-        self._waiting = [(sequence.request.priority, sequence.number, sequence) for sequence in waiting]
-        heapq.heapify(self._waiting)
+        self._batch.reorder()
         await self._answer()
 
     async def completions(self) -> list[Completion]:
@@ -207,7 +192,7 @@ class SimWorker:
         incarnation = self.incarnation
         self._check_version(version)
         if version != self._prepared:
-            await asyncio.sleep(FETCH_SHARE * self._costs.update_seconds)
+            await asyncio.sleep(self._costs.fetch_seconds)
             self._check(incarnation)
             self._prepared = version
         await self._answer()
@@ -218,7 +203,7 @@ class SimWorker:
         incarnation = self.incarnation
         if version != self._weights.sent or not 0 < place <= min(meeting.receivers for meeting in meetings):
             raise RetryableError(f"{self.name}: version {version} is not sent to place {place}")
-        await asyncio.sleep(min(SEND_SHARE * self._costs.update_seconds, limit))
+        await asyncio.sleep(min(self._costs.receive_seconds, limit))
         self._check(incarnation)
         self._prepared = version
         return self._weights.content(version)
@@ -233,24 +218,18 @@ class SimWorker:
             raise CommandError("update_in_progress", f"{self.name}: another update is in progress")
         self._check_version(version)
         begun = asyncio.get_running_loop().time()
-        costs = self._costs.update_seconds
+        fetch = self._costs.fetch_seconds if version != self._prepared else 0.0
         self._updating = True
         try:
-            await asyncio.sleep(costs if version != self._prepared else (1.0 - FETCH_SHARE) * costs)
+            await asyncio.sleep(fetch + self._costs.load_seconds)
             self._check(incarnation)
         finally:
             if incarnation == self.incarnation:
                 self._updating = False
         self._prepared, self._unusable = -1, ""
-        for sequence in self._running.values():
-            self._book(sequence)
-        self._version = version
-        self._prefix.clear()
-        self._owed = sum(sequence.context for sequence in self._running.values())
-        for _, _, sequence in self._waiting:
-            sequence.prefill = sequence.context
+        self._batch.change(version)
         seconds = asyncio.get_running_loop().time() - begun
-        return UpdateResult(version, MODEL_BYTES, seconds, len(self._running))
+        return UpdateResult(version, MODEL_BYTES, seconds, len(self._batch.running))
 
     async def resume(self) -> None:
         """See the protocol."""
@@ -268,20 +247,21 @@ class SimWorker:
         self._check()
         await self._answer()
         block = self._engine.block_size
-        for sequence in self._running.values():
-            self._book(sequence)
-        now = asyncio.get_running_loop().time()
-        waiting = [entry[2] for entry in self._waiting if not entry[2].done]
+        held, now = self._batch, asyncio.get_running_loop().time()
+        held.book()
+        waiting, running = held.waiting(), held.running.values()
+        capacity = self._costs.kv_tokens
+        longest = self._engine.max_num_seqs * math.ceil(self._engine.max_model_len / block)
         return WorkerStats(
-            running=len(self._running),
+            running=len(running),
             waiting=len(waiting),
-            kv_used=sum(math.ceil(sequence.context / block) for sequence in self._running.values()),
-            kv_capacity=self._engine.max_num_seqs * math.ceil(self._engine.max_model_len / block),
-            preemptions=0,
-            tokens_per_s=self.generated / self._busy_seconds if self._busy_seconds else 0.0,
-            version=self._version,
-            prefix_queries=self._prompt_tokens,
-            prefix_hits=self._prompt_tokens_cached,
+            kv_used=sum(math.ceil(sequence.context / block) for sequence in running),
+            kv_capacity=longest if capacity is None else capacity // block,
+            preemptions=held.preemptions,
+            tokens_per_s=self.generated / self.busy_seconds if self.busy_seconds else 0.0,
+            version=held.version,
+            prefix_queries=held.prompt_tokens,
+            prefix_hits=held.prompt_tokens_cached,
             generated=self.generated,
             oldest_wait=max((now - sequence.arrived for sequence in waiting), default=0.0),
             suspended=self._suspended,
@@ -312,9 +292,7 @@ class SimWorker:
         if self._leap is not None:
             self._leap.cancel()
             self._leap = None
-        self._waiting.clear()
-        self._running.clear()
-        self._ends.clear()
+        self._batch.clear()
         self._aborting.clear()
         self._finished.clear()
         self._known.clear()
@@ -332,15 +310,19 @@ class SimWorker:
     # The engine.
 
     def _check_version(self, version: int) -> None:
-        if version < self._version:
-            raise CommandError("version_decreases", f"{self.name}: {version} asked for, {self._version} is loaded")
+        if version < self._batch.version:
+            raise CommandError(
+                "version_decreases", f"{self.name}: {version} asked for, {self._batch.version} is loaded"
+            )
         if version != self._prepared and not self._weights.has(version):
             raise RetryableError(f"{self.name}: version {version} is not on the relay")
 
-    def _unfinished(self) -> Iterator[_Sequence]:
+    def _unfinished(self) -> Iterator[batch.Sequence]:
         yield from (sequence for sequence in self._known.values() if sequence is not None)
 
-    def _meant(self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]) -> list[_Sequence]:
+    def _meant(
+        self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]
+    ) -> list[batch.Sequence]:
         """The unfinished requests that an ABORT names."""
         named = [self._known.get(request_id) for request_id in request_ids]
         found = [sequence for sequence in named if sequence is not None]
@@ -377,22 +359,17 @@ class SimWorker:
         tokens: tuple[int, ...] = ()
         if limit >= 1:
             tokens = self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
-        cached = self._prefix.pop(request.trajectory_id, 0)
-        self._prompt_tokens += len(request.token_ids)
-        self._prompt_tokens_cached += min(cached, len(request.token_ids))
-        sequence = _Sequence(request, tokens, now, max(1, len(request.token_ids) - cached), len(self._known))
+        sequence = batch.Sequence(request, tokens, now, len(self._known))
         self._known[request.request_id] = sequence
         if tokens:
-            heapq.heappush(self._waiting, (request.priority, sequence.number, sequence))
+            self._batch.add(sequence)
         else:
             error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
             self._finish(sequence, "error", error)
 
-    def _finish(self, sequence: _Sequence, reason: str, error: str = "") -> None:
-        sequence.done = True
+    def _finish(self, sequence: batch.Sequence, reason: str, error: str = "") -> None:
+        self._batch.remove(sequence)
         self._known[sequence.request.request_id] = None
-        if self._running.pop(sequence.request.request_id, None) is not None:
-            self._book(sequence)
         now = asyncio.get_running_loop().time()
         started = sequence.started if sequence.started >= 0 else now
         tokens = sequence.tokens[: sequence.made]
@@ -414,7 +391,6 @@ class SimWorker:
                 error,
             )
         )
-        self._prefix[sequence.request.trajectory_id] = sequence.context
         if self._said is not None and reason in ("stop", "length"):
             request = sequence.request
             self._said(request.trajectory_id, request.turn, self._finished[-1].versions)
@@ -429,37 +405,32 @@ class SimWorker:
 
     def _begin_leap(self) -> None:
         now = asyncio.get_running_loop().time()
-        while self._waiting and len(self._running) < self._engine.max_num_seqs:
-            number, sequence = heapq.heappop(self._waiting)[1:]
-            if not sequence.done:
-                sequence.started, sequence.booked = now, self._steps
-                self._running[sequence.request.request_id] = sequence
-                heapq.heappush(self._ends, (self._steps + len(sequence.tokens), number, sequence))
-                self._owed += sequence.prefill
-        while self._ends and self._ends[0][2].done:
-            heapq.heappop(self._ends)
-        if not self._running:
+        held = self._batch
+        owed, pairs = held.fill(now)
+        running = len(held.running)
+        if not running:
             return
-        costs = self._costs
-        self._leap_start = now + self._owed * costs.prefill_seconds_per_token
-        self._leap_step = costs.decode_seconds_per_step + costs.decode_seconds_per_sequence * len(self._running)
-        self._leap_steps = self._ends[0][0] - self._steps
-        self._owed = 0
-        self._busy_seconds += self._leap_start - now
-        for sequence in self._running.values():
-            if sequence.first < 0:
-                sequence.first = self._leap_start + self._leap_step
+        fixed, growing = self._costs.decode(running)
+        self._leap_start = now + self._costs.prefill(owed, pairs, running)
+        self._leap_first = fixed + growing * held.context
+        self._leap_growth = growing * running
+        self._leap_steps = held.horizon()
+        self.busy_seconds += self._leap_start - now
+        if owed:  # somebody started, or everybody began anew
+            for sequence in held.running.values():
+                if sequence.first < 0:
+                    sequence.first = self._leap_start + self._leap_first
         self._arm()
 
     def _arm(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._leap = loop.call_at(self._leap_start + self._leap_steps * self._leap_step, self._end_leap)
+        seconds = seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
+        self._leap = asyncio.get_running_loop().call_at(self._leap_start + seconds, self._end_leap)
 
     def _shorten(self) -> None:
         """End the leap with the step in progress."""
         assert self._leap is not None
         elapsed = asyncio.get_running_loop().time() - self._leap_start
-        steps = max(1, math.ceil(elapsed / self._leap_step))
+        steps = steps_in(elapsed, self._leap_first, self._leap_growth)
         if steps < self._leap_steps:
             self._leap.cancel()
             self._leap_steps = steps
@@ -467,12 +438,10 @@ class SimWorker:
 
     def _end_leap(self) -> None:
         self._leap = None
-        self._steps += self._leap_steps
-        self._busy_seconds += self._leap_steps * self._leap_step
-        while self._ends and self._ends[0][0] <= self._steps:
-            sequence = heapq.heappop(self._ends)[2]
-            if not sequence.done:
-                self._finish(sequence, "stop" if sequence.tokens[-1] == END else "length")
+        self.busy_seconds += seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
+        self._batch.advance(self._leap_steps)
+        for sequence in self._batch.complete():
+            self._finish(sequence, "stop" if sequence.tokens[-1] == END else "length")
         for sequence in self._aborting:
             if not sequence.done:
                 self._finish(sequence, "abort")
@@ -480,14 +449,6 @@ class SimWorker:
         self._end_step()
         if not self._suspended:
             self._begin_leap()
-
-    def _book(self, sequence: _Sequence) -> None:
-        """Count the tokens that a running sequence has made since it was last looked at."""
-        tokens = self._steps - sequence.booked
-        sequence.booked = self._steps
-        sequence.made += tokens
-        sequence.spans.append((self._version, tokens))
-        self.generated += tokens
 
     def _end_step(self) -> None:
         if self._boundary is not None and not self._boundary.done():

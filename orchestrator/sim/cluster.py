@@ -1,0 +1,90 @@
+"""The simulated cluster of a config: what each rollout worker and the trainer cost. Pure functions of the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.config import Config
+from orchestrator.sim import hardware
+from orchestrator.sim.costs import (
+    EngineCosts,
+    Grained,
+    GrainedTraining,
+    LinearCosts,
+    LinearTraining,
+    Roofline,
+    RooflineTraining,
+    TrainerCosts,
+)
+
+
+def fleet(config: Config) -> list[str]:
+    """The class of each rollout worker, in order; "" without a fleet."""
+    if not config.sim.fleet:
+        return [""] * config.rollout.workers
+    return [name for name, count in config.sim.fleet.items() for _ in range(count)]
+
+
+def engine_costs(config: Config, hardware_class: str = "") -> EngineCosts:
+    """Of one rollout worker on devices of a class; "": of ``sim.device``. Raises ConfigError for an unknown name."""
+    sim = config.sim
+    if sim.costs == "linear":
+        costs: EngineCosts = LinearCosts(
+            sim.decode_seconds_per_step,
+            sim.decode_seconds_per_sequence,
+            sim.prefill_seconds_per_token,
+            sim.update_seconds,
+            sim.kv_tokens,
+        )
+    else:
+        field = "sim.fleet" if hardware_class else "sim.device"
+        device = hardware.device(hardware_class or sim.device, field)
+        costs = Roofline(device, hardware.model(sim.model), sim.tensor_parallel, sim.pull_gb_s)
+        if sim.kv_tokens is not None:
+            costs = Limited(costs, sim.kv_tokens)
+    return costs if sim.grain == 1 else Grained(costs, sim.grain)
+
+
+def trainer_costs(config: Config) -> TrainerCosts:
+    """Of the trainer. Raises ConfigError for an unknown name."""
+    sim = config.sim
+    costs: TrainerCosts
+    if sim.costs == "linear":
+        costs = LinearTraining(sim.train_seconds_per_token, sim.publish_seconds)
+    else:
+        device = hardware.device(sim.trainer_device, "sim.trainer_device")
+        costs = RooflineTraining(
+            device, hardware.model(sim.model), sim.trainer_gpus, sim.trainer_forwards, sim.push_gb_s
+        )
+    return costs if sim.grain == 1 else GrainedTraining(costs, sim.grain)
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """The same engine with room for fewer tokens: ``sim.kv_tokens``."""
+
+    inner: Roofline
+    kv_tokens: int
+
+    @property
+    def fetch_seconds(self) -> float:
+        """See :class:`~orchestrator.sim.costs.EngineCosts`."""
+        return self.inner.fetch_seconds
+
+    @property
+    def load_seconds(self) -> float:
+        """See the protocol."""
+        return self.inner.load_seconds
+
+    @property
+    def receive_seconds(self) -> float:
+        """See the protocol."""
+        return self.inner.receive_seconds
+
+    def prefill(self, tokens: int, pairs: float, running: int) -> float:
+        """See the protocol."""
+        return self.inner.prefill(tokens, pairs, running)
+
+    def decode(self, running: int) -> tuple[float, float]:
+        """See the protocol."""
+        return self.inner.decode(running)

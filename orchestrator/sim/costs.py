@@ -1,0 +1,318 @@
+"""What things cost in the simulator: seconds of engine steps, of training, of weights on their way. Pure; no clock, no draws.
+
+Two implementations of one protocol: :class:`LinearCosts`, the figures of ``[sim]``, and :class:`Roofline`, a device and a model
+of :mod:`orchestrator.sim.hardware`. A decode step costs ``fixed + growing x tokens in all contexts`` for a given number of
+sequences, so that any number of steps has a closed sum (:func:`seconds_of`) and its inverse (:func:`steps_in`): the worker
+leaps over steps in which nothing changes, and ends where it would have ended step by step.
+
+Monotone, and tested: more sequences, tokens or context never cost less; a larger tensor-parallel size never holds less KV.
+``Grained`` makes one simulated token stand for several real ones, so that long contexts cost the simulator little.
+
+Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, pipeline bubbles and imbalance of training
+(they are in its efficiency), contention of transfers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from orchestrator.api import ConfigError
+from orchestrator.sim.hardware import Device, Model
+
+FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of the linear model
+SEND_SHARE = 0.15  # of them is what the trainer's own workers need to receive it from there; likewise
+
+STEP_SECONDS = (
+    1.5e-3  # an engine's own time a step, and for each sequence in it: together the 5 ms that InferSim measured
+)
+SEQUENCE_SECONDS = 3.5e-5  # around the kernels of a step with 100 sequences
+REDUCE_SECONDS = 1e-5  # latency of one all-reduce over NVLink (NCCL; custom ones take as long for these sizes)
+LINK_EFFICIENCY = 0.8  # of a link's rate in a transfer of many MB
+MEMORY_SHARE = 0.9  # of a GPU's memory is the engine's (vLLM's default)
+ACTIVATION_BYTES = (
+    3e9  # of it: activations, CUDA graphs, the allocator's remainder; what vLLM reports for models of this size
+)
+CHUNK_TOKENS = 8192  # that one step prefills at most: vLLM's max_num_batched_tokens on these devices
+
+
+class EngineCosts(Protocol):
+    """Seconds of one rollout worker. ``kv_tokens``: tokens whose KV it holds, None: any number."""
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens whose KV it holds; None: no limit."""
+        ...
+
+    @property
+    def fetch_seconds(self) -> float:
+        """To fetch a version from the relay, beside generation."""
+        ...
+
+    @property
+    def load_seconds(self) -> float:
+        """To load what was fetched, standing still."""
+        ...
+
+    @property
+    def receive_seconds(self) -> float:
+        """To receive a version from the trainer itself, beside generation."""
+        ...
+
+    def prefill(self, tokens: int, pairs: float, running: int) -> float:
+        """What prefilling ``tokens`` adds to a step of ``running`` sequences. ``pairs``: of a query and a key that it attends
+        to, over all of them."""
+        ...
+
+    def decode(self, running: int) -> tuple[float, float]:
+        """A step of ``running`` sequences: (fixed seconds, seconds for each token in their contexts)."""
+        ...
+
+
+class TrainerCosts(Protocol):
+    """Seconds of the trainer."""
+
+    @property
+    def publish_seconds(self) -> float:
+        """To put a version on the relay."""
+        ...
+
+    def train(self, lengths: Iterable[int]) -> float:
+        """Forward and backward over sequences of these lengths."""
+        ...
+
+
+def seconds_of(steps: int, first: float, growth: float) -> float:
+    """Of so many steps, the first of which takes ``first``, each further one ``growth`` more than the one before."""
+    return steps * first + growth * (steps * (steps - 1) / 2) if growth else steps * first
+
+
+def steps_in(seconds: float, first: float, growth: float) -> int:
+    """The least number of steps, at least 1, that take ``seconds`` or more."""
+    if not growth:
+        return max(1, math.ceil(seconds / first))
+    half = first - growth / 2
+    steps = max(1, math.ceil((math.sqrt(half * half + 2 * growth * max(0.0, seconds)) - half) / growth))
+    while steps > 1 and seconds_of(steps - 1, first, growth) >= seconds:
+        steps -= 1
+    while seconds_of(steps, first, growth) < seconds:
+        steps += 1
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCosts:
+    """The figures of ``[sim]``: a step costs so much, each sequence and each prefilled token so much more."""
+
+    step: float
+    sequence: float
+    token: float
+    update: float
+    kv_tokens: int | None = None
+
+    @property
+    def fetch_seconds(self) -> float:
+        """See the protocol."""
+        return FETCH_SHARE * self.update
+
+    @property
+    def load_seconds(self) -> float:
+        """See the protocol."""
+        return (1.0 - FETCH_SHARE) * self.update
+
+    @property
+    def receive_seconds(self) -> float:
+        """See the protocol."""
+        return SEND_SHARE * self.update
+
+    def prefill(self, tokens: int, pairs: float, running: int) -> float:
+        """See the protocol."""
+        return tokens * self.token
+
+    def decode(self, running: int) -> tuple[float, float]:
+        """See the protocol."""
+        return self.step + self.sequence * running, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTraining:
+    """The figures of ``[sim]``."""
+
+    token: float
+    publish_seconds: float
+
+    def train(self, lengths: Iterable[int]) -> float:
+        """See the protocol."""
+        return sum(lengths) * self.token
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """One engine on ``tensor_parallel`` devices of one server. Weights and activations of a step cost the larger of their
+    arithmetic and of the bytes that are read; attention of decode reads the KV of every context; prefilled tokens share the
+    step's reading of the weights. ``pull_gb_s``: at which the worker's devices together fetch from the relay."""
+
+    device: Device
+    model: Model
+    tensor_parallel: int = 1
+    pull_gb_s: float = 0.0  # 0: the devices' network ports
+    memory_share: float = MEMORY_SHARE
+
+    def __post_init__(self) -> None:
+        if self.model.kv_heads % self.tensor_parallel and self.tensor_parallel % self.model.kv_heads:
+            fix = f"{self.model.name} has {self.model.kv_heads} KV heads, which cannot be split over so many devices"
+            raise ConfigError("sim.tensor_parallel", self.tensor_parallel, fix)
+        if self.kv_tokens < 1:
+            fix = f"the weights of {self.model.name} leave no room for KV on {self.device.name}: take more devices"
+            raise ConfigError("sim.tensor_parallel", self.tensor_parallel, fix)
+
+    @property
+    def kv_tokens(self) -> int:
+        """See the protocol."""
+        room = self.device.memory_gb * 1e9 * self.memory_share - ACTIVATION_BYTES
+        return int((room * self.tensor_parallel - self.model.weight_bytes) / (self.model.kv_bytes * self._copies))
+
+    @property
+    def _copies(self) -> float:
+        """How often each KV head is held: with more devices than heads, several hold the same one."""
+        return max(1.0, self.tensor_parallel / self.model.kv_heads)
+
+    @property
+    def fetch_seconds(self) -> float:
+        """See the protocol. A rank fetches what it hosts."""
+        rate = self.pull_gb_s or self.device.network_gb_s * self.tensor_parallel * LINK_EFFICIENCY
+        return self.model.weight_bytes / (rate * 1e9)
+
+    @property
+    def load_seconds(self) -> float:
+        """See the protocol: from pinned host memory."""
+        rate = self.device.pcie_gb_s * 1e9 * LINK_EFFICIENCY * self.tensor_parallel
+        return self.model.weight_bytes / rate
+
+    @property
+    def receive_seconds(self) -> float:
+        """See the protocol: a broadcast over the cluster's own network, every rank hears all."""
+        return self.model.weight_bytes / (self.device.network_gb_s * 1e9 * LINK_EFFICIENCY)
+
+    def prefill(self, tokens: int, pairs: float, running: int) -> float:
+        """See the protocol."""
+        if tokens < 1:
+            return 0.0
+        both, alone = self._linear(running + tokens), self._linear(running)
+        steps = math.ceil(tokens / CHUNK_TOKENS)
+        attention = 4 * pairs * self.model.layers * self.model.heads * self.model.head_size
+        attention /= self.device.flops * self.tensor_parallel
+        further = (steps - 1) * (STEP_SECONDS + self._reduce(0))  # of the chunks before the step that also decodes
+        return both - alone + attention + further + self._reduce(running + tokens) - self._reduce(running)
+
+    def decode(self, running: int) -> tuple[float, float]:
+        """See the protocol."""
+        fixed = self._linear(running) + self._reduce(running) + STEP_SECONDS + SEQUENCE_SECONDS * running
+        return fixed, self.model.kv_bytes * self._copies / (self.device.bandwidth * self.tensor_parallel)
+
+    def _linear(self, tokens: int) -> float:
+        """All matrix products but attention's, for so many tokens in one step."""
+        model, device, ranks = self.model, self.device, self.tensor_parallel
+        arithmetic = 2 * model.active_parameters * tokens / (device.flops * ranks)
+        read = 2 * model.shared_parameters / (device.bandwidth * ranks)
+        if model.experts:
+            seen = 1.0 - (1.0 - model.active / model.experts) ** tokens  # share of the experts that some token chose
+            read += 2 * model.expert_parameters * seen / (device.bandwidth * device.expert_efficiency * ranks)
+        return max(arithmetic, read)
+
+    def _reduce(self, tokens: int) -> float:
+        """Two all-reduces a layer."""
+        ranks = self.tensor_parallel
+        if ranks == 1:
+            return 0.0
+        sent = tokens * self.model.hidden * 2 * 2 * (ranks - 1) / ranks
+        once = REDUCE_SECONDS + sent / (self.device.nvlink_gb_s * 1e9 * LINK_EFFICIENCY)
+        return 2 * self.model.layers * once
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineTraining:
+    """``gpus`` devices train one model. A token costs 6 operations a parameter and 2 for each forward pass beside: the log-probs
+    of the policy as it was, and those of a reference. ``push_gb_s``: at which versions go to the relay, all ranks together."""
+
+    device: Device
+    model: Model
+    gpus: int
+    forwards: int = 1
+    push_gb_s: float = 0.0  # 0: the devices' network ports
+
+    @property
+    def publish_seconds(self) -> float:
+        """See the protocol."""
+        rate = self.push_gb_s or self.device.network_gb_s * self.gpus * LINK_EFFICIENCY
+        return self.model.weight_bytes / (rate * 1e9)
+
+    def train(self, lengths: Iterable[int]) -> float:
+        """See the protocol."""
+        tokens = pairs = 0.0
+        for length in lengths:
+            tokens += length
+            pairs += length * length / 2
+        passes = 3 + self.forwards  # of a forward pass's operations
+        model = self.model
+        operations = 2 * model.active_parameters * tokens
+        operations += 4 * pairs * model.layers * model.heads * model.head_size
+        return passes * operations / (self.device.train_flops * self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Grained:
+    """One token here stands for ``grain`` of the engine's: a step here is ``grain`` steps there."""
+
+    inner: EngineCosts
+    grain: int
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """See the protocol."""
+        tokens = self.inner.kv_tokens
+        return None if tokens is None else tokens // self.grain
+
+    @property
+    def fetch_seconds(self) -> float:
+        """See the protocol."""
+        return self.inner.fetch_seconds
+
+    @property
+    def load_seconds(self) -> float:
+        """See the protocol."""
+        return self.inner.load_seconds
+
+    @property
+    def receive_seconds(self) -> float:
+        """See the protocol."""
+        return self.inner.receive_seconds
+
+    def prefill(self, tokens: int, pairs: float, running: int) -> float:
+        """See the protocol."""
+        return self.inner.prefill(tokens * self.grain, pairs * self.grain * self.grain, running)
+
+    def decode(self, running: int) -> tuple[float, float]:
+        """See the protocol. The context grows inside a step, too."""
+        fixed, growing = self.inner.decode(running)
+        grain = self.grain
+        return grain * fixed + growing * running * grain * (grain - 1) / 2, growing * grain * grain
+
+
+@dataclass(frozen=True, slots=True)
+class GrainedTraining:
+    """The same for the trainer."""
+
+    inner: TrainerCosts
+    grain: int
+
+    @property
+    def publish_seconds(self) -> float:
+        """See the protocol."""
+        return self.inner.publish_seconds
+
+    def train(self, lengths: Iterable[int]) -> float:
+        """See the protocol."""
+        return self.inner.train(length * self.grain for length in lengths)

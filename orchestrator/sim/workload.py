@@ -1,0 +1,81 @@
+"""A workload of several tasks with published distributions: ``[sim.tasks]``.
+
+Guarantees: all draws are functions of the run's seed and of what they are for, as in :mod:`orchestrator.sim.draws`, so that two
+policies are compared on the same workload. Which task a trajectory is of and how long its prompt's answers tend to be stand in
+the first two tokens of its first observation, so that environment, engine and audit know it without knowing of each other.
+Sizes are given in the engine's tokens; here one token stands for ``sim.grain`` of them, rounded at random to either side, so
+that means are kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
+
+from orchestrator.config import Config
+from orchestrator.sections.sim import SimTaskSection
+from orchestrator.sim.draws import END, VOCABULARY, lognormal, stream
+
+_WORDS = len(VOCABULARY) - 2
+MOST_TASKS = _WORDS
+_QUANTILES = [NormalDist().inv_cdf((place + 0.5) / _WORDS) for place in range(_WORDS)]
+
+
+class Workload:
+    """The tasks of a config, in order."""
+
+    def __init__(self, config: Config) -> None:
+        self.names = tuple(config.sim.tasks)
+        self.tasks = tuple(config.sim.tasks.values())
+        self.grain = config.sim.grain
+        self._seed = config.run.seed
+        self._weights = [task.weight for task in self.tasks]
+        self._draw = lru_cache(maxsize=1 << 15)(self._response)
+
+    @property
+    def turns_max(self) -> int:
+        """Of all tasks."""
+        return max(task.turns_max for task in self.tasks)
+
+    @property
+    def response_max(self) -> int:
+        """Of all tasks, in simulated tokens."""
+        return max(-(-task.response_max // self.grain) for task in self.tasks)
+
+    def assign(self, key: str) -> str:
+        """The task of a prompt."""
+        return str(stream("task", key).choices(self.names, self._weights)[0])
+
+    def of(self, name: str) -> SimTaskSection:
+        """A task by name."""
+        return self.tasks[self.names.index(name)]
+
+    def size(self, rng: random.Random, tokens: float) -> int:
+        """So many tokens of the engine in simulated ones."""
+        return max(1, int(tokens / self.grain + rng.random()))
+
+    def opening(self, name: str, rng: random.Random) -> tuple[int, ...]:
+        """The first observation of a prompt; ``rng`` is the prompt's own."""
+        prompt = (2 + self.names.index(name), 2 + rng.randrange(_WORDS))
+        return prompt + (2,) * (self.size(rng, self.of(name).prompt_tokens) - len(prompt))
+
+    def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
+        """What the policy says in a turn, see :mod:`orchestrator.sim.speech`."""
+        return self._draw(context[0] - 2, context[1] - 2, trajectory_id, turn, limit)
+
+    def _response(self, number: int, quantile: int, trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
+        task = self.tasks[number]
+        rng = stream(self._seed, "response", trajectory_id, turn)
+        own = task.response_sigma * (1.0 - task.prompt_share) ** 0.5
+        shared = task.response_sigma * task.prompt_share**0.5
+        mean = task.response_tokens * 2.718281828459045 ** (shared * _QUANTILES[quantile] - shared * shared / 2)
+        length = self.size(rng, lognormal(rng, mean, own))
+        limit = min(limit, -(-task.response_max // self.grain))
+        words = tuple(2 + byte % _WORDS for byte in rng.randbytes(min(length, limit)))
+        return (*words[:-1], END) if length <= limit else words
+
+    def seconds(self, task: SimTaskSection, rng: random.Random, mean: float, sigma: float) -> float:
+        """A draw of an environment's time."""
+        return max(0.0, rng.gauss(mean, sigma * mean)) if task.normal else lognormal(rng, mean, sigma)
