@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
@@ -100,3 +101,15 @@ class Lane:
         self.outbox.clear()
         self.aborts.clear()
         return had
+
+
+def waits(lanes: Sequence[Lane], suspended: bool, preparing: int) -> str:
+    """What generation waits for, "" when nothing is unusual. ``preparing``: the version that workers fetch, -1: none."""
+    reviving = [lane.worker.name for lane in lanes if not lane.alive and not lane.removed]
+    if reviving:
+        return f"worker {', '.join(reviving)} to come back"
+    if suspended:
+        return "weight update"
+    if all(lane.lent for lane in lanes):
+        return "the trainer, which has the devices"
+    return f"weights of version {preparing} to reach the workers" if preparing >= 0 else ""

@@ -53,6 +53,7 @@ class Parts:
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
     tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
     gpus: Gpus | None = None
+    kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
 
 

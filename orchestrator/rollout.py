@@ -124,6 +124,7 @@ class Rollout:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of groups
         self._open = False
         self._room = asyncio.Event()
+        self.on_played: Callable[[Trajectory], None] | None = None  # an episode has come to its end, not scored yet
         self.next_version = 0  # the trainer's when the next batch goes into training; the pipeline sets it
 
     # -- what the pipeline calls -------------------------------------------------------------------------------------
@@ -246,6 +247,8 @@ class Rollout:
     async def _member(self, episode: Episode) -> None:
         """Play, score, buffer."""
         await self.environments.play(episode, self._sampling)
+        if self.on_played is not None:
+            self.on_played(episode.trajectory(self._events.time()))
         if self.mode.batch_rewards:
             episode.waiting_for = "the end of the others"
             await self._lockstep.arrive(episode.id, "reward")
