@@ -150,6 +150,21 @@ class Colocation:
         self.holder = Holder.TRAINED
         return metrics
 
+    async def take_all(self) -> None:
+        """All devices to the trainer, for something other than a step (a checkpoint, an export); :meth:`give_back` ends it.
+        RetryableError: a device could not be handed over, and the workers run on."""
+        self._require("take_all", Holder.ROLLOUT)
+        self.holder = Holder.CHANGING
+        if not await self._release(self._all):
+            await self._retreat()
+            raise RetryableError("a worker did not release its device")
+        try:
+            await self._move("step")
+        except CoserveError:
+            await self._retreat()
+            raise
+        self.holder = Holder.TRAINED
+
     async def give_back(self, version: int | None = None) -> None:
         """The trainer leaves, the workers reclaim, load ``version`` (None: what they had) and run. From any state."""
         self.holder = Holder.CHANGING

@@ -106,6 +106,8 @@ class Config(Section):
         launched = math.ceil(self.batch_trajectories * self.redundancy)
         if self.rollout.buffer_limit is not None and self.rollout.buffer_limit < launched:
             raise ValueError(f"rollout.buffer_limit must be at least {launched}: so many are launched for one batch")
+        if self.rollout.colocation.enabled:
+            self._check_colocation()
         compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
         if self.rollout.dynamic_sampling and not compared:
             raise ValueError(
@@ -113,6 +115,26 @@ class Config(Section):
                 "not compare the members of a group (set it to false, or use grpo, dapo, rloo or gspo)"
             )
         return self
+
+    def _check_colocation(self) -> None:
+        trainer, workers = self.trainer, self.rollout.workers
+        ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+        if self.run.mode not in ("sync", "sync_plus"):
+            raise ValueError(
+                f"rollout.colocation is for run.mode 'sync' and 'sync_plus', not {self.run.mode!r}: in the others rollout "
+                "never leaves the devices (set it to false, or change the mode)"
+            )
+        if not trainer.stream:
+            raise ValueError("rollout.colocation streams into the trainer: set trainer.stream to true")
+        if self.resources.pools:
+            raise ValueError(
+                "rollout.colocation shares devices, resources.pools divides them: leave one of the two out"
+            )
+        if ranks > workers:
+            raise ValueError(
+                f"rollout.colocation: {ranks} trainer ranks need as many devices, rollout.workers has {workers}: each rank "
+                "shares the device of a worker"
+            )
 
     @property
     def collective_limit(self) -> float | None:

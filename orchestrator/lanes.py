@@ -131,8 +131,16 @@ class Lane:
 
 def others_live(lanes: Sequence[Lane], lane: Lane) -> bool:
     """Whether a worker beside this one is up, or is being restarted by us."""
-    return any(
-        other.alive or not (other.removed or other.borrowed)
-        for other in lanes
-        if other is not lane
-    )
+    return any(other.alive or not (other.removed or other.borrowed) for other in lanes if other is not lane)
+
+
+def waits(lanes: Sequence[Lane], suspended: bool, preparing: int) -> str:
+    """What generation waits for, "" when nothing is unusual. ``preparing``: the version that workers fetch, -1: none."""
+    reviving = [lane.worker.name for lane in lanes if not lane.alive and not lane.removed]
+    if reviving:
+        return f"worker {', '.join(reviving)} to come back"
+    if suspended:
+        return "weight update"
+    if all(lane.lent for lane in lanes):
+        return "the trainer, which has the devices"
+    return f"weights of version {preparing} to reach the workers" if preparing >= 0 else ""

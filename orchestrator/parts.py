@@ -55,6 +55,7 @@ class Parts:
     rewards: Callable[[], dict[str, Any]] | None = None  # counters of the calls that score
     gpus: Gpus | None = None
     away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
+    kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
 
 

@@ -36,6 +36,7 @@ from orchestrator.planning import planning_of
 from orchestrator.policies.weighting import LagWeight, effective_share
 from orchestrator.rollout import Rollout
 from orchestrator.samples import histogram, to_samples
+from orchestrator.streaming import turns_of
 
 Answer = TypeVar("Answer")
 _ALARMS = {"logprob_gap": "log-prob gap between rollout and trainer", "ess": "effective sample size"}
@@ -61,6 +62,7 @@ class Pipeline:
             trajectories=self.position.trajectories,
             environments=parts.environments,
         )
+        self.turns = turns_of(config, parts, self.rollout)
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
         self.delivery = Delivery(
             parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit, config.relay.patience
@@ -86,6 +88,8 @@ class Pipeline:
             asyncio.create_task(self.feeder.run(), name="feed"),
             asyncio.create_task(self._report_waiting(), name="report waiting"),
         ]
+        if self.turns is not None:
+            helpers.append(asyncio.create_task(self.turns.run(self._open_feeder), name="stream trigger"))
         for helper in helpers:
             helper.add_done_callback(self._helper_done)
         try:
@@ -104,10 +108,14 @@ class Pipeline:
         self.rollout.open_starts()
         if self.planning is not None:
             self.planning.begin()
+        if self.turns is not None:
+            self.turns.begin()
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
             note.waiting_for = "rollout" if self._training is None else "rollout and training"
+        if self.turns is not None:
+            await self.turns.settle()
         if self.planning is not None:
             await self.planning.end(step, [item.trajectory for item in taken])
         if not mode.carries_over:
@@ -171,6 +179,10 @@ class Pipeline:
         version = self.position.version
         if self.rollout.proxy.version == version:
             return
+        if self.turns is not None:
+            await self._finish_training()
+            await self.turns.give_back(version)
+            return
         await self.delivery.lead(step, version)
         if leave and self.rollout.proxy.version == version:
             self._settling = asyncio.create_task(self._settle(step, version), name=f"settle {version}")
@@ -216,7 +228,12 @@ class Pipeline:
             await self.delivery.finish()
         if state is not None:
             await self._checkpoint(state)
-        self.feeder.open(position.step, position.version)
+        if self.turns is None:
+            self._open_feeder()
+
+    def _open_feeder(self) -> None:
+        """The trainer may be fed the batch that is being collected."""
+        self.feeder.open(self.position.step, self.position.version)
 
     async def _call(self, what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
         """A call of the trainer, under its time limit; while it runs, it is what the run waits for."""
@@ -278,7 +295,8 @@ class Pipeline:
         if self.position.step == 0:
             await self._evaluate("start")
             await self._checkpoint(self._run_state())
-        self.feeder.open(self.position.step, self.position.version)
+        if self.turns is None:
+            self._open_feeder()
 
     async def _conclude(self) -> None:
         """The last step is trained; what is still under way is not needed any more."""
@@ -392,6 +410,8 @@ class Pipeline:
         wanted, have = self.config.rollout.groups_per_step, self.rollout.buffer.ready_groups
         if self.parts.away is not None and (away := self.parts.away()):
             return away
+        if self.turns is not None and self.turns.colocation.waiting_for:
+            return self.turns.colocation.waiting_for
         if self.rollout.proxy.waiting_for or self.delivery.waiting_for:
             return self.rollout.proxy.waiting_for or self.delivery.waiting_for
         if self._trainer_call and (have >= wanted or not self.rollout.open):

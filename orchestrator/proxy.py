@@ -35,7 +35,7 @@ from orchestrator.api import (
 from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
 from orchestrator.heartbeat import Heartbeat
-from orchestrator.lanes import Lane, Loan, Pending, others_live
+from orchestrator.lanes import Lane, Loan, Pending, others_live, waits
 from orchestrator.policies.routing import Seat, TurnRouter
 
 # What a worker raises that has to be brought up anew. ConfigError: what answers there now is no worker of ours.
@@ -477,19 +477,17 @@ class LLMProxy:
     @property
     def waiting_for(self) -> str:
         """In words, what generation waits for, "" when nothing is unusual."""
-        reviving = [lane.worker.name for lane in self.lanes if not lane.alive and not lane.removed]
-        if reviving:
-            return f"worker {', '.join(reviving)} to come back"
-        if self._suspended:
-            return "weight update"
-        if all(lane.lent for lane in self.lanes):
-            return "the trainer, which has the devices"
-        return f"weights of version {self._preparing} to reach the workers" if self._preparing >= 0 else ""
+        return waits(self.lanes, self._suspended, self._preparing)
 
     @property
     def behind(self) -> bool:
         """Whether a live worker has another version than ``version``."""
         return any(lane.usable and lane.version != self.version for lane in self.lanes)
+
+    @property
+    def waiting(self) -> list[Pending]:
+        """Requests that no worker has."""
+        return [pending for pending in self._pending.values() if pending.worker is None]
 
     @property
     def in_flight(self) -> int:

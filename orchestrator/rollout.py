@@ -136,6 +136,7 @@ class Rollout:
         self._failed_in_row = 0
         self._open = False
         self._room = asyncio.Event()
+        self.on_played: Callable[[Trajectory], None] | None = None  # an episode has come to its end, not scored yet
         self.next_version = 0  # the trainer's when the next batch goes into training; the pipeline sets it
 
     # -- what the pipeline calls -------------------------------------------------------------------------------------
@@ -259,6 +260,8 @@ class Rollout:
         """Play, score, buffer."""
         sampling = self._sampling.get(episode.prompt.task, self._sampling[self._task.name])
         await self.environments.play(episode, sampling)
+        if self.on_played is not None:
+            self.on_played(episode.trajectory(self._events.time()))
         if self.mode.batch_rewards:
             episode.waiting_for = "the end of the others"
             await self._lockstep.arrive(episode.id, "reward")

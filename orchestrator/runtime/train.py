@@ -55,11 +55,13 @@ from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.keeper import Keeper
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore, recent_scored
+from orchestrator.streaming import kv_bytes_per_token
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.redis import PASSWORD_FILE
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
+COLOCATED_CLASS = "megatron_rlplugin.colocated:ColocatedTrainer"
 IDENTITY = "vllm_rlplugin.profiling:identity"
 TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
@@ -248,7 +250,10 @@ class _Assembly:
         spread, variables = bool(config.ray.address), trainer_environment(config)
         ranks = pools.trainer_ranks(config)
         places = await asyncio.to_thread(self._places, endpoint)
-        trainer = RayTrainer(TRAINER_CLASS, variables, ranks, list(places.values())[:ranks], spread=spread)
+        shared = config.rollout.colocation.enabled
+        trainer = RayTrainer(
+            COLOCATED_CLASS if shared else TRAINER_CLASS, variables, ranks, list(places.values())[:ranks], spread=spread
+        )
         self.stack.push_async_callback(trainer.close)
         await trainer.place()
         trainer.start()
@@ -303,6 +308,7 @@ class _Assembly:
         parts.rewards = rewards.counters
         parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
         parts.planner = planner
+        parts.kv_bytes = kv_bytes_per_token(_shape(model), config.model.dtype)
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
@@ -317,8 +323,7 @@ class _Assembly:
             here = await trainer.function(IDENTITY, {"threads": config.rollout.engine.threads})
             key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
             check_profile(load_profile(Path(name), "rollout.planner.profile"), key, "rollout.planner.profile")
-        heads = int(json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["num_attention_heads"])
-        return make_planner(config, self.task, heads)
+        return make_planner(config, self.task, int(_shape(model)["num_attention_heads"]))
 
     async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
         """The version it starts at."""
@@ -413,6 +418,11 @@ async def warm_up(config: Config, task: Task, trainer: RayTrainer, events: Event
     events.emit("warmup", steps=settings.steps, loss_first=losses[0], loss_last=losses[-1], seconds=seconds)
 
 
+def _shape(model: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
 def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
     engine = config.rollout.engine
     return {
@@ -425,6 +435,7 @@ def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index
         "threads": engine.threads,
         "seed": config.run.seed + index,
         "relay": endpoint.to_dict(),
+        "sleep_mode": config.rollout.colocation.enabled,
     }
 
 

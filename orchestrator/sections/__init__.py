@@ -10,6 +10,7 @@ from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSec
 from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
 from orchestrator.sections.rewards import JudgeSection, RewardSection, ServeSection
 from orchestrator.sections.rollout import (
+    ColocationSection,
     ContextSection,
     EngineSection,
     FiltersSection,
@@ -31,6 +32,7 @@ from orchestrator.sections.trainer import TrainerSection, WarmupSection
 
 __all__ = [
     "CheckpointSection",
+    "ColocationSection",
     "ContextSection",
     "EngineSection",
     "EnvironmentSection",

@@ -54,6 +54,16 @@ class PlannerSection(Section):
     )
 
 
+class ColocationSection(Section):
+    """Rollout and training on the same devices, streamed within a step (RollPacker 4.4): docs/modes.md."""
+
+    enabled: bool = False
+    low: Fraction = 0.2  # of a step's trajectories that are finished: devices may be freed from here on,
+    high: Fraction = 0.5  # up to here,
+    every: Annotated[float, Field(gt=0, le=1)] = 0.05  # tried again after so many more
+    level: Literal["weights", "dropped"] = "weights"  # what workers release: weights go to the host, or are read anew
+
+
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
@@ -88,6 +98,7 @@ class RolloutSection(Section):
     engine: EngineSection = EngineSection()
     routing: RoutingSection = RoutingSection()
     planner: PlannerSection = PlannerSection()
+    colocation: ColocationSection = ColocationSection()
 
     @model_validator(mode="after")
     def _fleet(self) -> RolloutSection:
@@ -106,6 +117,12 @@ class RolloutSection(Section):
         if self.weights == "collective" and self.served and not self.workers:
             fix = "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
             found.append(("weights", self.weights, fix))
+        if self.colocation.low > self.colocation.high:
+            found.append(("colocation", self.colocation.low, "low must not be above high: no milestone would be left"))
+        if self.colocation.enabled and (self.served or self.planner.enabled or self.weights == "collective"):
+            fix = "shares the devices of the run's own, fixed workers over the relay: leave out rollout.served, "
+            fix += "rollout.planner and weights = 'collective', or set rollout.colocation.enabled to false"
+            found.append(("colocation", "enabled", fix))
         if self.planner.enabled and not self.workers:
             fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
             found.append(("planner", "enabled", fix))

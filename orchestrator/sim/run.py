@@ -26,6 +26,7 @@ from orchestrator.api import (
     ManagedWorker,
     Meeting,
     PublishResult,
+    ResidentTrainer,
     RewardFunction,
     RunError,
     Task,
@@ -115,6 +116,8 @@ class _AuditedTrainer:
         self._inner = inner
         self._asks = Stream(audit)
         self._version = -1  # of the last step, -1: none yet
+        if isinstance(inner, ResidentTrainer):
+            self.residency = inner.residency
         self.save = inner.save
         self.load = inner.load
         self.close = inner.close
@@ -448,6 +451,9 @@ def simulate(
     if config.rollout.planner.enabled and not hasattr(SimWorker, "resize"):
         fix = "simulated workers have no layout to change: set it to false"
         raise ConfigError("rollout.planner.enabled", True, fix)
+    if config.rollout.colocation.enabled and not hasattr(SimWorker, "release"):
+        fix = "simulated workers have no memory to release: set it to false"
+        raise ConfigError("rollout.colocation.enabled", True, fix)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
