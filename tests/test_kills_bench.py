@@ -74,7 +74,8 @@ def test_a_lost_trajectory_a_leftover_or_too_few_kills_is_no_success(
 ) -> None:
     bench = Kills(tmp_path, KINDS, PER_KIND, 0)
     (tmp_path / "kills.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    (tmp_path / "end.json").write_text(json.dumps({"unaccounted": unaccounted, "orphans": left}))
+    ends = [{"unaccounted": 0, "orphans": []}, {"unaccounted": unaccounted, "orphans": left}]
+    (tmp_path / "ends.jsonl").write_text("".join(json.dumps(end) + "\n" for end in ends))
     result = bench.result(quick=False, nonce="n")
     assert result["holds"] is holds
     assert result["detail"]["kinds"]["engine"]["median_seconds"] == 2.0

@@ -39,7 +39,7 @@ NAME = "kills"
 KINDS = ("engine", "trainer", "relay master", "function host", "environment worker", "metadata store", "orchestrator")
 QUICK_KINDS = ("function host", "environment worker", "metadata store")
 PER_KIND = 3
-STEPS_PER_KILL = 4
+STEPS = 40  # of a run; when it has completed, and kills are left, another is started
 STEP_LIMIT = 300.0  # seconds without a training step that count as standing still
 END_LIMIT = (
     90.0  # seconds for what belongs to a dead process to be gone. Ray's agents look for their parent every few seconds
@@ -88,10 +88,9 @@ class Kills:
         self._random.shuffle(self._schedule)
         self._moments = [self._random.uniform(0.0, 3.0) for _ in self._schedule]
         self._away = [self._random.uniform(1.0, 8.0) for _ in self._schedule]  # seconds that Redis is gone
-        self._steps = STEPS_PER_KILL * len(self._schedule)
+        self._ends_file = self._folder / "ends.jsonl"
         self._mark = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | None = None
-        self._seen = 0  # events of the log
 
     # -- a measurement -----------------------------------------------------------------------------------------------
 
@@ -107,7 +106,10 @@ class Kills:
                 self._up(redis)
                 self._one(len(done), redis)
             self._up(redis)
-            self._finish()
+            assert self._process is not None
+            if self._process.wait(STEP_LIMIT + 10.0 * STEPS) != 0:
+                raise RunError(f"the last run did not complete: {self._last_words()}")
+            self._note_end()
             return True
         finally:
             self._end()
@@ -122,8 +124,10 @@ class Kills:
         kind = self._schedule[number]
         before = self._events()
         if not self._step_after(len(before), 0.0):
-            self._resume(redis)
-            return  # it had ended: try again
+            assert self._process is not None
+            if self._process.wait() != 0:
+                raise RunError(f"a run ended without being killed: {self._last_words()}")
+            return  # it completed: another one is started
         time.sleep(self._moments[number])
         pid = redis.pid if kind == "metadata store" else self._victim(kind)
         if pid is None:
@@ -142,8 +146,11 @@ class Kills:
         if not self._step_after(len(before), killed_at):
             row["outcome"] = "resumed"
             row["error"] = "" if kind == "orchestrator" else self._last_words()
+            assert self._process is not None
+            if self._process.wait() == 0:
+                return  # it ended before this could be seen: try again with another run
             row["orphans"], row["gone_after"] = self._orphans_of_run()
-            self._resume(redis)
+            self._up(redis)
             if not self._step_after(len(before), killed_at):
                 raise RunError(f"after kill {number} ({kind}) the resumed run ended: {self._last_words()}")
         row["seconds"] = round(time.monotonic() - begun - row.get("gone_after", 0.0), 2)
@@ -156,20 +163,17 @@ class Kills:
             stream.write(json.dumps(row, sort_keys=True) + "\n")
         print(f"{number + 1}/{len(self._schedule)} {row}", file=sys.stderr, flush=True)
 
-    def _finish(self) -> None:
-        """Let the run come to its end, and look at all that is left."""
-        assert self._process is not None
-        code = self._process.wait(STEP_LIMIT + 10.0 * self._steps)
-        if code != 0:
-            raise RunError(f"the last run ended with exit code {code}: {self._last_words()}")
-        books = self._books()
+    def _note_end(self) -> None:
+        """A run completed: its books, and what is left of it."""
         orphans, gone_after = self._orphans_of_run()
-        end = {"orphans": orphans, "gone_after": gone_after, **books, "lives": self._count("run_start")}
-        (self._folder / "end.json").write_text(json.dumps(end, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        lives = sum(event["kind"] == "run_start" for event in self._events())
+        end = {"run": self._run.name, "orphans": orphans, "gone_after": gone_after, "lives": lives, **self._books()}
+        with self._ends_file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(end, sort_keys=True) + "\n")
 
     def result(self, quick: bool, nonce: str) -> dict[str, Any]:
         """The figure, of a measurement that is done."""
-        rows, end = self.rows(), json.loads((self._folder / "end.json").read_text(encoding="utf-8"))
+        rows, ends = self.rows(), list(read_events(self._ends_file))
         kinds: dict[str, dict[str, Any]] = {}
         for kind in dict.fromkeys(row["kind"] for row in sorted(rows, key=lambda row: KINDS.index(row["kind"]))):
             found = [row for row in rows if row["kind"] == kind]
@@ -182,8 +186,8 @@ class Kills:
                 "most_seconds": max(row["seconds"] for row in found),
                 "errors": sorted({row["error"] for row in found if row["error"]}),
             }
-        orphans = sum(kind["orphans"] for kind in kinds.values()) + len(end["orphans"])
-        wrong = end["unaccounted"] + orphans
+        orphans = sum(kind["orphans"] for kind in kinds.values()) + sum(len(end["orphans"]) for end in ends)
+        wrong = orphans + sum(end["unaccounted"] for end in ends)
         return {
             "name": NAME,
             "kind": "real",
@@ -196,14 +200,22 @@ class Kills:
             and wrong == 0
             and all(kinds.get(kind, {}).get("kills", 0) >= PER_KIND for kind in KINDS),
             **describe_machine(),
-            "detail": {"quick": quick, "nonce": nonce, "pids": [os.getpid()], "kinds": kinds, "end": end, "rows": rows},
+            "detail": {
+                "quick": quick,
+                "nonce": nonce,
+                "pids": [os.getpid()],
+                "kinds": kinds,
+                "ends": ends,
+                "rows": rows,
+            },
         }
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
     @property
     def _run(self) -> Path:
-        return self._folder / "kills-001"
+        """The newest run; before the first one, where it will be."""
+        return max(self._folder.glob("kills-[0-9]*"), default=self._folder / "kills-001")
 
     @property
     def _log(self) -> Path:
@@ -213,18 +225,20 @@ class Kills:
         """A run that goes on: the one there is, or one that is started or resumed."""
         if self._process is not None and self._process.poll() is None:
             return
-        if (self._run / "config.json").exists():
-            self._resume(redis)
-            return
-        settings = [*_SMALL, f"run.steps={self._steps}", f'run.folder="{self._folder}"']
-        self._launch("train", str(_CONFIG), *settings, f"relay.metadata_url={redis.url}")
-
-    def _resume(self, redis: RedisProcess) -> None:
         if self._process is not None and self._process.poll() == 0:
-            raise RunError("the run completed before all kills were done: raise STEPS_PER_KILL")
-        config = json.loads((self._run / "config.json").read_text(encoding="utf-8"))
-        assert config["relay"]["metadata_url"] == redis.url, "the same server at the same port"
-        self._launch("train", "--resume", str(self._run))
+            self._note_end()
+        ended = {end["run"] for end in read_events(self._ends_file)} if self._ends_file.exists() else set()
+        if (self._run / "config.json").exists() and self._run.name not in ended:
+            self._launch("train", "--resume", str(self._run))
+            return
+        settings = [*_SMALL, f"run.steps={STEPS}", f'run.folder="{self._folder}"', f"relay.metadata_url={redis.url}"]
+        known = self._run
+        self._launch("train", str(_CONFIG), *settings)
+        deadline = time.monotonic() + STEP_LIMIT
+        while (self._run == known and ended) or not self._log.exists():
+            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+                raise RunError(f"the run did not start: {self._last_words()}")
+            time.sleep(0.1)
 
     def _launch(self, *arguments: str) -> None:
         environment = {**os.environ, "NO_COLOR": "1", MARK: self._mark}
@@ -266,9 +280,6 @@ class Kills:
 
     def _events(self) -> list[dict[str, Any]]:
         return list(read_events(self._log)) if self._log.exists() else []
-
-    def _count(self, kind: str) -> int:
-        return sum(event["kind"] == kind for event in self._events())
 
     def _step_after(self, known: int, moment: float) -> bool:
         """Wait for a training step beyond the ``known`` events that began after ``moment`` of the log's clock, or in a later
