@@ -35,7 +35,8 @@ class StreamedModel:
     """Takes over the decoder layers of a loaded causal ``model`` (its weights on the host) and runs on ``device``.
 
     ``file``: where the layers are kept instead of in memory (CPU). ``activation_bytes``: of one token at the peak, beyond KV;
-    None: what a layer's own sizes suggest. Every layer is resident until :meth:`fit` or :meth:`arrange` says otherwise.
+    None: what a layer's own sizes suggest. ``resident`` layers (None: all) are kept until :meth:`fit` or :meth:`arrange`
+    says otherwise.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class StreamedModel:
         buffers: int = BUFFERS,
         activation_bytes: float | None = None,
         reserve: int = 0,
+        resident: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.model = model.eval().requires_grad_(False)
@@ -73,7 +75,7 @@ class StreamedModel:
         self._filled: dict[int, int] = {}  # streamed layer -> buffer that it is in, or on its way to
         self._next = 0  # place in the queue of what is brought next
         self.residency = Residency(count, (), 0, 0)
-        self.arrange(spread(self.memory, 0, count))
+        self.arrange(spread(self.memory, 0, count if resident is None else resident, buffers))
         for index, layer in enumerate(self._layers):
             layer.register_forward_pre_hook(self._before(index))
             layer.register_forward_hook(self._after(index))
