@@ -42,5 +42,6 @@ part megatron "$python" -m pytest -rs --timeout=600 tests/test_megatron_stream.p
 part equality "$python" -m megatron_rlplugin.equality_probe --worlds "$worlds" --steps 20
 part export "$python" -m megatron_rlplugin.export_probe --hidden 1024 --layers 8
 part colocation "$python" -m pytest -rs --timeout=600 tests/test_colocation_residency.py tests/test_colocation_engine.py
+part judge "$python" -m pytest -rs --timeout=600 tests/test_judge_streamed.py tests/test_mps.py
 
 exit "$failed"

@@ -1,0 +1,99 @@
+"""Which layers of a judge stay on the device that it shares with a rollout engine, and which are streamed to it (RollPacker 4.3).
+
+Guarantees:
+
+* What is planned fits: the weights outside of the layers, the resident layers, the buffers that streamed layers come through,
+  and KV and activations of the sequence, in no more than the memory left. Where all layers fit none is streamed, and no
+  buffer is needed. Where not even the buffers fit, it is a ValueError that says how much is missing.
+* More memory, or a shorter sequence, never makes fewer layers resident.
+* The streamed layers are spread evenly over the model, so that a transfer has the computation of as many resident layers as
+  possible to hide behind.
+
+Pure; bytes and seconds are plain numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUFFERS = 2  # one is computed with while the other is filled
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeMemory:
+    """Bytes of a judge. ``fixed``: embedding, head, norms; ``layer``: the largest layer; ``token``: KV and activations of one
+    token of the sequence at their peak; ``reserve``: kept free whatever comes."""
+
+    layers: int
+    fixed: int
+    layer: int
+    token: float
+    reserve: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.layer < 1 or min(self.fixed, self.token, self.reserve) < 0:
+            raise ValueError(f"{self}: sizes must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """``streamed``: indices of the layers that are not kept, ascending; ``buffers``: how many they come through; ``bytes``: of
+    all that is planned, the sequence included."""
+
+    layers: int
+    streamed: tuple[int, ...]
+    buffers: int
+    bytes: int
+
+    @property
+    def resident(self) -> int:
+        """How many layers are kept."""
+        return self.layers - len(self.streamed)
+
+
+def plan(judge: JudgeMemory, tokens: int, free: int, buffers: int = BUFFERS) -> Residency:
+    """For a sequence of ``tokens`` and ``free`` bytes left on the device. Raises ValueError where it cannot run at all."""
+    if buffers < 1:
+        raise ValueError(f"buffers = {buffers}: streamed layers need at least one")
+    others = judge.fixed + judge.reserve + int(judge.token * tokens)
+    room = (free - others) // judge.layer
+    if room >= judge.layers:
+        return Residency(judge.layers, (), 0, others + judge.layers * judge.layer)
+    if room < min(buffers, judge.layers):
+        missing = others + min(buffers, judge.layers) * judge.layer - free
+        raise ValueError(f"a sequence of {tokens} tokens needs {missing} bytes more than the {free} that are left")
+    return spread(judge, tokens, resident=min(room - buffers, judge.layers - 1), buffers=buffers)
+
+
+def spread(judge: JudgeMemory, tokens: int, resident: int, buffers: int = BUFFERS) -> Residency:
+    """With so many layers resident, whatever memory there is."""
+    if not 0 <= resident <= judge.layers:
+        raise ValueError(f"resident = {resident}: the judge has {judge.layers} layers")
+    count = judge.layers - resident
+    streamed = tuple((2 * index + 1) * judge.layers // (2 * count) for index in range(count))
+    used = min(buffers, count)
+    others = judge.fixed + judge.reserve + int(judge.token * tokens)
+    return Residency(judge.layers, streamed, used, others + (resident + used) * judge.layer)
+
+
+def pass_seconds(residency: Residency, compute: float, copy: float, passes: int = 1) -> float:
+    """Seconds of ``passes`` through all layers, one after another, where a layer takes ``compute`` seconds and its transfer
+    ``copy``: transfers run one at a time, in order, each as soon as its buffer is free, the next pass's too."""
+    order = [index for _ in range(passes) for index in range(residency.layers)]
+    streamed = frozenset(residency.streamed)
+    freed = [0.0] * residency.buffers  # when each buffer was last free
+    copied = now = 0.0
+    number = 0
+    ready: list[float] = []
+    # A transfer may start when the one before it ended and its buffer was released, which is known as layers are computed.
+    for index in order:
+        if index not in streamed:
+            now += compute
+            continue
+        buffer = number % residency.buffers
+        copied = max(copied, freed[buffer]) + copy
+        ready.append(copied)
+        now = max(now, copied) + compute
+        freed[buffer] = now
+        number += 1
+    return now

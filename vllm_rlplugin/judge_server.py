@@ -1,0 +1,158 @@
+"""A judge with streamed layers behind an OpenAI-compatible endpoint, on the GPU of a rollout engine (RollPacker 4.3).
+
+    python -m vllm_rlplugin.judge_server MODEL --port 8100 [--device cuda] [--memory-mb N] [--layers-file FILE]
+
+``POST /v1/chat/completions`` (messages, max_tokens, temperature, seed) and ``GET /health``; what `[reward.judge]` asks for with
+``structured = false``. Before each request the number of resident layers is chosen from the length of its sequence and the
+memory left; under MPS it is started with the environment of :class:`orchestrator.mps.MpsControl`.
+
+Guarantees: loopback unless ``--host`` says otherwise; every request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without
+one it does not start; one request computes at a time, the others wait; a sequence that does not fit is status 413, a request
+that is none 400, and both leave the judge as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from orchestrator.api import ConfigError
+from vllm_rlplugin.streamed import StreamedModel
+
+TOKEN = "RL_COSERVE_JUDGE_TOKEN"
+LARGEST_BODY = 8 << 20  # bytes
+
+
+class JudgeServer:
+    """``memory``: bytes that the judge may have, now; see :func:`memory_left`."""
+
+    def __init__(self, model: StreamedModel, tokenizer: Any, name: str, token: str, memory: Callable[[], int]) -> None:
+        if not token:
+            raise ConfigError(TOKEN, "", "set it: every request must carry it as its bearer token")
+        self._model, self._tokenizer, self._name = model, tokenizer, name
+        self._token = token
+        self._memory = memory
+        self._busy = asyncio.Lock()
+        self._count = 0
+
+    def app(self) -> web.Application:
+        """To be served."""
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        residency, counts = self._model.residency, self._model.counts
+        return web.json_response(
+            {
+                "layers": residency.layers,
+                "resident": residency.resident,
+                "copies": counts.copies,
+                "passes": counts.passes,
+            }
+        )
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return _refuse(401, "give the bearer token")
+        try:
+            prompt, most, temperature, seed = self._read(await request.json())
+        except (ValueError, TypeError, LookupError) as error:
+            return _refuse(400, str(error))
+        stop = frozenset({self._tokenizer.eos_token_id} - {None})
+        async with self._busy:
+            try:
+                self._model.fit(len(prompt) + most, self._memory())
+            except ValueError as error:
+                return _refuse(413, str(error))
+            found = await asyncio.to_thread(
+                self._model.generate, prompt, most, stop=stop, temperature=temperature, seed=seed
+            )
+        self._count += 1
+        ended = bool(found) and found[-1] in stop
+        text = self._tokenizer.decode(found[:-1] if ended else found)
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(found),
+            "total_tokens": len(prompt) + len(found),
+        }
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop" if ended else "length",
+        }
+        answer = {"id": f"judge-{self._count}", "object": "chat.completion", "model": self._name}
+        return web.json_response({**answer, "choices": [choice], "usage": usage})
+
+    def _read(self, body: Mapping[str, Any]) -> tuple[list[int], int, float, int]:
+        """Raises ValueError, TypeError or LookupError for what is no request of ours."""
+        if body.get("response_format"):
+            raise ValueError("response_format is not supported: set reward.judge.structured to false")
+        if body.get("stream") or int(body.get("n", 1)) != 1:
+            raise ValueError("stream and n > 1 are not supported")
+        messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in body["messages"]]
+        if not messages:
+            raise ValueError("messages is empty")
+        most, temperature = int(body.get("max_tokens", 64)), float(body.get("temperature", 0.0))
+        if most < 1 or not 0 <= temperature <= 10:
+            raise ValueError("max_tokens is at least 1, temperature 0 to 10")
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        room = int(self._model.model.config.max_position_embeddings)
+        if len(prompt) + most > room:
+            raise ValueError(f"{len(prompt)} + {most} tokens are more than the model's {room}")
+        return prompt, most, temperature, int(body.get("seed") or 0)
+
+
+def memory_left(model: StreamedModel, given: int) -> Callable[[], int]:
+    """``given`` bytes; 0: what is free on the device, with what the judge holds of it."""
+
+    def read() -> int:
+        if given or model.device.type != "cuda":
+            return given or sys.maxsize
+        free, _ = torch.cuda.mem_get_info(model.device)
+        residency = model.residency
+        return int(free) + model.memory.fixed + (residency.resident + residency.buffers) * model.memory.layer
+
+    return read
+
+
+def _refuse(status: int, why: str) -> web.Response:
+    return web.json_response({"error": {"message": why, "code": status}}, status=status)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="A judge whose layers are streamed from host memory.")
+    parser.add_argument("model", help="Hugging Face folder with a tokenizer and a chat template")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--memory-mb", type=int, default=0, help="what the judge may have; 0: what is free (CPU: any)")
+    parser.add_argument("--layers-file", type=Path, help="keep the layers here instead of in memory (CPU)")
+    arguments = parser.parse_args()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype = getattr(torch, arguments.dtype)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
+    given = arguments.memory_mb << 20
+    judge = StreamedModel(model, arguments.device, file=arguments.layers_file, resident=0 if given else None)
+    server = JudgeServer(judge, tokenizer, arguments.model, os.environ.get(TOKEN, ""), memory_left(judge, given))
+    web.run_app(server.app(), host=arguments.host, port=arguments.port, print=None)
+
+
+if __name__ == "__main__":
+    main()
