@@ -64,3 +64,4 @@ class Position:
     trajectories: int = 0
     buffered: tuple[Trajectory, ...] = ()
     success_history: list[tuple[int, float]] = field(default_factory=list)
+    rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.RunState`

@@ -59,6 +59,7 @@ class Pipeline:
             groups=self.position.groups,
             trajectories=self.position.trajectories,
             environments=parts.environments,
+            rounds=self.position.rounds,
         )
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
         self.delivery = Delivery(parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit)
@@ -102,12 +103,11 @@ class Pipeline:
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
             note.waiting_for = "rollout" if self._training is None else "rollout and training"
-        if not mode.carries_over:
-            await self.rollout.end_redundant()
+        await self.rollout.end_batch(step)
         await (self._finish_training(early=True) if mode.overlaps else self._settled())
         batch = TrainBatch(step, self.position.version, self._samples(taken))
         self._note_uniform(step)
-        self.rollout.buffer.hand_over()
+        self.rollout.hand_over()
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
         if not mode.overlaps:
@@ -262,8 +262,7 @@ class Pipeline:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
         await self.delivery.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
-        self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
-        self.rollout.next_version = self.position.version
+        self.rollout.restore(list(self.position.buffered), self.position.version)
         if self.position.step == 0:
             await self._evaluate("start")
             await self._checkpoint(self._run_state())
@@ -323,6 +322,7 @@ class Pipeline:
             self.parts.events.time(),
             tuple(self.rollout.buffer.stored()),
             tuple(position.success_history),
+            None if self.rollout.rounds is None else self.rollout.rounds.state(),
         )
 
     async def _checkpoint(self, state: RunState) -> None:

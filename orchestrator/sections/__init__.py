@@ -14,6 +14,7 @@ from orchestrator.sections.rollout import (
     EngineSection,
     FiltersSection,
     RolloutSection,
+    RoundsSection,
     RoutingSection,
     TaskContextSection,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "ResourcesSection",
     "RewardSection",
     "RolloutSection",
+    "RoundsSection",
     "RoutingSection",
     "RunSection",
     "Section",
