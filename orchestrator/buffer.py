@@ -55,7 +55,8 @@ class Taken:
 class SampleBuffer:
     """``on_evict(trajectory, state, cause)`` is called for each scored trajectory that leaves without being trained.
     ``max_filtered``: complete groups that are filtered for what they are (equal rewards, out of balance), a batch; 0: none.
-    ``on_surplus(ids)``: these members are not needed any more. ``more()``: whether another group is under way or may start."""
+    ``on_surplus(ids)``: these members are not needed any more. ``more()``: whether another group is under way or may start.
+    ``on_group(id, outcome)``: a group is "complete", or is none any more, for this reason."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class SampleBuffer:
         balance: Balance | None = None,
         on_surplus: Callable[[list[str]], None] = lambda ids: None,
         more: Callable[[], bool] = lambda: True,
+        on_group: Callable[[str, str], None] = lambda group, outcome: None,
     ) -> None:
         self._bound = bound
         self._on_evict = on_evict
@@ -77,6 +79,7 @@ class SampleBuffer:
         self._balance = balance
         self._on_surplus = on_surplus
         self._more = more
+        self._on_group = on_group
         self._filtered = 0  # groups, for the batch that is being collected
         self._wanted = 0  # groups that a waiting get_batch wants
         self._groups: dict[str, Group] = {}
@@ -134,6 +137,29 @@ class SampleBuffer:
                     self._on_evict(trajectory, "evicted_stale", "")
                 self._ready.pop(group.id, None)
                 self._settle(group)
+
+    def excuse(self, group_id: str, members: Sequence[str]) -> None:
+        """The group does not wait for these any more."""
+        group = self._groups[group_id]
+        for member in members:
+            group.live.pop(member, None)
+
+    def withdraw(self, group_id: str, state: str, cause: str) -> None:
+        """A group that no batch has taken is not wanted any more: its scored members end so, and it waits for no other."""
+        group = self._groups.pop(group_id)
+        self._ready.pop(group_id, None)
+        for trajectory in group.scored:
+            self._on_evict(trajectory, state, cause)
+
+    @property
+    def taken(self) -> list[str]:
+        """The groups of the batch that is being collected, or waits for the trainer."""
+        return list(self._taken)
+
+    @property
+    def untaken(self) -> list[str]:
+        """Complete groups that no batch has taken."""
+        return list(self._ready)
 
     def late(self, group_id: str) -> tuple[list[str], bool]:
         """(the members that a group still waits for, whether it could be trained without them)."""
@@ -289,12 +315,14 @@ class SampleBuffer:
             self._filter(group, "zero_variance")
         else:
             self._ready[group.id] = group
+            self._on_group(group.id, "complete")
         self._changed.set()
 
     def _filter(self, group: Group, cause: str) -> None:
         del self._groups[group.id]
         for trajectory in group.scored:
             self._on_evict(trajectory, "filtered", cause)
+        self._on_group(group.id, cause)
 
 
 def _uniform(group: Sequence[Trajectory]) -> bool:

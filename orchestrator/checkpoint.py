@@ -33,6 +33,9 @@ class RunState:
     elapsed: float  # seconds of the run so far
     buffer: tuple[Trajectory, ...]
     success_history: tuple[tuple[int, float], ...] = ()
+    rounds: dict[str, Any] | None = (
+        None  # the long-prompt queue and its like (orchestrator.rounds); None: there are none
+    )
 
 
 class Checkpoints:
@@ -144,6 +147,7 @@ def _state_from_json(data: dict[str, Any]) -> RunState:
         elapsed=float(data["elapsed"]),
         buffer=tuple(_trajectory_from_json(item) for item in data["buffer"]),
         success_history=tuple((int(step), float(value)) for step, value in data["success_history"]),
+        rounds=data.get("rounds"),
     )
 
 

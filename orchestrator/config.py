@@ -20,6 +20,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from orchestrator.api import ConfigError
 from orchestrator.policies import modes
 from orchestrator.policies.objectives import OBJECTIVES
+from orchestrator.policies.rounds import speculated
 from orchestrator.sections import (
     CheckpointSection,
     ContextSection,
@@ -101,13 +102,17 @@ class Config(Section):
         if self.rollout.environments < self.group_members:
             raise ValueError(
                 f"rollout.environments must be at least {self.group_members}, the members that "
-                "rollout.redundant_members starts for a group: a group starts as a whole"
+                "rollout.redundant_members (or rollout.rounds.eta_responses) starts for a group: a group starts as a whole"
             )
         launched = math.ceil(self.batch_trajectories * self.redundancy)
         if self.rollout.buffer_limit is not None and self.rollout.buffer_limit < launched:
             raise ValueError(f"rollout.buffer_limit must be at least {launched}: so many are launched for one batch")
         if self.rollout.colocation.enabled:
             self._check_colocation()
+        if self.rollout.rounds.enabled and self.filters.balance != "none":
+            raise ValueError(
+                "filters.balance chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
+            )
         compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
         if self.rollout.dynamic_sampling and not compared:
             raise ValueError(
@@ -148,12 +153,17 @@ class Config(Section):
 
     @property
     def group_members(self) -> int:
-        """Trajectories that start for a group."""
+        """Trajectories that start for a group, at most."""
+        if self.rollout.rounds.enabled:
+            return speculated(self.rollout.rounds.largest[1], self.rollout.group_size)
         return math.ceil(self.rollout.group_size * self.rollout.redundant_members)
 
     @property
     def redundancy(self) -> float:
-        """Trajectories launched over trajectories needed."""
+        """Trajectories launched over trajectories needed, at most."""
+        if self.rollout.rounds.enabled:
+            groups = speculated(self.rollout.rounds.largest[0], self.rollout.groups_per_step)
+            return groups * self.group_members / self.batch_trajectories
         return self.rollout.redundant_groups * self.group_members / self.rollout.group_size
 
 

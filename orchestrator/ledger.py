@@ -74,11 +74,14 @@ class Ledger:
         self.counts = Counts()
         self.sequence = 0
 
-    def start(self, trajectory_id: str, group_id: str) -> None:
-        """A trajectory begins."""
+    def start(self, trajectory_id: str, group_id: str, prompt: int = -1) -> None:
+        """A trajectory begins. ``prompt``: its number in the training stream, where rounds count prompts; -1: nobody does."""
         if trajectory_id in self._entries:
             raise RunError(f"ledger: trajectory {trajectory_id} started twice")
-        self._write({"id": trajectory_id, "group": group_id, "state": "running"})
+        record: dict[str, Any] = {"id": trajectory_id, "group": group_id, "state": "running"}
+        if prompt >= 0:
+            record["prompt"] = prompt
+        self._write(record)
         self._entries[trajectory_id] = Entry(group_id, "running")
         self.counts.started += 1
         self.counts.in_flight += 1

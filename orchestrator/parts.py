@@ -70,3 +70,4 @@ class Position:
     buffered: tuple[Trajectory, ...] = ()
     success_history: list[tuple[int, float]] = field(default_factory=list)
     kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember
+    rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.RunState`

@@ -61,6 +61,7 @@ class Pipeline:
             groups=self.position.groups,
             trajectories=self.position.trajectories,
             environments=parts.environments,
+            rounds=self.position.rounds,
         )
         self.turns = turns_of(config, parts, self.rollout)
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
@@ -118,12 +119,11 @@ class Pipeline:
             await self.turns.settle()
         if self.planning is not None:
             await self.planning.end(step, [item.trajectory for item in taken])
-        if not mode.carries_over:
-            await self.rollout.end_redundant()
+        await self.rollout.end_batch(step)
         await (self._finish_training(early=True) if mode.overlaps else self._settled())
         batch = TrainBatch(step, self.position.version, self._samples(taken))
         self._note_uniform(step)
-        self.rollout.buffer.hand_over()
+        self.rollout.hand_over()
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
         if not mode.overlaps:
@@ -290,8 +290,7 @@ class Pipeline:
         await self.delivery.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
         self.rollout.filters.recall(self.position.kept)
-        self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
-        self.rollout.next_version = self.position.version
+        self.rollout.restore(list(self.position.buffered), self.position.version)
         if self.position.step == 0:
             await self._evaluate("start")
             await self._checkpoint(self._run_state())
@@ -352,6 +351,7 @@ class Pipeline:
             self.parts.events.time(),
             tuple(self.rollout.buffer.stored()),
             tuple(position.success_history),
+            None if self.rollout.rounds is None else self.rollout.rounds.state(),
         )
 
     async def _checkpoint(self, state: RunState) -> None:

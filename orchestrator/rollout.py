@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from orchestrator import fleet
 from orchestrator.api import (
@@ -45,6 +46,7 @@ from orchestrator.policies.filters import (
 )
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, require_resizable
+from orchestrator.rounds import Rounds
 
 FAILED_IN_ROW = 100  # trajectories, and
 FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
@@ -52,7 +54,7 @@ FAILED_BATCHES = 8  # batches: so many failures without one score between them e
 
 class Rollout:
     """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run; ``environments`` is where
-    they come from when not fresh from the task."""
+    they come from when not fresh from the task; ``rounds`` is what a checkpoint says of short and long rounds."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Rollout:
         groups: int,
         trajectories: int,
         environments: EnvironmentSource | None = None,
+        rounds: Mapping[str, Any] | None = None,
     ) -> None:
         settings = config.rollout
         self._config = config
@@ -95,6 +98,7 @@ class Rollout:
             balance=make_balance(config),
             on_surplus=self._on_surplus,
             more=self._more,
+            on_group=self._on_group,
         )
         if settings.planner.enabled:
             require_resizable(workers)
@@ -124,8 +128,9 @@ class Rollout:
             part.name: Sampling(part.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
             for part in (task, *parts_of(task).values())
         }
+        self.rounds = Rounds(config, task, events, rounds) if settings.rounds.enabled else None
         self._prompts = task.prompts("train", config.run.seed)
-        for _ in range(groups):
+        for _ in range(groups if self.rounds is None else 0):
             self._next_prompt()
         self._members: dict[str, asyncio.Task[None]] = {}
         self._episodes: dict[str, Episode] = {}
@@ -143,6 +148,8 @@ class Rollout:
 
     def open_starts(self) -> None:
         """New groups may start."""
+        if self.rounds is not None:
+            self.rounds.begin()
         self._open = True
         self._room.set()
 
@@ -156,15 +163,17 @@ class Rollout:
 
     async def start_groups(self) -> None:
         """Start whole groups while the gate allows. Runs until cancelled."""
-        size = self._config.group_members
         settings = self._config.rollout
         while True:
             await self._room.wait()
             self._room.clear()
             while self._may_start():
-                prompt = self._next_prompt()
                 group_id = f"g{self._groups:07d}"
                 self._groups += 1
+                if self.rounds is not None:
+                    prompt, size = self.rounds.start(group_id)
+                else:
+                    prompt, size = self._next_prompt(), self._config.group_members
                 members = [self._new_id() for _ in range(size)]
                 self.buffer.open(group_id, prompt, members, settings.member_refills, settings.group_size)
                 for trajectory_id in members:
@@ -173,8 +182,9 @@ class Rollout:
 
     def _may_start(self) -> bool:
         """Whether a group may start now."""
-        size, under_way = self._config.group_members, len(self._members)
-        return self._open and self.gate.may_start(size, under_way, self.buffer.scored, self._lead)
+        under_way = len(self._members)
+        size = self._config.group_members if self.rounds is None else self.rounds.wanted(under_way)
+        return self._open and size > 0 and self.gate.may_start(size, under_way, self.buffer.scored, self._lead)
 
     def _more(self) -> bool:
         """Whether another group is under way or may start: whoever waits for one waits for something."""
@@ -193,11 +203,55 @@ class Rollout:
             await asyncio.gather(*(task for _, task in members), return_exceptions=True)
             await asyncio.sleep(0)  # done callbacks run on the next tick
 
+    async def end_batch(self, step: int) -> None:
+        """``get_batch`` has its groups: the round ends, and where nothing outlives a batch, all else that was started."""
+        if self.rounds is not None:
+            await self._end_round(self.rounds, step)
+        if not self.mode.carries_over:
+            await self.end_redundant()
+
     async def end_redundant(self) -> None:
-        """The batch is complete, and nothing outlives it: end what is in flight and what waits in the buffer."""
+        """End what is in flight and what waits in the buffer."""
         self.close_starts()
         await self.end_members("aborted_redundant", "")
         self.buffer.drop_untaken("aborted_redundant", "")
+
+    async def _end_round(self, rounds: Rounds, step: int) -> None:
+        """Defer what is too late for it; where trajectories cross an update, the next one begins at once."""
+        rounds.planner.close()
+        late = [self._members[name] for group_id in rounds.losers() for name in self._defer(rounds, group_id)]
+        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.sleep(0)  # done callbacks run on the next tick
+        if not self.mode.carries_over:
+            for group_id in self.buffer.untaken:
+                rounds.put_back(group_id)
+                self.buffer.withdraw(group_id, "deferred", "complete")
+        rounds.end(step, self.buffer.taken, await self.proxy.stats(), self.proxy.tokens)
+        if self.mode.carries_over:
+            rounds.begin()
+            self._room.set()
+
+    def _defer(self, rounds: Rounds, group_id: str) -> list[str]:
+        """A prompt goes to the long-prompt queue. Returns those of its members that are ended for it."""
+        under_way = [episode for episode in self._episodes.values() if episode.group_id == group_id]
+        rounds.defer(group_id, under_way)
+        self.buffer.withdraw(group_id, "deferred", "")
+        for episode in under_way:
+            self._cancel(episode.id, "deferred", "")
+        return [episode.id for episode in under_way]
+
+    def hand_over(self) -> None:
+        """The batch goes into training; ``get_batch`` may collect the next one."""
+        batch = self.buffer.hand_over()
+        if self.rounds is not None:
+            self.rounds.trained(dict.fromkeys(taken.trajectory.group_id for taken in batch))
+
+    def restore(self, trajectories: list[Trajectory], version: int) -> None:
+        """A checkpoint's buffer is put back."""
+        self.buffer.restore(trajectories, version)
+        self.next_version = version
+        if self.rounds is not None:
+            self.rounds.resumed()
 
     def on_take(self, group: list[Trajectory]) -> None:
         """``get_batch`` took a group."""
@@ -229,6 +283,8 @@ class Rollout:
             return ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
         if not self._open:
             return "starts are closed"
+        if self.rounds is not None and not self.rounds.wanted(self.in_flight):
+            return self.rounds.waits()
         return self.gate.reason(self._config.group_members, self.in_flight, self.buffer.scored, self._lead)
 
     # -- one trajectory ----------------------------------------------------------------------------------------------
@@ -244,7 +300,7 @@ class Rollout:
         return f"t{self._trajectories - 1:08d}"
 
     def _start_member(self, trajectory_id: str, group_id: str, prompt: Prompt) -> None:
-        self._ledger.start(trajectory_id, group_id)
+        self._ledger.start(trajectory_id, group_id, -1 if self.rounds is None else self.rounds.number(group_id))
         episode = Episode(trajectory_id, group_id, prompt, self._events.time())
         self._episodes[trajectory_id] = episode
         member = asyncio.create_task(self._member(episode), name=f"trajectory {trajectory_id}")
@@ -263,6 +319,7 @@ class Rollout:
         if self.on_played is not None:
             self.on_played(episode.trajectory(self._events.time()))
         if self.mode.batch_rewards:
+            self._note_played(episode)
             episode.waiting_for = "the end of the others"
             await self._lockstep.arrive(episode.id, "reward")
         self._ledger.move(episode.id, "scoring")
@@ -318,7 +375,7 @@ class Rollout:
         if self._ledger.state(trajectory_id) in ("running", "scoring"):
             self._ledger.end(trajectory_id, state, cause)
             detail = (f"{cause}: {getattr(error, 'detail', '')}".strip(": "),) if state == "failed" else ()
-            self._keep(episode.trajectory(self._events.time(), detail), state, cause)
+            self._untrained(episode.trajectory(self._events.time(), detail), state, cause)
             replacement = self._replacement(episode.group_id) if replace else None
             self.buffer.lose(episode.group_id, trajectory_id, replacement)
         if not self._members:
@@ -341,12 +398,37 @@ class Rollout:
             self._abort(trajectory_id, "surplus")
 
     def _abort(self, trajectory_id: str, cause: str, *, replace: bool = False) -> None:
+        self._cancel(trajectory_id, "aborted_redundant", cause, replace=replace)
+
+    def _cancel(self, trajectory_id: str, state: str, cause: str, *, replace: bool = False) -> None:
         task = self._members.get(trajectory_id)
         if task is not None and not task.done():
-            self._end_reason.setdefault(trajectory_id, ("aborted_redundant", cause))
+            self._end_reason.setdefault(trajectory_id, (state, cause))
             if replace:
                 self._replaced[trajectory_id] = None
             task.cancel()
+
+    def _on_group(self, group_id: str, outcome: str) -> None:
+        """The buffer says what became of a group: its prompt is done, or is launched again."""
+        if self.rounds is not None:
+            self.rounds.settled(group_id, outcome)
+            self._room.set()
+
+    def _note_played(self, episode: Episode) -> None:
+        """Where rewards are asked for when all have ended, a race for the first ones is decided by playing."""
+        if self.rounds is None:
+            return
+        played, enough = self.rounds.played(episode.group_id, episode.id)
+        if played:
+            others = [
+                other.id
+                for other in self._episodes.values()
+                if other.group_id == episode.group_id and other.id not in played
+            ]
+            self.buffer.excuse(episode.group_id, others)
+            self._on_surplus(others)
+        for group_id in self.rounds.losers(played_too=False) if enough else ():
+            self._defer(self.rounds, group_id)
 
     def _set_deadline(self, group_id: str) -> None:
         """Let no member hold its group for longer than ``rollout.group_timeout``."""
@@ -377,8 +459,13 @@ class Rollout:
 
     def _on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
         self._ledger.end(trajectory.id, state, cause)
-        self._keep(trajectory, state, cause)
+        self._untrained(trajectory, state, cause)
         self._room.set()
+
+    def _untrained(self, trajectory: Trajectory, state: str, cause: str) -> None:
+        if self.rounds is not None:
+            self.rounds.wasted(trajectory.generated_tokens)
+        self._keep(trajectory, state, cause)
 
 
 def make_filters(config: Config) -> FilterChain:

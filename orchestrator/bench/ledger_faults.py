@@ -78,21 +78,26 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     weights = stream(seed, "shape", "weights")
     route = stream(seed, "shape", "routing")
     fitting = [name for name in modes.MODES if not modes.conflict(name, alpha)]
+    steps, workers, environments = rng.choice((2, 3, 4)), rng.choice((1, 2, 3)), size * rng.choice((1, 2, 6))
+    redundant_groups = rng.choice((1.0, 1.0, 1.5))
+    rounds = rounds_of(seed, size, groups)
+    if rounds["enabled"]:
+        steps, environments, redundant_groups = 2 * steps, max(environments, 2 * size), 1.0
     return parse_config(
         {
             "run": {
                 "name": "ledger-faults",
                 "seed": seed,
-                "steps": rng.choice((2, 3, 4)),
+                "steps": steps,
                 "mode": stream(seed, "shape", "mode").choice(fitting),
             },
             "rollout": {
-                "workers": rng.choice((1, 2, 3)),
-                "environments": size * rng.choice((1, 2, 6)),
+                "workers": workers,
+                "environments": environments,
                 "alpha": alpha,
                 "group_size": size,
                 "groups_per_step": groups,
-                "redundant_groups": rng.choice((1.0, 1.0, 1.5)),
+                "redundant_groups": redundant_groups,
                 "member_refills": rng.choice((0, 2)),
                 "worker_restarts": rng.choice((1, 4)),
                 "dynamic_sampling": extra.choice((False, True)),
@@ -108,6 +113,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                     "hardware": {"sim-0": "H800"},
                     "affinity": route.choice(({}, {"default": "H800"})),
                 },
+                "rounds": rounds,
             },
             "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
@@ -122,6 +128,21 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
             },
         }
     )
+
+
+def rounds_of(seed: int, size: int, groups: int) -> dict[str, Any]:
+    """Short and long rounds of every third seed: small epochs, so that a run sees the ends of some."""
+    rng = stream(seed, "shape", "rounds")
+    return {
+        "enabled": rng.random() < 1 / 3,
+        "eta_prompts": rng.choice((1.0, 1.25, 1.5, 2.0)),
+        "eta_responses": rng.choice((1.0, 1.25, 1.5)),
+        "search": rng.choice(((), (), (1.1, 1.4))),
+        "epoch_prompts": rng.choice((0, groups, max(groups, 3), 5, 7)),
+        "tries": rng.choice((2, 1000)),
+        "isolate_environments": rng.choice((False, True)),
+        "max_active": rng.choice((None, 2 * size)),
+    }
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from orchestrator.sections.rollout import (
     FiltersSection,
     PlannerSection,
     RolloutSection,
+    RoundsSection,
     RoutingSection,
     TaskContextSection,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "ResourcesSection",
     "RewardSection",
     "RolloutSection",
+    "RoundsSection",
     "RoutingSection",
     "RunSection",
     "Section",

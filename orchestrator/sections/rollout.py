@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.api import urls
+from orchestrator.policies.rounds import speculated
 from orchestrator.sections.base import Fraction, Positive, PositiveSeconds, Section, violation
 
 
@@ -64,6 +65,40 @@ class ColocationSection(Section):
     level: Literal["weights", "dropped"] = "weights"  # what workers release: weights go to the host, or are read anew
 
 
+class RoundsSection(Section):
+    """Short and long rounds, tail batching (RollPacker 3): docs/tail_batching.md."""
+
+    enabled: bool = False
+    eta_prompts: float = 1.25  # a short round launches so many times the prompts that it keeps
+    eta_responses: float = 1.25  # the same of a prompt's responses
+    search: tuple[
+        float, ...
+    ] = ()  # values of eta to try in the first rounds, 1.1 to 1.4 in the paper; empty: no search
+    epoch_prompts: Annotated[int, Field(ge=0)] | None = None  # in the data set; 0: never repeats; None: the task knows
+    tries: Positive = 16  # a prompt whose groups failed so often is given up, and counted
+    isolate_environments: bool = False  # prompts that their environment made late wait in a queue of their own
+    max_active: Positive | None = None  # trajectories in flight for each worker at most (DAPO with rounds)
+
+    @model_validator(mode="after")
+    def _etas(self) -> RoundsSection:
+        fix = "at least 1, fewer than a round keeps must not start (and at most 4, the rest is thrown away)"
+        found = [
+            violation(name, value, fix)
+            for name, value in (("eta_prompts", self.eta_prompts), ("eta_responses", self.eta_responses))
+            if not 1 <= value <= 4
+        ]
+        if not all(1 <= value <= 4 for value in self.search):
+            found.append(violation("search", list(self.search), fix))
+        if found:
+            raise ValidationError.from_exception_data("rounds", found)
+        return self
+
+    @property
+    def largest(self) -> tuple[float, float]:
+        """The largest eta that may ever be used, for prompts and for responses."""
+        return max((self.eta_prompts, *self.search)), max((self.eta_responses, *self.search))
+
+
 class RolloutSection(Section):
     """How trajectories are produced, and how stale they may be."""
 
@@ -99,6 +134,7 @@ class RolloutSection(Section):
     routing: RoutingSection = RoutingSection()
     planner: PlannerSection = PlannerSection()
     colocation: ColocationSection = ColocationSection()
+    rounds: RoundsSection = RoundsSection()
 
     @model_validator(mode="after")
     def _fleet(self) -> RolloutSection:
@@ -126,9 +162,31 @@ class RolloutSection(Section):
         if self.planner.enabled and not self.workers:
             fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
             found.append(("planner", "enabled", fix))
+        if self.rounds.enabled:
+            found += self._with_rounds()
         if found:
             raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
         return self
+
+    def _with_rounds(self) -> list[tuple[str, object, str]]:
+        """What rounds do themselves, and what they cannot do."""
+        found: list[tuple[str, object, str]] = [
+            (name, getattr(self, name), f"rollout.rounds speculates itself: leave it at 1 and set rollout.rounds.{eta}")
+            for name, eta in (("redundant_groups", "eta_prompts"), ("redundant_members", "eta_responses"))
+            if getattr(self, name) > 1
+        ]
+        members, rounds = speculated(self.rounds.largest[1], self.group_size), self.rounds
+        room = (rounds.max_active or members) * (self.workers + len(self.served))
+        if room < members:
+            fix = f"a group of {members} starts as a whole: {members} over all workers at least"
+            found.append(("rounds.max_active", rounds.max_active, fix))
+        if rounds.epoch_prompts and rounds.epoch_prompts < self.groups_per_step:
+            fix = (
+                f"a batch of {self.groups_per_step} prompts (rollout.groups_per_step) would hold one of them twice: "
+                "take smaller batches, or a larger data set"
+            )
+            found.append(("rounds.epoch_prompts", rounds.epoch_prompts, fix))
+        return found
 
 
 class TaskContextSection(Section):

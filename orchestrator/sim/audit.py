@@ -9,6 +9,8 @@ versions that were published. From these it checks, as things happen:
 * each token that is trained on is the one that the policy said, in order, once, with the version that said it;
 * no more trajectories run than there are environments, and no more wait to be taken than alpha times the environments and
   what is launched for a batch;
+* with short and long rounds, no batch holds a prompt of an epoch before all of the epoch before it are trained or in that
+  batch; at the end each prompt was trained once, or is accounted for (:mod:`orchestrator.epochs`);
 * what is fed to the trainer is taken, whole, at the version it will be trained at, never beside a training step, and a
   prefix of the batch that is trained (:class:`Stream`).
 
@@ -26,6 +28,8 @@ from typing import Any
 
 from orchestrator.api import TrainBatch, TrainSample, VersionSpans, merge_spans
 from orchestrator.config import Config
+from orchestrator.epochs import account
+from orchestrator.policies.rounds import RoundPlanner
 from orchestrator.sim.draws import logprobs
 from orchestrator.sim.speech import Speech
 
@@ -68,6 +72,7 @@ class Audit:
         self._sequence = -1
         self._resuming = False
         self._dead = False
+        self._starts: list[tuple[int, str]] = []  # (number of a prompt, group), where rounds number them
 
     def note(self, violation: str) -> None:
         """Record a violation."""
@@ -114,6 +119,8 @@ class Audit:
             self._capacity *= 2  # a leak repeats itself, and would hide what else is wrong
         if state == "running":
             self.groups[name] = record["group"]
+            if "prompt" in record:
+                self._starts.append((record["prompt"], record["group"]))
             if self._busy > self._config.rollout.environments:
                 self.note(f"journal: {name} is trajectory {self._busy} under way at once, with "
                           f"{self._config.rollout.environments} environments")  # fmt: skip
@@ -272,6 +279,19 @@ class Audit:
                 if state in _ENDS and outcomes.get(name) != state:
                     self.unaccounted[name] = "the store and the journal differ"
                     self.note(f"store: {name} is {outcomes.get(name, 'not there')}, the journal says {state}")
+
+    def epochs(self, lines: Iterable[str], planner: RoundPlanner) -> None:
+        """The run has ended, with short and long rounds: each prompt that was drawn was trained once, or is accounted for."""
+        tries: dict[int, dict[str, None]] = {}
+        rules, given_up = planner.rules, planner.given_up
+        found = account(lines, rules.epoch, planner.outstanding, given_up, planner.drawn)
+        for violation in found.violations:
+            self.note(f"rounds: {violation}")
+        for line in self._starts:
+            tries.setdefault(line[0], {})[line[1]] = None
+        for number in given_up:
+            if len(tries.get(number, ())) < rules.tries:
+                self.note(f"rounds: prompt {number} is given up after {len(tries.get(number, ()))} groups")
 
     def _compare(self, what: str, journal: list[str], other: list[str]) -> None:
         if journal != other:

@@ -43,6 +43,7 @@ from orchestrator.ledger import Ledger, recount
 from orchestrator.parts import Parts, Position
 from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
+from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.cluster import fleet
 from orchestrator.sim.draws import stream
@@ -168,6 +169,7 @@ class _Simulation:
         self._sink = sink
         self._faulty = config.sim.fault_rate > 0
         self._ledger: Ledger | None = None
+        self._rounds: Rounds | None = None  # of the last life
         self._task = SimTask(config, self.traces)
         self._pool: EnvPool | None = None
         self._workers: list[SimWorker] = []
@@ -189,6 +191,8 @@ class _Simulation:
             completed=self.reason == "completed",
             resumed=self.life > 1,
         )
+        if self._rounds is not None:
+            self.audit.epochs(lines, self._rounds.planner)
         violations = list(self.audit.violations)
         if self.audit.count > len(violations):
             violations.append(f"... and {self.audit.count - len(violations)} more")
@@ -279,6 +283,7 @@ class _Simulation:
             raise
         self.audit.running()
         pipeline = Pipeline(config, parts, position)
+        self._rounds = pipeline.rollout.rounds
         if style == "stop":
             loop.call_later(rng.expovariate(1.0 / 30.0), pipeline.stop, "interrupted")
         watch = loop.create_task(self._watch(task, pipeline), name="standstill watch")

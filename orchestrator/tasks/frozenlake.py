@@ -229,6 +229,7 @@ class FrozenLakeTask:
         random.Random("frozenlake heldout").shuffle(heldout)
         self._heldout = tuple(_prompt(payload) for payload in heldout[:heldout_maps])
         self._training = tuple(payload for payload in solvable_maps() if not is_heldout(payload))
+        self.epoch_prompts = len(self._training)  # of ``prompts``; rollout.rounds asks for it
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """Start states. ``"train"``: endless, epoch after epoch, each training map once an epoch in an order drawn from
