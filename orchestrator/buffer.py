@@ -135,8 +135,7 @@ class SampleBuffer:
                 group.scored = fresh
                 for trajectory in stale:
                     self._on_evict(trajectory, "evicted_stale", "")
-                self._ready.pop(group.id, None)
-                self._settle(group)
+                self._settle(group)  # what is left of a complete group keeps its place: an older one is not overtaken
 
     def excuse(self, group_id: str, members: Sequence[str]) -> None:
         """The group does not wait for these any more."""
@@ -320,6 +319,7 @@ class SampleBuffer:
 
     def _filter(self, group: Group, cause: str) -> None:
         del self._groups[group.id]
+        self._ready.pop(group.id, None)
         for trajectory in group.scored:
             self._on_evict(trajectory, "filtered", cause)
         self._on_group(group.id, cause)

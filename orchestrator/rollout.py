@@ -250,8 +250,8 @@ class Rollout:
         """A checkpoint's buffer is put back."""
         self.buffer.restore(trajectories, version)
         self.next_version = version
-        if self.rounds is not None:
-            self.rounds.resumed()
+        for group_id in self.rounds.resumed() if self.rounds is not None else ():
+            self.buffer.withdraw(group_id, "deferred", "next_epoch")
 
     def on_take(self, group: list[Trajectory]) -> None:
         """``get_batch`` took a group."""

@@ -204,12 +204,18 @@ class Rounds:
                     fix = f"is of another data set: prompt {number} is {prompt.key}; resume with the task of the run"
                     raise ConfigError("checkpoint", f"its long-prompt queue, prompt {number}: {keys[number]}", fix)
 
-    def resumed(self) -> None:
-        """The checkpoint's buffer is back: what it does not hold is launched again."""
+    def resumed(self) -> list[str]:
+        """The checkpoint's buffer is back: what it does not hold is launched again. Returns the groups that must not be trained
+        before that, as they are of a later epoch: their prompts are launched again too."""
         for number in self.planner.running:
             for group in [group for group, other in self._numbers.items() if other == number]:
                 self._forget(group)
         self.planner.settle()
+        early = dict.fromkeys(self.planner.overtaking())
+        groups = [group for group, number in self._numbers.items() if number in early]
+        for group in groups:
+            self.put_back(group)
+        return groups
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,21 @@ def test_a_stale_arrival_is_evicted_at_once() -> None:
     assert r.evicted == [("a-0", "evicted_stale", "")]
 
 
+def test_a_group_that_loses_a_stale_member_keeps_its_place() -> None:
+    async def run() -> None:
+        r = Recorder(1)
+        r.buffer.open("a", PROMPT, ["a-0", "a-1", "a-2"], refills=0)
+        for name, version in (("a-0", 0), ("a-1", 1), ("a-2", 1)):
+            r.buffer.put(trajectory(name, "a", version))
+        filled(r, "b", 2, version=1)
+        r.buffer.set_version(2)
+        assert r.evicted == [("a-0", "evicted_stale", "")]
+        await r.buffer.get_batch(2, r.take)
+        assert r.groups == ["a", "b"]
+
+    asyncio.run(run())
+
+
 def test_a_lost_member_is_replaced_while_refills_last_then_the_group_shrinks_then_it_is_dropped() -> None:
     r = Recorder(1)
     started: list[str] = []

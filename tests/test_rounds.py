@@ -145,6 +145,26 @@ def test_a_prompt_whose_group_failed_is_launched_again_in_the_same_round_until_i
     assert launch_all(planner) == [2]
 
 
+def test_after_a_resume_nothing_of_a_later_epoch_is_trained_before_what_has_to_be_launched_again() -> None:
+    rules = RoundRules(1, 2, 1.0, 1.0, epoch=1)
+    planner = RoundPlanner(rules)
+    for number in range(2):  # one is in the batch that waits for the trainer, the next one is ready
+        planner.begin()
+        assert planner.launch() == number
+        planner.ready(number)
+        if not number:
+            planner.end(1.0, [number])
+    after = RoundPlanner(rules)
+    after.restore(planner.state())
+    after.ready(1)
+    after.lost(0)  # too stale by now
+    after.settle()
+    assert after.overtaking() == [1]
+    after.put_back(1)
+    after.begin()
+    assert after.launch() == 0
+
+
 def test_a_discarded_prompt_is_never_queued_and_is_replaced_within_the_round() -> None:
     """DAPO, RollPacker 7."""
     planner = RoundPlanner(RoundRules(4, 2))

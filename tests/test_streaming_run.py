@@ -86,11 +86,11 @@ class LendingWorker(SimWorker):
 
     async def release(self, level: str) -> ReleaseResult:
         assert self._suspended
-        self.loans.append(len(self._running) + len(self._waiting))
+        self.loans.append(len(self._batch.running) + len(self._batch.waiting()))
         self.released = level
         leave(self.device, self.name)
         await asyncio.sleep(0.05)
-        return ReleaseResult(level, 1000, len(self._running), 0.05, "twin")
+        return ReleaseResult(level, 1000, len(self._batch.running), 0.05, "twin")
 
     async def reclaim(self) -> None:
         await asyncio.sleep(0.05)
@@ -208,7 +208,7 @@ def test_half_of_the_engines_are_freed_within_a_step_and_come_back_with_the_new_
     )
     assert all(step["metrics"]["stream_restarts"] == 0 for step in steps)
     assert {name for name, owners in OWNERS.items() if owners != [f"sim-{name}"]} == set(), "all came back"
-    assert all(worker._version == 4 for worker in twins)
+    assert all(worker._batch.version == 4 for worker in twins)
 
 
 def test_streaming_shortens_the_step_of_a_long_tail(twins: list[LendingWorker]) -> None:

@@ -230,6 +230,13 @@ class RoundPlanner:
         """Out of the round; whether it was in it."""
         return self._running.pop(number, None) is not None or self._ready.pop(number, 0) is None
 
+    def overtaking(self) -> list[int]:
+        """After :meth:`settle`: what is ready, and of a later epoch than something that is to be launched again."""
+        if self._end is None:
+            return []
+        earliest = min((number // self.rules.epoch for number in (*self._again, *self._queue)), default=math.inf)
+        return [number for number in self._ready if number // self.rules.epoch > earliest]
+
     # -- what others ask ---------------------------------------------------------------------------------------------
 
     @property
