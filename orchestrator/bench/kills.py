@@ -49,6 +49,7 @@ _NAMES = {"engine": "vllm-0", "trainer": "trainer", "relay master": "mooncake_ma
 _CONFIG = Path("examples/frozenlake.toml")
 _SMALL = (
     "run.name=kills",
+    "run.minutes=600",
     "rollout.groups_per_step=4",
     "rollout.environments=32",
     "rollout.worker_restarts=1000",
