@@ -81,9 +81,6 @@ def start_ray(config: Config) -> None:
         if config.ray.address:
             ray.init(address=config.ray.address, **common)
         else:
-            # After a kill -9 of this process its agents would stay for a minute, waiting for a server that never comes back.
-            os.environ.setdefault("RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1")
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
             _start_local_ray(
                 num_cpus=config.ray.cpus,
                 object_store_memory=config.ray.object_store_mb << 20,
