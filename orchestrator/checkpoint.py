@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class RunState:
     elapsed: float  # seconds of the run so far
     buffer: tuple[Trajectory, ...]
     success_history: tuple[tuple[int, float], ...] = ()
+    run_times: Mapping[str, Sequence[float]] = field(
+        default_factory=dict
+    )  # of test cases, by prompt: adaptive timeouts
 
 
 class Checkpoints:
@@ -144,6 +148,7 @@ def _state_from_json(data: dict[str, Any]) -> RunState:
         elapsed=float(data["elapsed"]),
         buffer=tuple(_trajectory_from_json(item) for item in data["buffer"]),
         success_history=tuple((int(step), float(value)) for step, value in data["success_history"]),
+        run_times={str(prompt): [float(one) for one in times] for prompt, times in data.get("run_times", {}).items()},
     )
 
 

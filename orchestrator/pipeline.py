@@ -263,6 +263,8 @@ class Pipeline:
         await self.delivery.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
         self.rollout.filters.recall(self.position.kept)
+        if self.parts.timeouts is not None:
+            self.parts.timeouts.restore(self.position.run_times)
         self.rollout.buffer.restore(list(self.position.buffered), self.position.version)
         self.rollout.next_version = self.position.version
         if self.position.step == 0:
@@ -324,6 +326,7 @@ class Pipeline:
             self.parts.events.time(),
             tuple(self.rollout.buffer.stored()),
             tuple(position.success_history),
+            self.parts.timeouts.state() if self.parts.timeouts is not None else {},
         )
 
     async def _checkpoint(self, state: RunState) -> None:

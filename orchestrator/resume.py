@@ -63,5 +63,6 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], sto
         ledger.counts.started,
         tuple(trajectory for trajectory in state.buffer if trajectory.id in returned),
         list(state.success_history),
+        state.run_times,
     )
     return Resumed(folder, position, tuple(damaged), state.elapsed)

@@ -13,6 +13,7 @@ JUDGE = (
     "tests/test_rewards_judge.py::test_a_real_vllm_gives_scores_in_the_range_and_names_what_it_cannot"
 )
 SANDBOX = "tests/test_sandbox.py"
+TIMEOUTS = "tests/test_policy_timeouts.py"
 POLICIES = "orchestrator/policies"
 
 TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
@@ -227,11 +228,46 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
         SANDBOX,
     ),
     (
-        "rewards: failures without end never end the run",
+        "rewards: a run in which nothing is scored goes on for longer",
         "orchestrator/rollout.py",
-        "        if self._failed_in_row >= max(",
-        "        if False and self._failed_in_row >= max(",
+        "FAILED_BATCHES = 8 ",
+        "FAILED_BATCHES = 9 ",
         "tests/test_bad_rewards_and_environments.py --timeout=60",
+    ),
+    (
+        "timeouts: wrong answers move the limits",
+        f"{POLICIES}/timeouts.py",
+        "        if correct and times:\n",
+        "        if times:\n",
+        TIMEOUTS,
+    ),
+    (
+        "timeouts: a case that nobody solved is cut early",
+        "orchestrator/rewards/client.py",
+        '"other": timeouts.most',
+        '"other": timeouts.least',
+        "tests/test_rewards_timeouts.py -k run_times",
+    ),
+    (
+        "timeouts: a limit is beyond the greatest",
+        f"{POLICIES}/timeouts.py",
+        "return min(max(self.least, self.factor * anchor), self.most)",
+        "return max(self.least, self.factor * anchor)",
+        TIMEOUTS,
+    ),
+    (
+        "timeouts: a test case runs on past its own limit",
+        "orchestrator/rewards/code.py",
+        "wall_seconds=min(limit, left)",
+        "wall_seconds=left",
+        "tests/test_rewards_timeouts.py -k never_ends",
+    ),
+    (
+        "timeouts: a resume forgets them",
+        "orchestrator/resume.py",
+        "        state.run_times,\n",
+        "",
+        "tests/test_rewards_timeouts.py -k checkpoint",
     ),
     (
         "mixture: a part is told ids that are not its own",

@@ -19,6 +19,7 @@ _MODULES = {
     "active-overhead": "orchestrator.bench.active_overhead",
     "ledger-faults": "orchestrator.bench.ledger_faults",
     "learns": "orchestrator.bench.learns",
+    "reward-timeout": "orchestrator.bench.reward_timeout",
     "routing": "orchestrator.bench.routing",
     "stream-equality": "orchestrator.bench.stream_equality",
     "merge-control": "orchestrator.bench.merge_control",

@@ -37,16 +37,16 @@ from orchestrator.occupancy import nvml
 from orchestrator.parts import Parts, Position
 from orchestrator.pipeline import Pipeline
 from orchestrator.policies.allocation import Binding
+from orchestrator.policies.timeouts import AdaptiveTimeouts
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.rewards.client import HttpReward
-from orchestrator.rewards.judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.launch import FunctionHost, RewardHost
-from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
 from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import pools
+from orchestrator.runtime import rewards as scoring
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake import MooncakeMaster
@@ -183,6 +183,7 @@ class _Assembly:
     children: list[tuple[str, Callable[[], bool]]] = field(default_factory=list)
     tools: ToolClient | None = None
     counters: Callable[[], dict[str, Any]] | None = None  # of the calls that score
+    timeouts: AdaptiveTimeouts | None = None
 
     async def start(self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints) -> tuple[Parts, Position]:
         """Start everything; returns what the pipeline talks to, and where it begins."""
@@ -233,7 +234,7 @@ class _Assembly:
         parts = Parts(self.task, managed, trainer, reward, self.events, ledger, store, self.display, checkpoints, pool)
         if (own := self.tools) is not None:
             parts.tools = lambda: tally.stats(own.stats())
-        parts.rewards = self.counters
+        parts.rewards, parts.timeouts = self.counters, self.timeouts
         parts.gpus = nvml()
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
@@ -254,36 +255,18 @@ class _Assembly:
 
     async def _start_reward(self) -> RewardFunction:
         settings = self.config.reward
-        reward = self._judge() if settings.judge.url else await self._function()
+        reward = scoring.judge_of(self.config, self.task) if settings.judge.url else await self._function()
         self.counters = reward.stats
         self.stack.push_async_callback(reward.close)
         return reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by)
 
-    def _judge(self) -> LLMJudge:
-        settings, judge = self.config.reward, self.config.reward.judge
-        return LLMJudge(
-            self.task,
-            judge.url,
-            model=judge.model,
-            criterion=judge.criterion,
-            template=judge.template or TEMPLATE,
-            low=judge.low,
-            high=judge.high,
-            structured=judge.structured,
-            max_tokens=judge.max_tokens,
-            temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
-            token=os.environ.get("RL_COSERVE_JUDGE_TOKEN", ""),
-            concurrency=settings.concurrency,
-            timeout=settings.timeout,
-            retries=settings.retries,
-            seed=self.config.run.seed,
-        )
-
     async def _function(self) -> HttpReward:
         settings = self.config.reward
+        seconds = scoring.call_seconds(self.config, self.task)
+        self.timeouts = scoring.adaptive_timeouts(self.config)
         url, token = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", "")
         if not url and settings.host == "ray_serve":
-            served = self._elastic_host()
+            served = scoring.elastic_host(self.config, self.task, self.folder.path)
             await served.start()
             self.stack.push_async_callback(served.stop)
             url, token = served.url, served.token
@@ -291,7 +274,7 @@ class _Assembly:
             host = RewardHost(
                 settings.function or registry.reward_of(self.task),
                 concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
-                timeout=settings.timeout,
+                timeout=seconds,
                 idle_seconds=settings.idle_seconds,
                 log=self.folder.logs / "reward-host.log",
             )
@@ -304,23 +287,11 @@ class _Assembly:
             played=getattr(self.task, "played", None),
             token=token,
             concurrency=settings.concurrency,
-            timeout=settings.timeout,
+            timeouts=self.timeouts,
+            whole=settings.adaptive.whole,
+            timeout=seconds + (scoring.WAIT_SECONDS if self.timeouts is not None else 0.0),
             retries=settings.retries,
             seed=self.config.run.seed,
-        )
-
-    def _elastic_host(self) -> RayServeHost:
-        settings = self.config.reward
-        serve = settings.serve
-        return RayServeHost(
-            settings.function or registry.reward_of(self.task),
-            application=f"rl-coserve-{owner_of(self.folder.path)}",
-            elasticity=Elasticity(
-                serve.min_replicas, serve.max_replicas, serve.per_replica, serve.cpus, settings.idle_seconds
-            ),
-            timeout=settings.timeout,
-            port=serve.port,
-            shared=bool(self.config.ray.address),
         )
 
     async def _start_tools(self) -> dict[str, Any] | None:
