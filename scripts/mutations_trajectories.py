@@ -270,6 +270,20 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/test_rewards_timeouts.py -k checkpoint",
     ),
     (
+        "resume: a run begins without the run times of its checkpoint",
+        "orchestrator/pipeline.py",
+        "            self.parts.timeouts.restore(self.position.run_times)\n",
+        "            pass\n",
+        "tests/test_rewards_timeouts.py -k resumed",
+    ),
+    (
+        "resume: a run begins without what its filters had kept",
+        "orchestrator/pipeline.py",
+        "        self.rollout.filters.recall(self.position.kept)\n",
+        "",
+        "tests/test_rewards_timeouts.py -k resumed",
+    ),
+    (
         "mixture: a part is told ids that are not its own",
         "orchestrator/tasks/mixture.py",
         "return tuple(self._in.get(token, self._pad) for token in shared)",

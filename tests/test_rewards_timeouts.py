@@ -15,6 +15,7 @@ from orchestrator.api import ConfigError, Prompt, Trajectory, TrajectoryError, T
 from orchestrator.checkpoint import Checkpoints, RunState
 from orchestrator.config import load_config
 from orchestrator.ledger import Ledger
+from orchestrator.policies.filters import FilterChain
 from orchestrator.policies.timeouts import AdaptiveTimeouts, CaseTime
 from orchestrator.report.environments import environments
 from orchestrator.report.runlog import RunLog
@@ -25,6 +26,7 @@ from orchestrator.rewards.launch import RewardHost
 from orchestrator.runtime import preflight
 from orchestrator.runtime import rewards as scoring
 from orchestrator.sandbox import Sandbox
+from orchestrator.sim import run as sim_run
 from orchestrator.tasks import coding_problems
 from orchestrator.tasks.text_rewards import coding_tests
 from orchestrator.tasks.vocabulary import CHARACTERS
@@ -156,6 +158,31 @@ def test_a_checkpoint_keeps_what_right_answers_took_and_older_ones_have_none(tmp
     assert restored.limits("coding/a") == [6.0, 2.0]
     older = RunState(1, 1, 0, 5.0, ())
     assert older.run_times == {}
+
+
+def test_a_resumed_run_gets_back_its_run_times_and_its_filters_what_they_had_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulated run from a position that a resume would give it, and what its own checkpoints then hold."""
+    timeouts, recalled = AdaptiveTimeouts(), []
+    turn = Turn((2,), (3,), (0.0,), ((0, 1),))
+    kept = Trajectory("t", "g", "x", Prompt("k", "x", 0, ""), (turn,), 1.0, "1", 0, False)
+    start = sim_run._Simulation._start
+
+    async def resumed(self: Any, *arguments: Any) -> Any:
+        parts, position = await start(self, *arguments)
+        parts.timeouts, position.run_times, position.kept = timeouts, {"coding/a": [4.0]}, (kept,)
+        return parts, position
+
+    monkeypatch.setattr(sim_run._Simulation, "_start", resumed)
+    monkeypatch.setattr(FilterChain, "recall", lambda self, trajectories: recalled.append(tuple(trajectories)))
+    small = ["run.steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.prompts=2"]
+    sim_run.simulate(load_config(None, [*small, "rollout.environments=8", "sim.fault_rate=0.000001"]), tmp_path)
+    assert recalled[0] == (kept,)
+    assert timeouts.limits("coding/a") == [6.0]
+    found = Checkpoints(tmp_path / "checkpoints", 2).newest()
+    assert found is not None
+    assert found[1].run_times == {"coding/a": [4.0]}
 
 
 def test_the_config_says_how_long_a_call_may_run() -> None:
