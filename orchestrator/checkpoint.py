@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ class RunState:
     rounds: dict[str, Any] | None = (
         None  # the long-prompt queue and its like (orchestrator.rounds); None: there are none
     )
+    run_times: Mapping[str, Sequence[float]] = field(
+        default_factory=dict
+    )  # of test cases, by prompt: adaptive timeouts
 
 
 class Checkpoints:
@@ -148,6 +152,7 @@ def _state_from_json(data: dict[str, Any]) -> RunState:
         buffer=tuple(_trajectory_from_json(item) for item in data["buffer"]),
         success_history=tuple((int(step), float(value)) for step, value in data["success_history"]),
         rounds=data.get("rounds"),
+        run_times={str(prompt): [float(one) for one in times] for prompt, times in data.get("run_times", {}).items()},
     )
 
 

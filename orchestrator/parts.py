@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import Gpus
 from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.policies.timeouts import AdaptiveTimeouts
 
 
 class Store(Protocol):
@@ -53,6 +54,7 @@ class Parts:
     environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
     tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
     rewards: Callable[[], dict[str, Any]] | None = None  # counters of the calls that score
+    timeouts: AdaptiveTimeouts | None = None  # of test cases; None: fixed
     gpus: Gpus | None = None
     away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
     kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
@@ -69,5 +71,6 @@ class Position:
     trajectories: int = 0
     buffered: tuple[Trajectory, ...] = ()
     success_history: list[tuple[int, float]] = field(default_factory=list)
+    run_times: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of adaptive timeouts
     kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember
     rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.RunState`

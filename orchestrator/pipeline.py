@@ -290,6 +290,8 @@ class Pipeline:
         await self.delivery.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
         self.rollout.filters.recall(self.position.kept)
+        if self.parts.timeouts is not None:
+            self.parts.timeouts.restore(self.position.run_times)
         self.rollout.restore(list(self.position.buffered), self.position.version)
         if self.position.step == 0:
             await self._evaluate("start")
@@ -352,6 +354,7 @@ class Pipeline:
             tuple(self.rollout.buffer.stored()),
             tuple(position.success_history),
             None if self.rollout.rounds is None else self.rollout.rounds.state(),
+            self.parts.timeouts.state() if self.parts.timeouts is not None else {},
         )
 
     async def _checkpoint(self, state: RunState) -> None:

@@ -63,6 +63,7 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], sto
         ledger.counts.started,
         tuple(trajectory for trajectory in state.buffer if trajectory.id in returned),
         list(state.success_history),
+        run_times=state.run_times,
         rounds=state.rounds,
     )
     return Resumed(folder, position, tuple(damaged), state.elapsed)

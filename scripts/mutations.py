@@ -17,6 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutations_trajectories import TRAJECTORIES
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -391,6 +393,7 @@ MUTATIONS = (
         "unary_bytes;",
         FUZZ,
     ),
+    *(Mutation(*fields) for fields in TRAJECTORIES),
 )
 
 

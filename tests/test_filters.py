@@ -169,6 +169,13 @@ def test_contradictory_settings_are_one_clear_error(section: str, values: dict[s
         parse_config({section: values})
 
 
+def test_what_is_ready_waits_when_all_of_it_is_of_kinds_that_have_their_share() -> None:
+    balance = Balance("task", 0.5)
+    assert balance.pick(["a", "a"], ["a", "a"], 4) is None
+    assert balance.pick(["a", "b"], ["a", "a"], 4) == 1
+    assert balance.pick(["a", "b"], ["a", "a", "b", "b"], 4) is None
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(

@@ -114,6 +114,15 @@ def test_processes_and_memory_are_limited_with_cgroups_and_without(cgrouped: boo
     assert hogs.limit == "memory" or b"[9" in hogs.stdout.replace(b"0, ", b"")
 
 
+def test_the_address_space_of_each_process_is_limited_though_nothing_of_it_is_used() -> None:
+    source = (
+        "import mmap; mmap.mmap(-1, 100 << 20); print('fits', flush=True); mmap.mmap(-1, 2 << 30); print('ESCAPED')"
+    )
+    outcome = python(source, limits=Limits(memory_bytes=256 << 20))
+    assert outcome.stdout == b"fits\n"
+    assert b"Cannot allocate memory" in outcome.stderr
+
+
 def test_no_cgroup_is_left() -> None:
     sandbox = Sandbox()
     before = [sorted(os.listdir(hierarchy.folder)) for hierarchy in sandbox._hierarchies]

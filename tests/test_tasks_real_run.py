@@ -33,8 +33,14 @@ SETTINGS = [
 ]
 
 
-def test_every_bundled_task_trains_with_the_real_engines(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestrator.cli", "train", "examples/tasks.toml", *SETTINGS]
+ELASTIC = ["reward.host=ray_serve", "reward.serve={cpus=0.5, max_replicas=2}", "reward.timeout=adaptive"]
+
+
+@pytest.mark.parametrize("options", [[], ELASTIC], ids=["embedded", "ray serve, adaptive timeouts"])
+def test_every_bundled_task_trains_with_the_real_engines(tmp_path: Path, options: list[str]) -> None:
+    if options:
+        pytest.importorskip("grpc_reflection", reason="Ray Serve is not installed: pip install 'rl-coserve[ray-serve]'")
+    command = [sys.executable, "-m", "orchestrator.cli", "train", "examples/tasks.toml", *SETTINGS, *options]
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(
             [*command, f'run.folder="{tmp_path}"'], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
@@ -60,6 +66,7 @@ def test_every_bundled_task_trains_with_the_real_engines(tmp_path: Path) -> None
     scored = [event for event in events if event["kind"] == "rewards"][-1]
     assert scored["calls"] >= sum(trained.values())
     assert scored["failed"] == 0
+    assert ("timeouts" in scored) == bool(options)
     first, _, last = (event["metrics"]["logprob_gap_mean"] for event in steps)
     assert max(first, last) < 1e-3  # the trainer sees the tokens that the engine sampled
     evaluations = [event for event in events if event["kind"] == "evaluation"]

@@ -20,6 +20,7 @@ _MODULES = {
     "ledger-faults": "orchestrator.bench.ledger_faults",
     "kills": "orchestrator.bench.kills",
     "learns": "orchestrator.bench.learns",
+    "reward-timeout": "orchestrator.bench.reward_timeout",
     "routing": "orchestrator.bench.routing",
     "placement": "orchestrator.bench.placement",
     "allocation": "orchestrator.bench.allocation",

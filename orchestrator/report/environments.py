@@ -69,7 +69,22 @@ def _rewards(run: RunLog) -> str:
     if not run.rewards:
         return ""
     rows = [["Rewards", *_calls(run.rewards)]]
-    return table(("Scoring", *_CALLS), rows, tuple(range(1, len(_CALLS) + 1)), f"Calls that score ({run.kind})")
+    calls = table(("Scoring", *_CALLS), rows, tuple(range(1, len(_CALLS) + 1)), f"Calls that score ({run.kind})")
+    return calls + _timeouts(run, run.rewards.get("timeouts") or {})
+
+
+def _timeouts(run: RunLog, counted: dict[str, Any]) -> str:
+    if not counted:
+        return ""
+    rows = [
+        ["Ran", count(int(counted.get("cases", 0)))],
+        ["Under a limit of their own, below the fixed one", count(int(counted.get("adaptive", 0)))],
+        ["Cut off at it", count(int(counted.get("cut_early", 0)))],
+        ["Cut off at the fixed limit", count(int(counted.get("cut_at_most", 0)))],
+        ["All took", duration(float(counted.get("seconds", 0.0)))],
+        ["Saved, at most", duration(float(counted.get("saved", 0.0)))],
+    ]
+    return table(("Test cases under adaptive timeouts", ""), rows, (1,), f"RollPacker 4.3 ({run.kind})")
 
 
 _CALLS = ("Calls", "Failed", "Retries", "Refused: burst", "Cold starts", "Waited for them", "All calls took")

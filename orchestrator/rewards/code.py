@@ -6,6 +6,8 @@ Guarantees (study notes, question 7: no tampering with the criterion):
   change or to call; all that comes out of it is JSON, taken as data, so no object of the code's own making is ever compared;
 * the checker runs in a sandbox of its own that the code has never been in, made from the task's files, and its verdict
   carries a word that only this call knows;
+* :func:`judge_cases` runs every test case in a sandbox of its own, so that its time limit holds from outside and is measured
+  there, whatever the code does; the first case that fails without an answer ends it, since the rest cannot make it correct;
 * what the code does wrong (raises, exits, hangs, answers no JSON, reaches a limit) fails tests; what the machine does
   wrong (a sandbox that does not start) is a RetryableError, never a failed test.
 """
@@ -13,12 +15,14 @@ Guarantees (study notes, question 7: no tampering with the criterion):
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.api import RetryableError
+from orchestrator.policies.timeouts import CaseTime
 from orchestrator.sandbox import Limits, Sandbox
 
 LIMITS = Limits(wall_seconds=8.0, cpu_seconds=2, memory_bytes=256 << 20, processes=8, scratch_bytes=8 << 20)
@@ -81,6 +85,24 @@ class HiddenTests:
 
 
 @dataclass(frozen=True, slots=True)
+class CaseLimits:
+    """Wall-clock seconds: of the first cases, of every other one, and of all cases together. Raises ValueError."""
+
+    cases: Sequence[float]
+    other: float
+    whole: float
+
+    def __post_init__(self) -> None:
+        for seconds in (*self.cases, self.other, self.whole):
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                raise ValueError(f"a limit must be seconds above 0, is {seconds!r:.40}")
+
+    def of(self, case: int) -> float:
+        """That of one case."""
+        return self.cases[case] if case < len(self.cases) else self.other
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """``passed[i]``: whether case i passed. ``detail``: for people; the error, or the limit that was reached."""
 
@@ -112,6 +134,36 @@ async def judge(sandbox: Sandbox, solution: str, tests: HiddenTests) -> Verdict:
     if answers is None:
         return Verdict(failed, "no answers")
     return await _checked(sandbox, tests, answers)
+
+
+async def judge_cases(
+    sandbox: Sandbox, solution: str, tests: HiddenTests, limits: CaseLimits
+) -> tuple[Verdict, list[CaseTime]]:
+    """As :func:`judge`, but under the wall-clock limit of each case. Also says how the cases went that ran, in their order; run
+    times hold the start of an interpreter. Raises RetryableError."""
+    answers: list[str] = []
+    times: list[CaseTime] = []
+    left = limits.whole
+    for number, case in enumerate(tests.cases):
+        limit = limits.of(number)
+        allowed = replace(tests.limits, wall_seconds=min(limit, left), cpu_seconds=math.ceil(limit) + 1)
+        given = json.dumps({"entry": tests.entry, "inputs": [list(case.arguments)]})
+        ran = await sandbox.python(
+            _RUNNER,
+            read_only={"solution.py": solution.encode("utf-8", "replace")},
+            stdin=given.encode(),
+            limits=allowed,
+        )
+        times.append(CaseTime(ran.seconds, limit, ran.limit in ("wall", "cpu")))
+        found = _answers(ran.stdout, 1) if ran.ok else None
+        if found is None or "error" in json.loads(found[0]):
+            why = f"{ran.limit} limit" if ran.limit else "no answer"
+            return Verdict(tuple(False for _ in tests.cases), f"in case {number + 1}: {why}"), times
+        answers += found
+        left -= ran.seconds
+        if left <= 0:
+            return Verdict(tuple(False for _ in tests.cases), f"limit of {limits.whole:g} s for all cases"), times
+    return await _checked(sandbox, tests, answers), times
 
 
 async def _checked(sandbox: Sandbox, tests: HiddenTests, answers: list[str]) -> Verdict:

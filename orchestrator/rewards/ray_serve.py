@@ -12,6 +12,7 @@ What Serve answers by itself, without a token: ``/-/healthz`` and ``/-/routes``,
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class RayServeHost:
     def _deploy(self) -> None:
         from ray import serve
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # else it tells the terminal of each step
         wanted, quiet = self._elasticity, {"enable_access_log": False, "log_level": "WARNING"}
         http = {"host": "127.0.0.1", "port": self._port}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=quiet)

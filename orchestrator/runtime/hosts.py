@@ -15,14 +15,14 @@ from typing import Any
 
 from orchestrator.api import RewardFunction, Task
 from orchestrator.config import Config
-from orchestrator.environments.assemble import owner_of
 from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
+from orchestrator.policies.timeouts import AdaptiveTimeouts
 from orchestrator.rewards.client import HttpReward
-from orchestrator.rewards.judge import TEMPLATE, LLMJudge
+from orchestrator.rewards.judge import LLMJudge
 from orchestrator.rewards.launch import PATIENCE, FunctionHost, RewardHost
-from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
 from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
+from orchestrator.runtime import rewards as scoring
 from orchestrator.runtime.keeper import Keeper
 from orchestrator.tasks import registry
 
@@ -33,45 +33,37 @@ class Rewards:
 
     function: RewardFunction
     counters: Callable[[], dict[str, Any]]
+    timeouts: AdaptiveTimeouts | None  # of test cases; None: fixed
 
 
 async def start_reward(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder) -> Rewards:
     """What scores trajectories. Raises ConfigError and RunError."""
     settings = config.reward
-    reward = _judge(config, task) if settings.judge.url else await _function(config, task, keeper, stack, folder)
+    timeouts = scoring.adaptive_timeouts(config) if not settings.judge.url else None
+    if settings.judge.url:
+        reward: LLMJudge | HttpReward = scoring.judge_of(config, task)
+    else:
+        reward = await _function(config, task, timeouts, keeper, stack, folder)
     stack.push_async_callback(reward.close)
     return Rewards(
         reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by),
         reward.stats,
+        timeouts,
     )
 
 
-def _judge(config: Config, task: Task) -> LLMJudge:
-    settings, judge = config.reward, config.reward.judge
-    return LLMJudge(
-        task,
-        judge.url,
-        model=judge.model,
-        criterion=judge.criterion,
-        template=judge.template or TEMPLATE,
-        low=judge.low,
-        high=judge.high,
-        structured=judge.structured,
-        max_tokens=judge.max_tokens,
-        temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
-        token=os.environ.get("RL_COSERVE_JUDGE_TOKEN", ""),
-        concurrency=settings.concurrency,
-        timeout=settings.timeout,
-        retries=settings.retries,
-        seed=config.run.seed,
-    )
-
-
-async def _function(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder) -> HttpReward:
-    settings = config.reward
+async def _function(
+    config: Config,
+    task: Task,
+    timeouts: AdaptiveTimeouts | None,
+    keeper: Keeper,
+    stack: AsyncExitStack,
+    folder: RunFolder,
+) -> HttpReward:
+    settings, seconds = config.reward, scoring.call_seconds(config, task)
     url, token, patience = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", ""), 0.0
     if not url and settings.host == "ray_serve":
-        served = _elastic_host(config, task, folder)
+        served = scoring.elastic_host(config, task, folder.path)
         await served.start()
         stack.push_async_callback(served.stop)
         url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
@@ -79,7 +71,7 @@ async def _function(config: Config, task: Task, keeper: Keeper, stack: AsyncExit
         host = RewardHost(
             settings.function or registry.reward_of(task),
             concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
-            timeout=settings.timeout,
+            timeout=seconds,
             idle_seconds=settings.idle_seconds,
             log=folder.logs / "reward-host.log",
         )
@@ -92,25 +84,12 @@ async def _function(config: Config, task: Task, keeper: Keeper, stack: AsyncExit
         played=getattr(task, "played", None),
         token=token,
         concurrency=settings.concurrency,
-        timeout=settings.timeout,
+        timeouts=timeouts,
+        whole=settings.adaptive.whole,
+        timeout=seconds + (scoring.WAIT_SECONDS if timeouts is not None else 0.0),
         retries=settings.retries,
         seed=config.run.seed,
         patience=patience,
-    )
-
-
-def _elastic_host(config: Config, task: Task, folder: RunFolder) -> RayServeHost:
-    settings = config.reward
-    serve = settings.serve
-    return RayServeHost(
-        settings.function or registry.reward_of(task),
-        application=f"rl-coserve-{owner_of(folder.path)}",
-        elasticity=Elasticity(
-            serve.min_replicas, serve.max_replicas, serve.per_replica, serve.cpus, settings.idle_seconds
-        ),
-        timeout=settings.timeout,
-        port=serve.port,
-        shared=bool(config.ray.address),
     )
 
 

@@ -149,8 +149,9 @@ def _task(config: Config, task: Task) -> None:
     if getattr(task, "needs_sandbox", False):
         asyncio.run(Sandbox().check())
     seconds = getattr(task, "reward_seconds", 0.0)
-    if config.reward.timeout < seconds:
-        fix = f"scoring a trajectory of task {task.name} may take {seconds:g} s; raise it to that or more"
+    allowed = config.reward.call_seconds(getattr(task, "reward_by_case", False))
+    if allowed < seconds:
+        fix = f"scoring a trajectory of task {task.name} may take {seconds:g} s, {allowed:g} are allowed; raise it"
         raise ConfigError("reward.timeout", config.reward.timeout, fix)
 
 

@@ -302,7 +302,7 @@ class _Assembly:
         if tools is not None:
             own = tools.client
             parts.tools = lambda: tally.stats(own.stats())
-        parts.rewards = rewards.counters
+        parts.rewards, parts.timeouts = rewards.counters, rewards.timeouts
         parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
         parts.planner = planner
         parts.kv_bytes = kv_bytes_per_token(_shape(model), config.model.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from orchestrator.sections.base import Section
 from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSection
 from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
-from orchestrator.sections.rewards import JudgeSection, RewardSection, ServeSection
+from orchestrator.sections.rewards import AdaptiveTimeoutSection, JudgeSection, RewardSection, ServeSection
 from orchestrator.sections.rollout import (
     ColocationSection,
     ContextSection,
@@ -32,6 +32,7 @@ from orchestrator.sections.sim import SimSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
 
 __all__ = [
+    "AdaptiveTimeoutSection",
     "CheckpointSection",
     "ColocationSection",
     "ContextSection",

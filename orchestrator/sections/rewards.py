@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from orchestrator.policies import timeouts
 from orchestrator.sections.base import Positive, PositiveSeconds, Section
+
+BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine
 
 
 class JudgeSection(Section):
@@ -48,13 +51,33 @@ class ServeSection(Section):
         return self
 
 
+class AdaptiveTimeoutSection(Section):
+    """Limits in seconds with reward.timeout = "adaptive" (RollPacker 4.3): a test case may run for ``factor`` times the longest
+    that it took in a correct answer, but within ``least`` and ``most``; for ``most`` while none has solved it."""
+
+    factor: Annotated[float, Field(ge=1)] = timeouts.FACTOR
+    least: PositiveSeconds = timeouts.LEAST
+    most: PositiveSeconds = timeouts.MOST
+    rule: PositiveSeconds = timeouts.RULE_LIMIT  # of a call where the task's reward has no test cases
+    whole: PositiveSeconds = 120.0  # of all test cases of a trajectory together
+
+    @model_validator(mode="after")
+    def _order(self) -> AdaptiveTimeoutSection:
+        if not self.least <= self.most <= self.whole:
+            raise ValueError(
+                f"least ({self.least:g}), most ({self.most:g}) and whole ({self.whole:g}) must be in this order"
+            )
+        return self
+
+
 class RewardSection(Section):
     """The reward function behind HTTP. ``url`` empty: ``function`` runs on ``host``."""
 
     function: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = ""  # module:function; empty: the task's own
     url: str = ""
     concurrency: Positive = 32
-    timeout: PositiveSeconds = 10.0
+    timeout: PositiveSeconds | Literal["adaptive"] = 10.0  # of a call; adaptive: of each test case, by `adaptive`
+    adaptive: AdaptiveTimeoutSection = AdaptiveTimeoutSection()
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this, Ray Serve to min_replicas
     host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
@@ -68,4 +91,12 @@ class RewardSection(Section):
     def _odd(self) -> RewardSection:
         if self.votes % 2 == 0:
             raise ValueError(f"votes ({self.votes}) must be odd, so that there is a majority")
+        if self.judge.url and self.timeout == "adaptive":
+            raise ValueError("timeout: a judge has no test cases: give the seconds of a call")
         return self
+
+    def call_seconds(self, by_case: bool) -> float:
+        """How long a call may run. ``by_case``: the function limits its test cases itself, and starts and checks besides."""
+        if self.timeout != "adaptive":
+            return self.timeout
+        return self.adaptive.whole + BESIDE_CASES if by_case else self.adaptive.rule

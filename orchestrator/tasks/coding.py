@@ -44,6 +44,7 @@ class CodingTask(TextTask):
     name = "coding"
     reward = "orchestrator.tasks.text_rewards:coding_tests"
     reward_seconds = 20.0
+    reward_by_case = True
     needs_sandbox = True
     words = CHARACTERS
     max_turns = 3

@@ -19,7 +19,7 @@ from orchestrator.tasks.mixture import Part
 
 WORDS = ("<note>", "<recall>", "<memory>")
 _MULTIPLE = 32  # sizes of vocabularies divide evenly over tensor-parallel ranks
-_OF_THE_TASK = ("reward", "reward_seconds", "needs_sandbox", "demonstrations", "use_tools")
+_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "demonstrations", "use_tools")
 
 
 class MemoryTask:

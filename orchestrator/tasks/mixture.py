@@ -103,6 +103,7 @@ class MixtureTask:
             max(getattr(part, limit) for part in self.parts.values()) for limit in limits
         )
         self.needs_sandbox = any(getattr(task, "needs_sandbox", False) for task in self.tasks.values())
+        self.reward_by_case = any(getattr(task, "reward_by_case", False) for task in self.tasks.values())
         self.reward_seconds = max(getattr(task, "reward_seconds", 0.0) for task in self.tasks.values())
         versions = (f"{name} {getattr(task, 'version', '1')}" for name, task in self.tasks.items())
         self.environment_version = f"mixture {self.version}: {', '.join(versions)}"

@@ -49,6 +49,7 @@ class TextTask(ABC):
     version: str = "1"
     reward: ClassVar[str]  # module:function that scores a trajectory
     reward_seconds: ClassVar[float] = 1.0  # that scoring may take on a busy machine: reward.timeout must allow it
+    reward_by_case: ClassVar[bool] = False  # its function takes a limit for each test case, and says what they took
     needs_sandbox: ClassVar[bool] = False  # checked before a run starts
     words: ClassVar[Vocabulary]
     max_turns: int

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from orchestrator.rewards.code import judge
+from orchestrator.rewards.code import CaseLimits, Verdict, judge, judge_cases
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import reasoning_gym
 from orchestrator.tasks.calculator import CalculatorTask, answers, is_answer, value_of
@@ -48,15 +49,26 @@ def calculator_answer(payload: Mapping[str, Any]) -> dict[str, float | str]:
     return {"reward": float(right), "outcome": "right" if right else "wrong"}
 
 
-def coding_tests(payload: Mapping[str, Any]) -> dict[str, float | str]:
+def coding_tests(payload: Mapping[str, Any]) -> dict[str, Any]:
     """1.0 when what was handed in passes every hidden test, else 0.0. ``outcome``: how many passed, and why not.
+    With ``timeouts`` in the payload (``cases``, ``other``, ``whole``: seconds) each test case runs under its own limit, and
+    ``cases`` says how those went that ran, ``correct`` whether all passed.
     Raises RetryableError when the sandbox does not start: a failure of the machine is no reward."""
     name, actions = checked(payload, CodingTask.name)
     tests = hidden_tests(name)
     solution = _final_turn(actions, CodingTask.max_turns, is_handed_in)
     if solution is None:
         return {"reward": 0.0, "outcome": "nothing handed in"}
-    verdict = asyncio.run(judge(Sandbox(slots=1), solution, tests))
+    sandbox = Sandbox(slots=1)
+    given = payload.get("timeouts")
+    if given is None:
+        return _scored(asyncio.run(judge(sandbox, solution, tests)))
+    limits = CaseLimits(given["cases"], given["other"], given["whole"])
+    verdict, times = asyncio.run(judge_cases(sandbox, solution, tests, limits))
+    return {**_scored(verdict), "correct": verdict.all_passed, "cases": [asdict(time) for time in times]}
+
+
+def _scored(verdict: Verdict) -> dict[str, Any]:
     outcome = f"{sum(verdict.passed)} of {len(verdict.passed)} passed {verdict.detail}".rstrip()
     return {"reward": float(verdict.all_passed), "outcome": outcome}
 
