@@ -434,11 +434,7 @@ class LLMProxy:
 
     def _others_live(self, lane: Lane) -> bool:
         """Whether another worker is up, or is being restarted by us."""
-        return any(
-            other.alive or not (other.removed or other.borrowed)
-            for other in self.lanes
-            if other is not lane
-        )
+        return any(other.alive or not (other.removed or other.borrowed) for other in self.lanes if other is not lane)
 
     async def _watchdog(self) -> None:
         """A worker that holds requests but finishes none for the stall time is treated as dead."""

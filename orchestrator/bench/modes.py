@@ -13,6 +13,7 @@ from orchestrator.bench.simulated import frame, now, row
 from orchestrator.sim.setups import LADDER, Measured, measure, rollart
 
 NAME = "modes"
+FASTER = 3.2  # 0.40 of a GPU's peak over the calibrated 0.13, see orchestrator.sim.hardware
 _MODELS = ("8B", "14B", "32B")
 _RUNGS = (  # better, worse, printed range over 8B to 32B
     ("sync_plus", "sync", 1.40, 2.40),
@@ -33,14 +34,32 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         model: {rung: measure(rollart(model, rung, scale, steps=4 if quick else 5)) for rung in LADDER}
         for model in models
     }
-    return result(found, scale, quick, nonce, begun)
+    fast = {} if quick else faster(scale)
+    return result(found, fast, scale, quick, nonce, begun)
 
 
-def result(found: dict[str, dict[str, Measured]], scale: int, quick: bool, nonce: str, begun: str) -> dict[str, Any]:
-    """The result of these runs."""
+def faster(scale: int) -> dict[str, Measured]:
+    """8B with a trainer at Megatron's pre-training rate: what the ladder is where training is not what binds."""
+    found = {}
+    for rung in LADDER:
+        gpus = 128 if rung.startswith("sync") else 32
+        found[rung] = measure(rollart("8B", rung, scale, steps=5, extra=[f"sim.trainer_gpus={round(gpus * FASTER)}"]))
+    return found
+
+
+def result(
+    found: dict[str, dict[str, Measured]],
+    fast: dict[str, Measured],
+    scale: int,
+    quick: bool,
+    nonce: str,
+    begun: str,
+) -> dict[str, Any]:
+    """The result of these runs; ``fast``: of :func:`faster`, or nothing."""
     rows = []
+    ladders = {**found, **({"8B, faster trainer": fast} if fast else {})}
     for better, worse, low, high in _RUNGS:
-        for model, ladder in found.items():
+        for model, ladder in ladders.items():
             ours = ladder[better].throughput / ladder[worse].throughput
             what = f"{model}: throughput of {better} over {worse}"
             rows.append(row(what, f"{low} to {high}", low, high, ours, "RollArt 7.2, figure 10b", _why(better, worse)))
@@ -59,7 +78,9 @@ def result(found: dict[str, dict[str, Measured]], scale: int, quick: bool, nonce
                 )
             )
     whole = [one["what"] for one in rows if one["off"] > 0 or one["off"] < 0]
-    overall = [one["simulated"] for one in rows if "affinity over sync" in one["what"]]
+    overall = [
+        one["simulated"] for one in rows if one["what"].endswith("affinity over sync") and "faster" not in one["what"]
+    ]
     value = min(overall)
     return frame(
         NAME,
@@ -68,12 +89,12 @@ def result(found: dict[str, dict[str, Measured]], scale: int, quick: bool, nonce
         "RollArt 7.2, 8B to 32B (paper)",
         2.65,
         ">= 2.65, and each rung at least its predecessor",
-        value >= 2.65 and all(one["simulated"] >= 0.99 for one in rows),
+        value >= 2.65 and all(one["simulated"] >= 0.99 for one in rows if "faster" not in one["what"]),
         {
             "scale": scale,
             "rows": rows,
             "outside_the_printed_range": whole,
-            "runs": {model: {rung: _figures(one) for rung, one in ladder.items()} for model, ladder in found.items()},
+            "runs": {model: {rung: _figures(one) for rung, one in ladder.items()} for model, ladder in ladders.items()},
         },
         quick=quick,
         nonce=nonce,

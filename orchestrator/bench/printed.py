@@ -132,6 +132,17 @@ def _runs() -> list[dict[str, Any]]:
     found.append(_row("training in it", swe.train_seconds, 0.23 * 366, source, "s", "train_efficiency", True))
     rest = swe.step_seconds - swe.train_seconds
     found.append(_row("generation and environments in it", rest, 0.69 * 366, source, "s", assumed))
+    for model, h800, h20, printed in (
+        ("Qwen3-32B", 2, 6, 741.2),
+        ("Qwen3-32B", 4, 4, 734.9),
+        ("Qwen3-30B-A3B", 2, 6, 327.4),
+        ("Qwen3-30B-A3B", 4, 4, 305.2),
+    ):
+        fleet = f"sim.fleet={{H800={h800}, H20={h20}}}"
+        given = ["run.steps=3", f"sim.model={model}", "sim.tensor_parallel=4", "rollout.workers=8", fleet]
+        one = measure(scenario("rollart-swe", given, 2))
+        what = f"rollout of {model} on SWE-bench, collocated on {4 * h800} H800 and {4 * h20} H20"
+        found.append(_row(what, one.step_seconds - one.train_seconds, printed, "RollArt 7.4, table 5", "s", assumed))
     base = measure(scenario("rollpacker", ["run.steps=4"], 2))
     rollout, reward = _shares(base)
     period, source = base.step_seconds, "RollPacker 2.2, table 1 (mean of three tasks)"

@@ -38,7 +38,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         "cells": [*fitted, *held],
         "rollouts": [] if quick else [requests],
         "rounds": 40,
-        "seconds": 12 if quick else 170,
+        "seconds": 12 if quick else 110,
     }
     probe = run_probe("steptime", ["--work", json.dumps(work)])
     steps = _cells(probe["steps"])

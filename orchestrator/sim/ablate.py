@@ -20,6 +20,7 @@ from orchestrator.sim.setups import measure, scenario
 SCENARIO = "rollart"
 SCALE = 16  # a 16th of its cluster and batch
 STEPS = 5
+BALANCED = "sim.trainer_gpus=96"  # with the 32 of the scenario training binds, and nothing of the rollout shows
 STYLE = ".whisker{fill:none;stroke:#0b6fb8;stroke-width:1.3}"  # of the drawing, beside that of all figures
 
 
@@ -99,7 +100,7 @@ def ablate(
 
 
 def _default(overrides: Sequence[str]) -> Config:
-    return scenario(SCENARIO, [f"run.steps={STEPS}", *overrides], SCALE)
+    return scenario(SCENARIO, [f"run.steps={STEPS}", BALANCED, *overrides], SCALE)
 
 
 def table(rows: Sequence[Row]) -> str:
