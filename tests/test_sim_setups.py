@@ -12,6 +12,7 @@ from orchestrator import cli
 from orchestrator.api import ConfigError
 from orchestrator.bench import describe, printed, simulated
 from orchestrator.bench.affinity import FLEETS, config_of, config_of_task
+from orchestrator.bench.simulated_page import page
 from orchestrator.config import Config, load_config
 from orchestrator.sim.ablate import FEATURES, Feature, ablate, draw, table
 from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, rollout_seconds
@@ -52,7 +53,7 @@ def small(overrides: Sequence[str]) -> Config:
         "rollout.environments=24",
         "rollout.workers=2",
     ]
-    return load_config(None, [*base, "sim.train_seconds_per_token=0.02", *overrides])
+    return load_config(None, [*base, "evaluation.prompts=1", "sim.train_seconds_per_token=0.02", *overrides])
 
 
 def test_an_ablation_compares_each_feature_with_all_on_seed_by_seed() -> None:
@@ -86,7 +87,9 @@ def test_the_command_line_ablates_and_draws(
     speed = Feature("speed", (), ("sim.decode_seconds_per_step=0.5",))
     monkeypatch.setattr("orchestrator.sim.ablate.FEATURES", (speed,))
     config = tmp_path / "c.toml"
-    config.write_text("[run]\nsteps = 3\n[rollout]\ngroups_per_step = 2\ngroup_size = 2\nenvironments = 8\n")
+    config.write_text(
+        "[run]\nsteps = 3\n[rollout]\ngroups_per_step = 2\ngroup_size = 2\nenvironments = 8\n[evaluation]\nprompts = 1\n"
+    )
     assert cli.main(["sim", str(config), "--ablate", "--seeds", "1", "--svg", str(tmp_path / "a.svg"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["without"] for row in rows] == ["", "speed"]
@@ -164,3 +167,8 @@ def test_a_row_says_how_far_it_is_outside_of_the_printed_range() -> None:
     inside, above, below = (simulated.row("x", "1 to 2", 1.0, 2.0, ours, "s") for ours in (1.5, 3.0, 0.5))
     assert (inside["off"], above["off"], below["off"]) == (0.0, 0.5, -0.5)
     assert {"modes", "affinity", "sim-error", "rollart-figures"} <= {name for name, _ in describe()}
+
+
+def test_the_page_of_simulated_figures_is_what_its_files_say() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    assert (folder / "simulated.md").read_text(encoding="utf-8") == page(folder)
