@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("config", nargs="?", help="TOML file")
     sim.add_argument("overrides", nargs="*", metavar="section.key=value")
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
+    sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
+    sim.add_argument("--seeds", type=int, default=3, help="of --ablate (3)")
+    sim.add_argument("--svg", metavar="FILE", help="draw what --ablate found")
     sim.add_argument("--json", action="store_true")
     sim.set_defaults(run=_sim)
 
@@ -174,12 +177,35 @@ def _say_report(page: Path) -> None:
 
 
 def _sim(arguments: argparse.Namespace) -> int:
+    if arguments.ablate:
+        return _ablate(arguments)
     from orchestrator.sim.run import simulate
 
     result = simulate(load_config(arguments.config, arguments.overrides))
     if arguments.events:
         Path(arguments.events).write_bytes(result.events)
     print(json.dumps(result.summary, indent=None if arguments.json else 2, sort_keys=True))
+    return 0
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    from orchestrator.bench.figures import page, placed
+    from orchestrator.report.text import tag
+    from orchestrator.sim import ablate
+
+    make = None
+    if arguments.config:
+
+        def make(overrides: Sequence[str]) -> Config:
+            return load_config(arguments.config, [*arguments.overrides, *overrides])
+
+    rows = ablate.ablate(arguments.seeds, make=make, said=lambda text: print(text, file=sys.stderr))
+    if arguments.svg:
+        plot = ablate.draw(rows)
+        Path(arguments.svg).write_text(
+            page(plot.width, plot.height, [tag("style", ablate.STYLE), placed(plot, 0, 0)]) + "\n", encoding="utf-8"
+        )
+    print(json.dumps([row.as_dict() for row in rows]) if arguments.json else ablate.table(rows))
     return 0
 
 

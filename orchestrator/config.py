@@ -179,7 +179,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
     for override in overrides:
-        _apply_override(data, override)
+        apply_override(data, override)
     return parse_config(data)
 
 
@@ -228,7 +228,8 @@ def _fix(item: Any) -> str:
     return message[0].lower() + message[1:]
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Put ``section.key=value`` into the plain dictionary of a config. Raises ConfigError."""
     name, separator, raw = override.partition("=")
     name = name.strip()
     if not separator or not name:

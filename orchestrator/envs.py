@@ -272,7 +272,8 @@ class EnvManager:
     def _check_tokens(self, episode: Episode, observation: Observation) -> None:
         episode.environment_in_order = False
         size = len(self._task.vocabulary)
-        if not observation.token_ids or not all(0 <= token < size for token in observation.token_ids):
+        tokens = observation.token_ids
+        if not tokens or min(tokens) < 0 or max(tokens) >= size:
             raise TrajectoryError("environment_output", f"observation must be token ids in [0, {size})")
         if len(observation.token_ids) > self._part(episode).max_context_tokens:
             raise TrajectoryError(

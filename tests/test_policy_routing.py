@@ -116,6 +116,13 @@ def test_a_task_runs_on_its_class_and_falls_back_while_that_has_no_room() -> Non
     assert place(router, "c1", "c", "FrozenLake") == 1, "its holder is full: home again"
 
 
+def test_a_task_that_asks_for_no_class_goes_to_the_least_busy_worker_of_all() -> None:
+    router = opened([Seat("H800"), Seat("H20"), Seat("H20")], affinity={"game": "H20"})
+    assert [place(router, name, name, "maths") for name in "abcd"] == [0, 1, 2, 0]
+    assert place(router, "e", "e", "game") == 1, "its class first, though all of that are as busy"
+    assert [place(router, name, name, "maths") for name in "fg"] == [2, 0]
+
+
 def test_without_fallback_it_waits_and_holds_up_nobody_of_another_class() -> None:
     router = opened(MIXED, affinity=AFFINITY, fallback=False)
     assert [place(router, name, name, "FrozenLake") for name in "abc"] == [1, 1, None]

@@ -30,6 +30,10 @@ _MODULES = {
     "delta-speed": "orchestrator.bench.delta_speed",
     "transfer-limit": "orchestrator.bench.transfer_limit",
     "delta-peers": "orchestrator.bench.delta_peers",
+    "sim-error": "orchestrator.bench.sim_error",
+    "modes": "orchestrator.bench.modes",
+    "affinity": "orchestrator.bench.affinity",
+    "rollart-figures": "orchestrator.bench.rollart_figures",
 }
 
 

@@ -32,7 +32,7 @@ def observation_of(answer: object, what: str) -> Observation:
     if not isinstance(answer, Observation):
         raise TrajectoryError("environment_output", f"{what} returned {type(answer).__name__}, not an Observation")
     ids: object = answer.token_ids
-    if not isinstance(ids, tuple | list) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, tuple | list) or any(kind is not int for kind in set(map(type, ids))):
         raise TrajectoryError("environment_output", f"{what}: token_ids must be a tuple of int, is {ids!r:.100}")
     return answer if isinstance(ids, tuple) else Observation(tuple(ids))
 

@@ -2,8 +2,9 @@
 
 A turn goes, in this order: to the worker that served the trajectory's previous turn, which holds its prefix (unless that
 is ``imbalance`` requests busier than the least busy one of its pool); to the least busy dedicated worker of the hardware
-class that its task asks for, then of the other classes; to the least busy borrowed one, in the same order of classes; into
-the queue. The baselines differ in the choice inside a pool only, and ignore who holds the prefix.
+class that its task asks for, then of the other classes (where it asks for none: of all at once); to the least busy borrowed
+one, in the same order of classes; into the queue. The baselines differ in the choice inside a pool only, and ignore who
+holds the prefix.
 
 A slot that a queue waits for goes to the oldest turn whose prefix that worker holds, else to the oldest that may use it:
 first come, first served alone would scatter the turns of a full fleet over all workers and recompute nearly every prefix.
@@ -82,6 +83,9 @@ class _Line:
 
     pools: tuple[_Pool, ...]
     classes: frozenset[str]
+    anywhere: int = (
+        0  # its task asks for no class: so many pools of a tier are one, the least busy worker of all gets it
+    )
     waiting: list[tuple[int, str]] = field(default_factory=list)  # a heap of (number, request)
 
     def room(self) -> bool:
@@ -287,7 +291,12 @@ class TurnRouter:
                 allowed = pool.free >> worker & 1 and self._seats[worker].hardware in turn.line.classes
                 if allowed and self._load[worker] <= _lowest(pool.loads) + self._imbalance:
                     return worker
-        pool = next(pool for pool in turn.line.pools if pool.free)
+        pools = turn.line.pools
+        pool = next(pool for pool in pools if pool.free)
+        if turn.line.anywhere:
+            ends = turn.line.anywhere
+            tier = pools[:ends] if any(one.free for one in pools[:ends]) else pools[ends:]
+            pool = min((one for one in tier if one.free), key=lambda one: one.loads & -one.loads)
         return pool.following() if self._rule == ROUND_ROBIN else pool.least()
 
     def _heir(self, worker: int, oldest: _Turn) -> str | None:
@@ -322,10 +331,11 @@ class TurnRouter:
         usual = self._affinity.get(DEFAULT_TASK, "")
         others = [usual, *self._classes] if self._fallback or not first else []
         order = tuple(dict.fromkeys(name for name in (first, *others) if name))
-        line = self._lines.get(order)
+        key = order if first else ("", *order)
+        line = self._lines.get(key)
         if line is None:
             pools = tuple(self._pools[name, tier] for tier in (False, True) for name in order)
-            line = self._lines[order] = _Line(pools, frozenset(order))
+            line = self._lines[key] = _Line(pools, frozenset(order), 0 if first else len(order))
         self._line_of[task] = line
         return line
 

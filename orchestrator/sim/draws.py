@@ -14,6 +14,8 @@ from functools import lru_cache
 PAD, END = 0, 1
 VOCABULARY = ("<pad>", "<end>", *(f"w{index}" for index in range(62)))
 _WORDS = len(VOCABULARY) - 2
+_LOGPROBS = tuple(-(token + 1) / 32 for token in range(len(VOCABULARY)))
+_SPOKEN = bytes(2 + byte % _WORDS for byte in range(256))  # what a random byte says
 RESPONSE_SIGMA = 0.8  # of log(length); long-tailed, as RollPacker fig. 2 and Heddle fig. 3 show responses to be
 
 
@@ -29,16 +31,20 @@ def lognormal(rng: random.Random, mean: float, sigma: float) -> float:
     return rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
 
 
+def words(rng: random.Random, number: int) -> tuple[int, ...]:
+    """So many tokens, none of which ends a response."""
+    return tuple(rng.randbytes(number).translate(_SPOKEN))
+
+
 @lru_cache(maxsize=4096)
 def response(seed: int, trajectory_id: str, turn: int, mean: float, limit: int) -> tuple[int, ...]:
     """What the simulated policy says: words, then END if it ends before ``limit`` tokens."""
     rng = stream(seed, "response", trajectory_id, turn)
     length = max(1, round(lognormal(rng, mean, RESPONSE_SIGMA)))
-    words = rng.randbytes(min(length, limit))
-    tokens = tuple(2 + byte % _WORDS for byte in words)
+    tokens = words(rng, min(length, limit))
     return (*tokens[:-1], END) if length <= limit else tokens
 
 
 def logprobs(tokens: tuple[int, ...]) -> tuple[float, ...]:
     """Synthetic log-probs: finite, negative, a function of the token, exact in binary so that JSON keeps them."""
-    return tuple(-(token + 1) / 32 for token in tokens)
+    return tuple(map(_LOGPROBS.__getitem__, tokens))

@@ -123,6 +123,15 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._timers, (when, self._timer_count, timer))
         return timer
 
+    def call_soon(  # type: ignore[override]  # as call_at
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """As asyncio's, without the checks of its debug mode."""
+        self._check_open()
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled_timers += 1
         if self._cancelled_timers > _PRUNE_AT and self._cancelled_timers * 2 > len(self._timers):

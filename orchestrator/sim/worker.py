@@ -86,6 +86,7 @@ class SimWorker:
         self._said = said
         self._speech = speech or Speech(config, traces)
         self._costs: EngineCosts = engine_costs(config, hardware)
+        self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
         self._engine = config.rollout.engine
         if self._costs.kv_tokens is not None and self._costs.kv_tokens < self._engine.max_model_len:
             fix = f"{name} has KV for {self._costs.kv_tokens} tokens only: a request of that length could never run"
@@ -410,7 +411,10 @@ class SimWorker:
         running = len(held.running)
         if not running:
             return
-        fixed, growing = self._costs.decode(running)
+        cost = self._decode.get(running)
+        if cost is None:
+            cost = self._decode[running] = self._costs.decode(running)
+        fixed, growing = cost
         self._leap_start = now + self._costs.prefill(owed, pairs, running)
         self._leap_first = fixed + growing * held.context
         self._leap_growth = growing * running

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 from orchestrator.config import Config
 from orchestrator.sections.sim import SimTaskSection
-from orchestrator.sim.draws import END, VOCABULARY, lognormal, stream
+from orchestrator.sim.draws import END, VOCABULARY, lognormal, stream, words
 
 _WORDS = len(VOCABULARY) - 2
 MOST_TASKS = _WORDS
@@ -73,8 +73,8 @@ class Workload:
         mean = task.response_tokens * 2.718281828459045 ** (shared * _QUANTILES[quantile] - shared * shared / 2)
         length = self.size(rng, lognormal(rng, mean, own))
         limit = min(limit, -(-task.response_max // self.grain))
-        words = tuple(2 + byte % _WORDS for byte in rng.randbytes(min(length, limit)))
-        return (*words[:-1], END) if length <= limit else words
+        said = words(rng, min(length, limit))
+        return (*said[:-1], END) if length <= limit else said
 
     def seconds(self, task: SimTaskSection, rng: random.Random, mean: float, sigma: float) -> float:
         """A draw of an environment's time."""

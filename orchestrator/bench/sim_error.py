@@ -1,0 +1,118 @@
+"""Predicted over measured step time of the simulator's cost model, real vLLM engine on this machine, sizes not fitted.
+
+``vllm_rlplugin.steptime_probe`` measures steps of a small random Qwen3 over batch sizes and lengths, interleaved. The model's
+five constants are fitted to some sizes; the value is the largest error on sizes that were held back (each a median over rounds:
+one figure for a prefill, one for the decode steps after it). The detail also has whole rollouts with queueing, predicted by the
+simulator's own batch, and the table of the papers' absolute numbers (``orchestrator/bench/printed.py``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import random
+import statistics
+from typing import Any
+
+from orchestrator.bench import printed
+from orchestrator.bench.probe import run_probe
+from orchestrator.runfolder import describe_machine
+from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, rollout_seconds
+
+NAME = "sim-error"
+_BAR = 0.05
+_FITTED = [(1, 32), (4, 32), (16, 32), (64, 32), (1, 256), (4, 256), (16, 256), (64, 256)]  # sequences, prompt
+_HELD = [(2, 128), (8, 192), (12, 384), (24, 64), (32, 96), (48, 224)]
+_QUICK = ([(1, 32), (16, 32), (64, 32), (4, 256), (16, 256)], [(8, 96), (32, 64)])
+_SLOTS = 64  # of the probe's engine
+_ROLLOUT_REQUESTS = 96
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Raises RunError when the probe fails."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    fitted, held = _QUICK if quick else (_FITTED, _HELD)
+    requests = _requests()
+    work = {
+        "cells": [*fitted, *held],
+        "rollouts": [] if quick else [requests],
+        "rounds": 40,
+        "seconds": 12 if quick else 110,
+    }
+    probe = run_probe("steptime", ["--work", json.dumps(work)])
+    steps = _cells(probe["steps"])
+    costs = fit([step for (sequences, prompt), step in steps if (sequences, prompt) in fitted])
+    table = [_row(size, step, costs) for size, step in steps]
+    missed = [row for row in table if (row["sequences"], row["prompt"]) in held]
+    value = max(abs(row["error"]) for row in missed)
+    papers = printed.rows(simulate=not quick)
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": value,
+        "unit": "largest |predicted / measured - 1| of held-back sizes",
+        "reference": "published simulators",
+        "reference_value": _BAR,
+        "bar": f"<= {_BAR}",
+        "holds": value <= _BAR,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            "constants": {name: getattr(costs, name) for name in ("step", "sequence", "context", "token", "pair")},
+            "held_back_mean": statistics.mean(abs(row["error"]) for row in missed),
+            "held_back_decode_max": max(abs(row["error"]) for row in missed if not row["prefill"]),
+            "fitted_max": max(abs(row["error"]) for row in table if row not in missed),
+            "sizes": table,
+            "rollouts": [
+                {"measured": seconds, "predicted": predicted, "error": predicted / seconds - 1.0}
+                for seconds in probe["rollouts"]
+                for predicted in [rollout_seconds(costs, requests, _SLOTS)]
+            ],
+            "machine_speed": probe["speeds"],
+            "papers": {"median_error": printed.median_error(papers), "rows": papers},
+            "samples": probe["rounds"],
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid(), int(probe["pid"])],
+            "nonce": nonce,
+        },
+    }
+
+
+def _requests() -> list[tuple[int, int]]:
+    """A held-back rollout: more requests than slots, long-tailed responses."""
+    rng = random.Random(7)
+    return [
+        (rng.randint(16, 200), max(4, min(120, int(rng.lognormvariate(3.2, 0.8))))) for _ in range(_ROLLOUT_REQUESTS)
+    ]
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[tuple[tuple[int, int], Step]]:
+    """One step for each cell's prefill, and one for the decode steps after it."""
+    found: list[tuple[tuple[int, int], Step]] = []
+    for row in rows:
+        if row["prefill"]:
+            size = (int(row["sequences"]), int(row["prefill"]))
+            found.append((size, Step(size[0], row["context"], row["prefill"], row["seconds"])))
+            decode = [other for other in rows if not other["prefill"] and _follows(other, row)]
+            seconds = statistics.mean(other["seconds"] for other in decode)
+            context = statistics.mean(other["context"] for other in decode)
+            found.append((size, Step(size[0], context, 0, seconds)))
+    return found
+
+
+def _follows(decode: dict[str, Any], prefill: dict[str, Any]) -> bool:
+    later = decode["context"] - prefill["context"]
+    return bool(decode["sequences"] == prefill["sequences"] and 0 < later < 30)
+
+
+def _row(size: tuple[int, int], step: Step, costs: FittedCosts) -> dict[str, Any]:
+    return {
+        "sequences": size[0],
+        "prompt": size[1],
+        "prefill": bool(step.prefill),
+        "measured_ms": step.seconds * 1e3,
+        "predicted_ms": costs.seconds(step) * 1e3,
+        "error": errors(costs, [step])[0],
+    }

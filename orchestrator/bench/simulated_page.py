@@ -1,0 +1,133 @@
+"""Writes ``simulated.md`` of a results folder: ``python -m orchestrator.bench.simulated_page FOLDER``.
+
+It is made of the JSON files beside it: every row of every simulated figure, printed number and ours. Nothing but the words
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_HEAD = """# Simulated figures beside the printed ones
+
+Made by `python -m orchestrator.bench.simulated_page docs/results` from the JSON files beside it. Everything here is **simulated**
+(virtual time, the same pipeline), but for the first table, where real engine steps are predicted. How it counts:
+[the simulator](../simulator.md).
+"""
+_WHY = """
+## Why ours differ
+
+- **What RollArt's tasks are is not printed**: tokens a turn, environment times and the mix are our assumptions, made before the
+  first run (`orchestrator/sim/scenarios`). FrozenLake shows it best: with 180 tokens of observation a turn and prefix caching
+  it is bound by memory, not by prefill, in our model, so H800 have no advantage there; figure 4a says that its real turns
+  prefill far more.
+- **Training binds in our runs of RollArt**: calibrated by its figure 3, 32 H800 need longer for our batch than the other GPUs
+  need to make it, so whatever speeds up the rollout (affinity, redundancy, a larger alpha) cannot show in the step time. The
+  rows "faster trainer" are the same ladder with training at 0.40 of the peak. The paper's ladder says that its training was
+  not the bottleneck.
+- **Two batches are in flight** from `areal` on (`rollout.redundant_groups` = 2, as RollArt keeps all its environments busy):
+  what is complete first is trained, so no step waits for its longest episode, which in `sync` to `one_off` every step does.
+  Of long episodes more get stale and are thrown away.
+- **Publishing takes the trainer's time** in our pipeline: the next training step waits until the version is on the relay, 34 s
+  (8B) to 135 s (32B) at the rates of RollArt's table 4. The monolithic and the one-class rungs use the collective instead.
+- **Transfers**: the papers' have a start of seconds and reach 2 to 12 GB/s of links of 25 and 50; a roofline of the link does
+  not.
+- **Mixed tasks**: RollPacker's table 1 is of one task at a time; ours has all three in a batch, so that every step waits for
+  the slowest scorer.
+"""
+
+
+def page(folder: Path) -> str:
+    """The text. Files that are not there are left out."""
+    parts = [_HEAD]
+    error = _load(folder, "sim-error")
+    if error:
+        parts += _sim_error(error)
+    for name, title in (
+        ("modes", "The ladder of modes (`bench modes`)"),
+        ("affinity", "Hardware affinity (`bench affinity`)"),
+        ("rollart-figures", "RollArt's other figures (`bench rollart-figures`)"),
+    ):
+        found = _load(folder, name)
+        if found:
+            scale = found["detail"].get("scale")
+            note = f" One {scale}th of cluster and batch." if scale else ""
+            parts.append(f"\n## {title}\n\nValue {found['value']:.3f} ({found['unit']}); bar {found['bar']}: "
+                         f"{'held' if found['holds'] else '**not held**'}.{note}\n")  # fmt: skip
+            parts.append(_rows(found["detail"]["rows"]))
+            if "runs" in found["detail"]:
+                parts.append(_runs(found["detail"]["runs"]))
+    ablation = _load(folder, "ablation")
+    if ablation:
+        parts.append("\n## One feature away at a time (`rl-coserve sim --ablate`)\n\n![ablation](ablation.svg)\n")
+        parts.append("| without | step time over all on | standard deviation over seeds |\n| --- | --- | --- |")
+        parts += [
+            f"| {one['without'] or '(all on)'} | {one['over_all_on']:.3f} | {one['deviation']:.3f} |"
+            for one in ablation
+        ]
+    parts.append(_WHY)
+    return "\n".join(parts)
+
+
+def _load(folder: Path, name: str) -> Any:
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _rows(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| figure | printed | simulated | outside by | source |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        off = f"{100 * row['off']:+.0f} %" if row["off"] else "inside"
+        lines.append(f"| {row['what']} | {row['printed']} | {row['simulated']:.3g} | {off} | {row['source']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _runs(runs: dict[str, Any]) -> str:
+    lines = [
+        "| model | rung | s a step | of it training | tokens a step | stale a step |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, ladder in runs.items():
+        for rung, one in ladder.items():
+            lines.append(
+                f"| {model} | {rung} | {one['step_seconds']:.0f} | {one['train_seconds']:.0f} | "
+                f"{one['tokens_per_step']:,.0f} | {one['evicted_stale_per_step']:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _sim_error(found: dict[str, Any]) -> list[str]:
+    detail = found["detail"]
+    papers, rollouts = detail["papers"], detail["rollouts"]
+    whole = ", ".join(f"{100 * one['error']:+.1f} %" for one in rollouts) or "not measured"
+    lines = [
+        "\n## The simulator's own error (`bench sim-error`)\n",
+        f"Real engine (tiny Qwen3, this machine), sizes held back: largest error {100 * found['value']:.1f} %, "
+        f"mean {100 * detail['held_back_mean']:.1f} %, decode steps at most {100 * detail['held_back_decode_max']:.1f} %; "
+        f"the bar is 5 %: {'held' if found['holds'] else '**not held**'}. Medians of {detail['samples']} rounds. "
+        f"A whole rollout that was held back: {whole}. "
+        f"Absolute numbers of the papers, median error {100 * papers['median_error']:.0f} %:\n",
+        "| number | predicted | printed | error | source | note |\n| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in detail["papers"]["rows"]:
+        error = "calibration" if row["calibration"] else f"{100 * row['error']:+.0f} %"
+        numbers = f"{row['predicted']:.3g} | {row['printed']:.3g} | {error}"
+        lines.append(f"| {row['what']} ({row['unit']}) | {numbers} | {row['source']} | {row['note']} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.bench.simulated_page", description=__doc__)
+    parser.add_argument("folder", nargs="?", default="docs/results")
+    folder = Path(parser.parse_args(arguments).folder)
+    (folder / "simulated.md").write_text(page(folder), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
