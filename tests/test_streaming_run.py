@@ -239,6 +239,7 @@ def test_a_trainer_that_finds_no_room_leaves_a_step_unstreamed_and_nothing_lost(
     assert failed == [("residency stream", "no room")]
 
 
+@pytest.mark.long
 def test_a_step_whose_devices_do_not_come_at_once_is_tried_again(twins: list[LendingWorker]) -> None:
     ResidentTrainer.fails = "step"
     result = sim_run.simulate(colocated())
