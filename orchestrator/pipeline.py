@@ -29,7 +29,7 @@ from orchestrator.checkpoint import RunState
 from orchestrator.config import Config
 from orchestrator.delivery import Delivery
 from orchestrator.evaluation import evaluate
-from orchestrator.feeding import Feeder
+from orchestrator.feeding import Fed, Feeder
 from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parts import Parts, Position
 from orchestrator.planning import planning_of
@@ -230,6 +230,8 @@ class Pipeline:
             await self._checkpoint(state)
         if self.turns is None:
             self._open_feeder()
+        else:
+            self.feeder.fed = Fed()  # it opens when devices are freed, or not at all
 
     def _open_feeder(self) -> None:
         """The trainer may be fed the batch that is being collected."""

@@ -239,7 +239,10 @@ def events_of(result: Any, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, result.events.decode().splitlines()) if event["kind"] == kind]
 
 
-@pytest.mark.parametrize("mode", ["sync_plus", "async", "one_off"])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("sync_plus", marks=pytest.mark.long), "async", pytest.param("one_off", marks=pytest.mark.long)],
+)
 def test_a_simulated_run_follows_the_planner_and_accounts_for_every_trajectory(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

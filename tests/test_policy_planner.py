@@ -14,7 +14,7 @@ from orchestrator.policies.profile import EngineShape, Layout, Point, Profile
 from orchestrator.profile import grid
 
 LOAD = StepLoad(0, 100.0)  # no lengths: nothing is known of gains, so nothing keeps the rule from acting
-# A real series, of the benchmark `preemption` and of RollPacker figure 7a's kind: four short rounds and a long one, twice.
+# Made up, in the shape of RollPacker figure 7a: four short rounds and a long one, then calmer ones.
 SERIES = (0, 12, 12, 13, 7, 13, 14, 0, 0, 0, 0, 3, 0, 0, 0, 0)
 
 
@@ -56,7 +56,7 @@ def test_a_rise_over_five_per_cent_doubles_and_four_steps_at_zero_halve() -> Non
     assert tps([0] * 20) == [1] * 20, "there is nothing under TP 1"
 
 
-def test_a_recorded_series_is_replayed_as_the_rule_says() -> None:
+def test_a_series_of_rounds_is_replayed_as_the_rule_says() -> None:
     assert tps(SERIES) == [1, 2, 2, 4, 4, 8, 8, 8, 8, 8, 4, 8, 8, 8, 8, 4]
 
 
