@@ -15,6 +15,7 @@ from orchestrator.report import accounts, bottleneck, sections
 from orchestrator.report.compare import compare
 from orchestrator.report.environments import environments
 from orchestrator.report.parts import page
+from orchestrator.report.rounds import rounds
 from orchestrator.report.runlog import RunLog, load_run
 from orchestrator.report.text import tag
 
@@ -26,6 +27,7 @@ _NAVIGATION = (
     ("speed", "Speed"),
     ("health", "Trainer"),
     ("environments", "Environments"),
+    ("rounds", "Rounds"),
     ("ledger", "Ledger"),
     ("incidents", "Incidents"),
     ("environment", "Machine"),
@@ -56,6 +58,7 @@ def render(run: RunLog) -> str:
         sections.speed(run),
         sections.trainer_health(run),
         environments(run),
+        rounds(run),
         accounts.ledger(run, _stored(run)),
         accounts.incidents(run),
         accounts.environment(run),

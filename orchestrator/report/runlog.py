@@ -183,6 +183,7 @@ class RunLog:
     incidents: list[Incident] = field(default_factory=list)
     pool: list[PoolSnapshot] = field(default_factory=list)  # empty without a pool
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # counters by tool, of the last step
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # events of short and long rounds; empty without
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -340,6 +341,8 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
             )
         case "environments":
             run.pool.append(_pool(event))
+        case "round":
+            run.rounds = [*(before for before in run.rounds if before["step"] < event["step"]), event]
         case "tools":
             run.tools = {str(name): dict(counts) for name, counts in (event.get("tools") or {}).items()}
         case "alarm" | "fault" | "recovered":
