@@ -26,6 +26,7 @@ _MODULES = {
     "delta-speed": "orchestrator.bench.delta_speed",
     "transfer-limit": "orchestrator.bench.transfer_limit",
     "delta-peers": "orchestrator.bench.delta_peers",
+    "tail-batching": "orchestrator.bench.tail_batching",
 }
 
 
