@@ -35,7 +35,7 @@ from orchestrator.parts import Parts, Position
 from orchestrator.planning import planning_of
 from orchestrator.policies.weighting import LagWeight, effective_share
 from orchestrator.rollout import Rollout
-from orchestrator.samples import histogram, to_samples
+from orchestrator.samples import histogram, note_uniform, to_samples
 from orchestrator.streaming import turns_of
 
 Answer = TypeVar("Answer")
@@ -122,7 +122,7 @@ class Pipeline:
         await self.rollout.end_batch(step)
         await (self._finish_training(early=True) if mode.overlaps else self._settled())
         batch = TrainBatch(step, self.position.version, self._samples(taken))
-        self._note_uniform(step)
+        note_uniform(self.config.rollout, self.rollout.buffer, self.parts.events, step)
         self.rollout.hand_over()
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
@@ -436,18 +436,6 @@ class Pipeline:
                 training=self._training is not None and not self._training.done(),
                 ledger=self.parts.ledger.counts.as_dict(),
             )
-
-    def _note_uniform(self, step: int) -> None:
-        """What dynamic sampling did for this batch, and an alarm when its limit let groups of equal rewards through."""
-        settings, events = self.config.rollout, self.parts.events
-        if not settings.dynamic_sampling:
-            return
-        buffer, groups = self.rollout.buffer, settings.groups_per_step
-        events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
-        if buffer.uniform_taken:
-            limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
-            detail = f"{buffer.uniform_taken} of {groups} groups of step {step + 1} have equal rewards: {limit}"
-            events.emit("alarm", what="dynamic_sampling", detail=detail)
 
     def _report_step(
         self, step: int, taken: list[Taken], batch: TrainBatch, metrics: TrainMetrics, begun: float

@@ -1,8 +1,12 @@
-"""From a trajectory to what the trainer is given of it: one function for the rollout's batches and for replayed ones."""
+"""From trajectories to what the trainer is given of them, for the rollout's batches and for replayed ones; and what is said of a
+batch."""
 
 from __future__ import annotations
 
 from orchestrator.api import RunError, TrainSample, Trajectory
+from orchestrator.buffer import SampleBuffer
+from orchestrator.events import EventLog
+from orchestrator.sections import RolloutSection
 
 
 def to_samples(trajectory: Trajectory, weight: float = 1.0) -> list[TrainSample]:
@@ -29,3 +33,14 @@ def to_samples(trajectory: Trajectory, weight: float = 1.0) -> list[TrainSample]
 def histogram(values: list[int]) -> dict[str, int]:
     """How often each value occurs, for the event log."""
     return {str(value): values.count(value) for value in sorted(set(values))}
+
+
+def note_uniform(settings: RolloutSection, buffer: SampleBuffer, events: EventLog, step: int) -> None:
+    """What dynamic sampling did for this batch, and an alarm when its limit let groups of equal rewards through."""
+    if not settings.dynamic_sampling:
+        return
+    events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
+    if buffer.uniform_taken:
+        limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
+        detail = f"{buffer.uniform_taken} of {settings.groups_per_step} groups of step {step + 1} have equal rewards: {limit}"
+        events.emit("alarm", what="dynamic_sampling", detail=detail)

@@ -6,6 +6,8 @@ import random
 import pytest
 
 from orchestrator.api import ConfigError
+from orchestrator.bench.tail_batching import fitted, simulated_epoch
+from orchestrator.bench.tail_batching_scenario import lengths
 from orchestrator.config import Config, load_config
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog, MemorySink
@@ -326,3 +328,18 @@ def test_without_rounds_no_line_of_the_journal_changes() -> None:
     ledger.start("t1", "g1", 5)
     assert [json.loads(line).get("prompt") for line in sink.lines] == [None, 5]
     assert "prompt" not in json.loads(sink.lines[0])
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------------
+
+
+def test_the_workload_of_the_benchmark_is_long_tailed_and_an_epoch_of_it_is_faster_with_rounds() -> None:
+    """The simulated part of tail-batching; the real one needs an engine."""
+    every = sorted(length for members in lengths()["prompts"] for length in members)
+    assert every[-1] > 25 * every[len(every) // 2], "RollPacker 1: the longest is 25 to 32 times the median"
+    cost = [(1, 0.0041), (101, 0.0091)]
+    assert fitted(cost) == pytest.approx((0.00405, 0.00005))
+    plain, tail = simulated_epoch(cost, False), simulated_epoch(cost, True)
+    assert plain["tokens_thrown_away"] == 0
+    assert tail["tokens_thrown_away"] > 0
+    assert tail["seconds"] < 0.8 * plain["seconds"]

@@ -7,6 +7,7 @@ at the end break the rounds on purpose: each must be found.
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from orchestrator.bench import ledger_faults
 from orchestrator.config import Config, load_config
 from orchestrator.epochs import account
 from orchestrator.policies.rounds import RoundPlanner
+from orchestrator.report.html import render
+from orchestrator.report.runlog import load_run
+from orchestrator.report.summary import summary_of
 from orchestrator.rollout import Rollout
 from orchestrator.rounds import Rounds
 from orchestrator.sim.run import SimResult, SimulationFailed, simulate
@@ -232,3 +236,21 @@ def test_a_loser_that_is_not_ended_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Rollout, "_defer", nothing)
     settings = config(("async", 2), "sim.environment_seconds_sigma=1.5")
     assert failures(settings)
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_and_the_summary_say_what_rounds_took_and_threw_away(tmp_path: Path) -> None:
+    result = simulate(config(("sync_plus", 0), "rollout.rounds.search=[1.1, 1.25]"), tmp_path)
+    run = load_run(tmp_path)
+    rounds = summary_of(run)["rounds"]
+    assert rounds["deferred"] == sum(event["deferred"] for event in events_of(result, "round"))
+    assert rounds["thrown_away"] > 0
+    assert rounds["kinds"]["short"]["rounds"] + rounds["kinds"]["long"]["rounds"] == 9
+    page = render(run)
+    assert "What did the long tail cost?" in page
+    assert "Seconds a prompt with eta 1.1" in page
+    plain = simulate(config(("sync_plus", 0), "rollout.rounds.enabled=false", "run.steps=2"), tmp_path / "plain")
+    assert plain.ledger["deferred"] == 0
+    assert "long tail" not in render(load_run(tmp_path / "plain"))

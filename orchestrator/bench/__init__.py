@@ -34,6 +34,7 @@ _MODULES = {
     "modes": "orchestrator.bench.modes",
     "affinity": "orchestrator.bench.affinity",
     "rollart-figures": "orchestrator.bench.rollart_figures",
+    "tail-batching": "orchestrator.bench.tail_batching",
 }
 
 

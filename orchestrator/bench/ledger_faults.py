@@ -82,7 +82,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     redundant_groups = rng.choice((1.0, 1.0, 1.5))
     rounds = rounds_of(seed, size, groups)
     if rounds["enabled"]:
-        steps, environments, redundant_groups = 2 * steps, max(environments, 2 * size), 1.0
+        steps, environments, redundant_groups = steps + 1, max(environments, 2 * size), 1.0
     return parse_config(
         {
             "run": {

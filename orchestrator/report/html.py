@@ -16,6 +16,7 @@ from orchestrator.report.compare import compare
 from orchestrator.report.environments import environments
 from orchestrator.report.parallelism import parallelism
 from orchestrator.report.parts import page
+from orchestrator.report.rounds import rounds
 from orchestrator.report.runlog import RunLog, load_run
 from orchestrator.report.text import tag
 
@@ -28,6 +29,7 @@ _NAVIGATION = (
     ("health", "Trainer"),
     ("parallelism", "Parallelism"),
     ("environments", "Environments"),
+    ("rounds", "Rounds"),
     ("ledger", "Ledger"),
     ("incidents", "Incidents"),
     ("environment", "Machine"),
@@ -59,6 +61,7 @@ def render(run: RunLog) -> str:
         sections.trainer_health(run),
         parallelism(run),
         environments(run),
+        rounds(run),
         accounts.ledger(run, _stored(run)),
         accounts.incidents(run),
         accounts.environment(run),

@@ -186,6 +186,7 @@ class RunLog:
     rewards: dict[str, Any] = field(default_factory=dict)  # counters of the calls that score, of the last step
     plans: list[dict[str, Any]] = field(default_factory=list)  # events `plan` and `reshape`: see orchestrator.planning
     reshapes: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # events of short and long rounds; empty without
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -343,6 +344,8 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
             )
         case "environments":
             run.pool.append(_pool(event))
+        case "round":
+            run.rounds = [*(before for before in run.rounds if before["step"] < event["step"]), event]
         case "tools":
             run.tools = {str(name): dict(counts) for name, counts in (event.get("tools") or {}).items()}
         case "rewards":

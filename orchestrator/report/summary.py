@@ -8,6 +8,7 @@
 * ``streamed``: share of the trained trajectories whose gradient was taken before their training step began; null when
   nothing was to be streamed.
 * ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
+* ``rounds``: what short and long rounds took, put off and threw away; null without them.
 * ``analysis``: environment-bound or GPU-bound, with the numbers (:mod:`orchestrator.report.analysis`); null where the log has
   none.
 * ``status``: completed, interrupted or failed as the run said it; unfinished when it said nothing (killed, or running).
@@ -53,6 +54,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "streamed": _streamed(run),
         "seconds": round(run.seconds, 3),
         "staleness": _staleness(run),
+        "rounds": rounds_of(run),
         "analysis": analysed.as_dict() if (analysed := analyse(run)) else None,
         "ledger": {
             "started": run.ledger.started,
@@ -71,6 +73,30 @@ def tokens_per_s(run: RunLog) -> float | None:
     """Generated and trained tokens over the wall time of the training steps; None before the first."""
     seconds = sum(step.period for step in run.steps)
     return round(sum(step.tokens for step in run.steps) / seconds, 3) if seconds > 0 else None
+
+
+def rounds_of(run: RunLog) -> dict[str, Any] | None:
+    """Totals over a run's rounds; None when it had none."""
+    if not run.rounds:
+        return None
+    last = run.rounds[-1]
+    names = ("launched", "deferred", "thrown_away", "seconds")
+    kinds = {
+        kind: {"rounds": len(found), **{name: round(sum(event[name] for event in found), 6) for name in names}}
+        for kind in ("short", "long")
+        if (found := [event for event in run.rounds if event["round"] == kind])
+    }
+    totals = {
+        name: sum(event[name] for event in run.rounds) for name in ("deferred", "thrown_away", "put_back", "lost")
+    }
+    return {
+        "kinds": kinds,
+        **totals,
+        "queue": last["queue"],
+        "discarded": last["discarded_ever"],
+        "given_up": last["given_up"],
+        "search": last["search"],
+    }
 
 
 def lag_counts(run: RunLog) -> dict[int, int]:

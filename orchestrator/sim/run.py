@@ -53,7 +53,7 @@ from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, Fau
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
 from orchestrator.sim.speech import Speech
-from orchestrator.sim.traces import load_traces
+from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWeights, SimWorker
 
@@ -155,10 +155,12 @@ class _AuditedTrainer:
 class _Simulation:
     """One run, over all its lives."""
 
-    def __init__(self, config: Config, folder: Path, sink: Callable[[str], object] | None) -> None:
+    def __init__(
+        self, config: Config, folder: Path, sink: Callable[[str], object] | None, traces: Traces | None
+    ) -> None:
         self.config = config
         self.folder = folder
-        self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else None
+        self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else traces
         self._speech = Speech(config, self.traces)
         self.audit = Audit(config, self._speech)
         self.remains = Remains(self.audit)
@@ -457,10 +459,12 @@ def simulate(
     events_sink: Callable[[str], object] | None = None,
     *,
     strict: bool = True,
+    traces: Traces | None = None,
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
     with faults (one without needs none); ``events_sink`` sees each line of the event log as it is written; ``strict``:
-    raise :class:`SimulationFailed` when anything is wrong. Raises ConfigError for what needs servers or processes."""
+    raise :class:`SimulationFailed` when anything is wrong; ``traces``: episodes to play where
+    ``sim.trace`` names none. Raises ConfigError for what needs servers or processes."""
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
@@ -477,7 +481,7 @@ def simulate(
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         with _rare_collections():
-            result = _Simulation(config, path, events_sink).run()
+            result = _Simulation(config, path, events_sink, traces).run()
         (path / "config.json").write_text(to_json(config) + "\n", encoding="utf-8")
         (path / "events.jsonl").write_bytes(result.events)
         (path / "ledger.jsonl").write_bytes(result.journal)
@@ -486,7 +490,7 @@ def simulate(
     else:
         memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-", dir=memory) as temporary, _rare_collections():
-            result = _Simulation(config, Path(temporary), events_sink).run()
+            result = _Simulation(config, Path(temporary), events_sink, traces).run()
     if strict and result.violations:
         raise SimulationFailed(result)
     return result
