@@ -45,9 +45,10 @@ from orchestrator.rewards.judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.launch import FunctionHost, RewardHost
 from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
-from orchestrator.runtime import pools
+from orchestrator.runtime import collector, pools
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
+from orchestrator.runtime.checkpoints import BesideTheLoop
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore
 from orchestrator.tasks import registry
@@ -114,7 +115,7 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
         epoch = datetime.fromisoformat(started) - timedelta(seconds=events.time())  # a resume goes on counting
         store = TrajectoryStore(folder.trajectories, epoch=epoch)
         stack.callback(store.close)
-        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        checkpoints = BesideTheLoop(folder.checkpoints, config.checkpoint.keep)
         resumed = rewind(checkpoints, ledger, ledger_lines, store) if resume else None
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
@@ -133,6 +134,7 @@ async def train(config: Config, folder: RunFolder, task: Task, resume: bool, sta
             with events.stage("startup", resumed.step if resumed else 0):
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
+            collector.calm()
             pipeline = Pipeline(config, parts, position)
             watch = asyncio.create_task(_watch(assembly.children, pipeline), name="watch children")
             stack.callback(watch.cancel)
