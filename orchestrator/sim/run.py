@@ -44,7 +44,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.draws import stream
-from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTrainer, faulty_workers
+from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
 from orchestrator.sim.speech import Speech
@@ -342,6 +342,7 @@ class _Simulation:
         audited: Trainer = trainer
         if self._faulty and self.life < 2 * FAULTY_LIVES:
             faults = FaultInjector(config, events, self.life, self.injected)
+            self._task.tools = FaultyTools(self._task.tools, faults)
             task, reward, workers = (
                 FaultyTask(task, faults),
                 FaultyReward(reward, faults),

@@ -12,8 +12,7 @@ an update, each token carries the version that made it. A death loses all reques
 until ``restart``. It starts with version -1: tokens made before the first update can be told. Weights that were spoilt
 half-way (``spoil``) keep it suspended until an update succeeds.
 
-Not modelled: KV memory pressure, preemption (priority decides who waits, never who runs), tensor parallelism, the growth of
-attention with context.
+Not modelled: KV pressure, preemption (priority decides who waits, never who runs), tensor parallelism, attention's growth.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,7 +41,8 @@ from orchestrator.sim.draws import END, logprobs
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
 
-RESTART_SECONDS = 5.0  # a process and a small engine; a figure of this model, not a measurement
+REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
+RESTART_SECONDS = 5.0  # a process and a small engine; of this model, not a measurement
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of this model too
 SEND_SHARE = 0.15  # of them is what the trainer's own workers need to receive it from there; likewise
@@ -120,12 +121,11 @@ class SimWorker:
         self._prepared = -1  # the version that was fetched and not loaded yet
         self._updating = False
         self._unusable = ""  # why the weights are
-        self._known: dict[str, _Sequence | None] = {}  # every request of this life; None when it has ended
+        self._known: dict[str, _Sequence | None] = {}  # requests of this life; None when it has ended
+        self._ended, self._numbers = deque[str](), 0  # in order, the last REMEMBERED of them; requests ever
         self._waiting: list[tuple[int, int, _Sequence]] = []
         self._running: dict[str, _Sequence] = {}
-        self._ends: list[
-            tuple[int, int, _Sequence]
-        ] = []  # running ones by the engine step after which each is complete
+        self._ends: list[tuple[int, int, _Sequence]] = []  # running ones by the engine step that completes each
         self._aborting: list[_Sequence] = []  # running ones that end with the step in progress
         self._steps = 0  # engine steps done
         self._owed = 0  # tokens to prefill before the next step
@@ -318,6 +318,7 @@ class SimWorker:
         self._aborting.clear()
         self._finished.clear()
         self._known.clear()
+        self._ended.clear()
         self._news.set()
         self._end_step()
 
@@ -338,7 +339,7 @@ class SimWorker:
             raise RetryableError(f"{self.name}: version {version} is not on the relay")
 
     def _unfinished(self) -> Iterator[_Sequence]:
-        yield from (sequence for sequence in self._known.values() if sequence is not None)
+        return (sequence for sequence in self._known.values() if sequence is not None)
 
     def _meant(self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]) -> list[_Sequence]:
         """The unfinished requests that an ABORT names."""
@@ -380,7 +381,8 @@ class SimWorker:
         cached = self._prefix.pop(request.trajectory_id, 0)
         self._prompt_tokens += len(request.token_ids)
         self._prompt_tokens_cached += min(cached, len(request.token_ids))
-        sequence = _Sequence(request, tokens, now, max(1, len(request.token_ids) - cached), len(self._known))
+        sequence = _Sequence(request, tokens, now, max(1, len(request.token_ids) - cached), self._numbers)
+        self._numbers += 1
         self._known[request.request_id] = sequence
         if tokens:
             heapq.heappush(self._waiting, (request.priority, sequence.number, sequence))
@@ -391,6 +393,9 @@ class SimWorker:
     def _finish(self, sequence: _Sequence, reason: str, error: str = "") -> None:
         sequence.done = True
         self._known[sequence.request.request_id] = None
+        self._ended.append(sequence.request.request_id)
+        if len(self._ended) > REMEMBERED:
+            del self._known[self._ended.popleft()]
         if self._running.pop(sequence.request.request_id, None) is not None:
             self._book(sequence)
         now = asyncio.get_running_loop().time()
