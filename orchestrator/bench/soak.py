@@ -200,7 +200,13 @@ async def soak(config: Config, folder: Path, selector: WatchedSelector, mark: st
         collector.calm()  # as a real run does
         probe = LoopDelay(selector)
         watch = asyncio.create_task(_watch(found, pipeline, task, started, probe), name="memory")
-        loop.call_later(seconds, pipeline.stop, "the time is up")
+
+        def stop() -> None:  # ending all at once is measured no more
+            watch.cancel()
+            probe.stop()
+            pipeline.stop("the time is up")
+
+        loop.call_later(seconds, stop)
         try:
             await pipeline.run()
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 
-YOUNG, MIDDLE, OLD = 300, 4, 2000  # new containers, young collections, middle collections before the next
+YOUNG, MIDDLE, OLD = 200, 2, 6000  # new containers, young collections, middle collections before the next
 
 
 def calm() -> None:
