@@ -79,6 +79,10 @@ class Checkpoints:
             shutil.rmtree(old)
         return final
 
+    async def committed(self, partial: Path, state: RunState) -> Path:
+        """:meth:`commit`, for the event loop; a run's own do it beside the loop (:mod:`orchestrator.runtime.checkpoints`)."""
+        return self.commit(partial, state)
+
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         return sorted(self._folder.glob(f"{_PREFIX}*")) if self._folder.exists() else []

@@ -104,6 +104,12 @@ class Config(Section):
                 f"rollout.environments must be at least {self.group_members}, the members that "
                 "rollout.redundant_members (or rollout.rounds.eta_responses) starts for a group: a group starts as a whole"
             )
+        pooled = self.environment.size if self.environment.backend != "in-process" else 0
+        if self.run.mode == "sync" and 0 < pooled < self.rollout.environments:
+            raise ValueError(
+                f"environment.size = {pooled} is less than rollout.environments = {self.rollout.environments}: in run.mode = "
+                "'sync' those with an environment would wait for those without one, for ever (make them equal)"
+            )
         launched = math.ceil(self.batch_trajectories * self.redundancy)
         if self.rollout.buffer_limit is not None and self.rollout.buffer_limit < launched:
             raise ValueError(f"rollout.buffer_limit must be at least {launched}: so many are launched for one batch")

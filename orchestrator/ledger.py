@@ -4,7 +4,8 @@ A trajectory lives through ``running`` (its environment and the policy talk), ``
 a batch), and ends in exactly one of ``trained``, ``evicted_stale``, ``aborted_redundant``, ``deferred``, ``filtered``,
 ``failed``. Every start, change and end is a line of the journal before anything acts on it. Invariant, checked at every
 step's end: started = sum over the ends + in flight, where in flight is counted by its own counter and must equal the
-number of open entries. Never is a number computed as the remainder of the others.
+number of open entries. Never is a number computed as the remainder of the others. What ended before the check before is
+only counted: a run of weeks holds no more in memory, and is checked no slower, than one of an hour; the journal has all.
 
 A resume goes back to a checkpoint: what was trained after it is journalled as ``rolled_back`` and either returns to the
 buffer (the checkpoint holds it) or ends as ``failed: rolled_back``; what was in flight ends as ``failed: interrupted``.
@@ -71,6 +72,10 @@ class Ledger:
         self._sink = sink
         self._now = now
         self._entries: dict[str, Entry] = {}
+        self._ended: list[str] = []  # since the last check
+        self._before: list[str] = []  # before it, since the one before
+        self._forgotten = 0
+        self._groups_restored = 0
         self.counts = Counts()
         self.sequence = 0
 
@@ -108,10 +113,11 @@ class Ledger:
             record["step"] = step
         self._write(record)
         entry.state, entry.cause, entry.step = state, cause, step
+        self._ended.append(trajectory_id)
         self._count_end(state, cause)
 
     def state(self, trajectory_id: str) -> str:
-        """The present state, "" when unknown."""
+        """The present state, "" when unknown, or ended before the check before."""
         entry = self._entries.get(trajectory_id)
         return entry.state if entry else ""
 
@@ -121,19 +127,23 @@ class Ledger:
         return [name for name, entry in self._entries.items() if entry.state in wanted]
 
     def check(self) -> None:
-        """Raise RunError unless every trajectory is accounted for."""
+        """Raise RunError unless every trajectory is accounted for. Forgets what had ended at the check before."""
         counts = self.counts
         ends = sum(counts.ended.values())
         open_entries = sum(1 for entry in self._entries.values() if entry.state in LIVE_STATES)
         if (
             counts.started != ends + counts.in_flight
             or open_entries != counts.in_flight
-            or counts.started != len(self._entries)
+            or counts.started != len(self._entries) + self._forgotten
         ):
             raise RunError(
                 f"ledger does not close: started {counts.started}, ended {ends}, in flight {counts.in_flight}, "
-                f"open entries {open_entries}, entries {len(self._entries)}: {counts.as_dict()}"
+                f"open entries {open_entries}, entries {len(self._entries) + self._forgotten}: {counts.as_dict()}"
             )
+        for trajectory_id in self._before:
+            del self._entries[trajectory_id]
+        self._forgotten += len(self._before)
+        self._before, self._ended = self._ended, []
 
     def restore(self, lines: Iterable[str], checkpoint_step: int, held: Collection[str]) -> list[str]:
         """Replay a journal after a crash; ``held`` are the ids in the checkpoint's buffer, ``checkpoint_step`` the number of
@@ -155,13 +165,15 @@ class Ledger:
                 returned.append(trajectory_id)
             else:
                 self.end(trajectory_id, "failed", "rolled_back" if entry.state == "taken" else "interrupted")
+        self._groups_restored = len({entry.group_id for entry in self._entries.values()})
+        self._ended = [name for name, entry in self._entries.items() if entry.state not in LIVE_STATES]
         self.check()
         return returned
 
     @property
     def groups_started(self) -> int:
-        """How many groups have ever started (for numbering after a resume)."""
-        return len({entry.group_id for entry in self._entries.values()})
+        """How many groups the journal that was restored has: numbers go on after them."""
+        return self._groups_restored
 
     def _open(self, trajectory_id: str, state: str) -> Entry:
         entry = self._entries.get(trajectory_id)

@@ -25,6 +25,8 @@ class Store(Protocol):
 
     def flush(self) -> None: ...
 
+    async def flushed(self) -> None: ...
+
 
 class Display(Protocol):
     """Who watches (:mod:`orchestrator.progress`)."""

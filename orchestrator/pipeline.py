@@ -366,8 +366,8 @@ class Pipeline:
         with self.parts.events.stage("checkpoint", state.step):
             partial = checkpoints.begin(state.step)
             await self._ask("save", self.parts.trainer.save(str(partial / "trainer")))
-            self.parts.store.flush()
-            checkpoints.commit(partial, state)
+            await self.parts.store.flushed()
+            await checkpoints.committed(partial, state)
 
     # -- control -----------------------------------------------------------------------------------------------------
 

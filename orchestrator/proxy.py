@@ -116,6 +116,7 @@ class LLMProxy:
             if lane is not None and lane.sent.pop(pending.sent_as, None) is not None and answer.cancelled():
                 lane.aborts.append(pending.sent_as)
                 lane.wake.set()
+                lane.unanswered = asyncio.get_running_loop().time() - lane.last_progress
             self._router.leave(request.request_id)
             self._dispatch()  # its slot is free
 
@@ -136,7 +137,7 @@ class LLMProxy:
                 pending.answer.set_result(joined(pending.request, pending.parts, None))
             return
         if not lane.sent:
-            lane.last_progress = asyncio.get_running_loop().time()
+            lane.last_progress = asyncio.get_running_loop().time() - lane.unanswered
         pending.worker = lane
         pending.sent_as = request.request_id
         lane.sent[pending.sent_as] = pending
@@ -195,7 +196,7 @@ class LLMProxy:
         self._suspended = False
         now = asyncio.get_running_loop().time()
         for lane in self.lanes:
-            lane.last_progress = now
+            lane.last_progress, lane.unanswered = now, 0.0
             lane.wake.set()
             self._seat(lane)
         self._dispatch()
@@ -324,7 +325,7 @@ class LLMProxy:
     def _open_lane(self, lane: Lane) -> None:
         lane.alive = True
         self._seat(lane)
-        lane.last_progress = asyncio.get_running_loop().time()
+        lane.last_progress, lane.unanswered = asyncio.get_running_loop().time(), 0.0
         lane.pump = asyncio.create_task(self._pump(lane), name=f"pump {lane.worker.name}")
         lane.sender = asyncio.create_task(self._send(lane), name=f"send {lane.worker.name}")
 
@@ -334,7 +335,7 @@ class LLMProxy:
         try:
             while True:
                 for completion in await lane.worker.completions():
-                    lane.last_progress = loop.time()
+                    lane.last_progress, lane.unanswered = loop.time(), 0.0
                     if lane.borrowed:
                         lane.restarts = 0
                     pending = lane.sent.pop(completion.request_id, None)

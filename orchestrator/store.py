@@ -12,6 +12,7 @@ Guarantees:
   :meth:`TrajectoryStore.discard_after` moves files and rewrites nothing.
 * What :meth:`TrajectoryStore.flush` returned from survives a crash. The pipeline flushes before it commits a checkpoint,
   so a checkpoint never claims a row that is not on disk.
+* :meth:`TrajectoryStore.append` does not wait for the disk, unless that is several files behind: a thread writes.
 * Stored and read back, a trajectory is equal to the original, log-probs to the last bit.
 
 Reading is by column: ``read_trajectories(folder, columns=["total_reward"])`` touches no token, and a filter on task, date
@@ -20,9 +21,11 @@ or version opens no file of another one.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -38,6 +41,8 @@ from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
 
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
+_BEHIND = 4  # files that may be pending while the thread writes; then ``append`` waits for it
+_PIECE = 16  # rows that become Arrow at a time
 _ROLLED_BACK = "_rolled_back"  # datasets skip names that start with an underscore
 _PART = re.compile(r"part-(\d+)\.parquet")
 _STEP_KEY = b"rl_coserve.step"
@@ -115,6 +120,9 @@ class TrajectoryStore:
         self._rows_per_file = rows_per_file
         self._pending: dict[_FileKey, list[dict[str, Any]]] = {}
         self._pending_rows = 0
+        self._taken: dict[_FileKey, list[dict[str, Any]]] = {}  # being written, by a thread perhaps
+        self._writing: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._parts = max((_part_number(file) for file in self._folder.rglob("part-*.parquet")), default=0)
         for leftover in list(self._folder.rglob(".part-*.partial")):  # of a writer that was killed
             leftover.unlink()
@@ -137,19 +145,71 @@ class TrajectoryStore:
         self._pending.setdefault(key, []).append(row)
         self._pending_rows += 1
         if self._pending_rows >= self._rows_per_file:
-            self.flush()
+            self._hand_over()
 
     def flush(self) -> None:
         """Write what was appended, and sync it. If it fails, what is not on disk yet is still pending."""
-        for key in sorted(self._pending):
-            rows = self._pending[key]
-            self._write(key, rows)
-            self._pending_rows -= len(rows)
-            del self._pending[key]
+        self._await_thread()
+        self._taken = self._take()
+        self._settle(self._write_all)
+
+    async def flushed(self) -> None:
+        """:meth:`flush`, in a thread: the event loop goes on."""
+        while self._pending or self._writing is not None:
+            self._hand_over()
+            if self._writing is not None:
+                await asyncio.wait([asyncio.wrap_future(self._writing)])
+                if self._writing is not None and self._writing.done():
+                    self._await_thread()
 
     def close(self) -> None:
         """Flush. Idempotent."""
         self.flush()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _hand_over(self) -> None:
+        """Let the thread write what is pending; while it is at work, later, unless there is too much already."""
+        if (
+            self._writing is not None
+            and not self._writing.done()
+            and self._pending_rows < _BEHIND * self._rows_per_file
+        ):
+            return
+        self._await_thread()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectory store")
+        self._taken = self._take()
+        self._writing = self._thread.submit(self._write_all)
+
+    def _await_thread(self) -> None:
+        """What it was given is written, or pending again and the error raised."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._settle(writing.result)
+
+    def _settle(self, done: Callable[[], None]) -> None:
+        try:
+            done()
+        finally:
+            for key, rows in self._taken.items():  # what could not be written
+                self._pending[key] = rows + self._pending.get(key, [])
+                self._pending_rows += len(rows)
+            self._taken = {}
+
+    def _take(self) -> dict[_FileKey, list[dict[str, Any]]]:
+        taken, self._pending, self._pending_rows = self._pending, {}, 0
+        return taken
+
+    def _write_all(self) -> None:
+        """What was taken; it stays taken until it is on disk."""
+        for key in sorted(self._taken):
+            rows = self._taken[key]
+            while rows:
+                self._write(key, rows[: self._rows_per_file])
+                del rows[: self._rows_per_file]
+            del self._taken[key]
 
     def discard_after(self, steps: int) -> int:
         """Go back to a checkpoint that contains ``steps`` training steps: rows trained in a later one (``step >= steps``)
@@ -177,7 +237,11 @@ class TrajectoryStore:
         self._parts += 1  # before the write: a number whose write failed is not used again
         final = folder / f"part-{self._parts:06d}.parquet"
         partial = folder / f".{final.name}.partial"  # datasets skip names that start with a dot
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial, compression="zstd")
+        # In small pieces: the interpreter's lock is held while one is converted, and the event loop may want it.
+        pieces = [
+            pa.RecordBatch.from_pylist(rows[at : at + _PIECE], schema=schema) for at in range(0, len(rows), _PIECE)
+        ]
+        pq.write_table(pa.Table.from_batches(pieces, schema=schema), partial, compression="zstd")
         _sync(partial)
         os.replace(partial, final)
         _sync(folder)

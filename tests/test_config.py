@@ -153,3 +153,13 @@ def test_a_collective_needs_workers_of_the_run_itself() -> None:
     mixed = load_config(None, ["rollout.weights=collective", "rollout.collective_timeout=7", url])
     assert mixed.collective_limit == 7.0
     assert load_config(None).collective_limit is None
+
+
+def test_turns_in_step_need_an_environment_for_everybody() -> None:
+    """Else those that have one wait, in the middle of their episode, for those that wait for one."""
+    pool = ["environment.backend=in-process-pool", "rollout.alpha=0", "run.mode=sync", "rollout.environments=64"]
+    with pytest.raises(ConfigError, match="make them equal"):
+        load_config(None, [*pool, "environment.size=8"])
+    assert load_config(None, [*pool, "environment.size=64"]).environment.size == 64
+    pool[2] = "run.mode=sync_plus"
+    assert load_config(None, [*pool, "environment.size=8"]).environment.size == 8

@@ -132,6 +132,22 @@ def test_a_second_crash_replays_the_first_resume() -> None:
     assert third.counts.as_dict() == second.counts.as_dict()
 
 
+def test_a_long_run_holds_no_more_in_memory_than_a_short_one() -> None:
+    """What ended before the check before is only counted: totals, the check and a resume are as if it were still there."""
+    ledger, sink = make()
+    for step in range(50):
+        for index in range(20):
+            ledger.start(f"t{step}-{index}", f"g{step}-{index // 4}")
+            drive(ledger, f"t{step}-{index}", "scoring", "buffered", "taken", "trained")
+        ledger.check()
+        assert len(ledger._entries) <= 40
+    assert ledger.counts.as_dict() == recount(sink.lines)
+    again, _ = make()
+    again.restore(sink.lines, checkpoint_step=4, held=set())
+    assert again.counts.as_dict() == ledger.counts.as_dict()
+    assert again.groups_started == 250
+
+
 def test_a_half_written_line_is_skipped() -> None:
     ledger, sink = make()
     ledger.start("t", "g")

@@ -285,6 +285,23 @@ def test_a_stalled_worker_is_restarted() -> None:
     assert worker.restarts == 1
 
 
+def test_a_worker_that_hangs_is_noticed_although_nobody_waits_for_it_so_long() -> None:
+    """Callers that give up sooner than the stall timeout, and come again, must not hide it for ever."""
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        for number in range(100):
+            try:
+                async with asyncio.timeout(0.15):
+                    await proxy.generate(request(f"r{number}"))
+                return
+            except TimeoutError:
+                worker.auto = worker.restarts > 0
+
+    play([worker], scenario, stall=0.6)
+    assert worker.restarts == 1
+
+
 def test_while_suspended_nothing_is_sent_and_nothing_refused() -> None:
     worker = ScriptedWorker("w")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -257,7 +260,8 @@ def test_memory_is_bounded_by_the_rows_of_a_file(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path, rows_per_file=5)
     for number in range(12):
         store.append(make_trajectory(number), 0, "trained")
-    assert count_by_outcome(tmp_path) == {"trained": 10}
+    while sum(count_by_outcome(tmp_path).values()) < 5:  # a thread writes
+        time.sleep(0.01)
     store.close()
     assert count_by_outcome(tmp_path) == {"trained": 12}
     assert max(pq.ParquetFile(file).metadata.num_rows for file in tmp_path.rglob("*.parquet")) == 5
@@ -266,3 +270,45 @@ def test_memory_is_bounded_by_the_rows_of_a_file(tmp_path: Path) -> None:
 def test_a_run_without_trajectories_reads_as_empty(tmp_path: Path) -> None:
     assert count_by_outcome(tmp_path / "trajectories") == {}
     assert read_trajectories(tmp_path, columns=["step"]).num_rows == 0
+
+
+def test_what_a_thread_could_not_write_is_pending_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TrajectoryStore(tmp_path, rows_per_file=4)
+    real = store_module.os.replace
+
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_module.os, "replace", full)
+    for number in range(4):
+        store.append(make_trajectory(number), 0, "trained")
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(store.flushed())
+    monkeypatch.setattr(store_module.os, "replace", real)
+    asyncio.run(store.flushed())
+    assert stored(tmp_path) == [make_trajectory(number) for number in range(4)]
+
+
+def test_the_event_loop_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ticks, at_work = TrajectoryStore(tmp_path), [0], threading.Event()
+    real = store_module.pq.write_table
+
+    def slow(*arguments: object, **options: object) -> None:
+        assert at_work.wait(30)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(store_module.pq, "write_table", slow)
+
+    async def scenario() -> None:
+        store.append(make_trajectory(0), 0, "trained")
+        writing = asyncio.ensure_future(store.flushed())
+        for _ in range(10):
+            await asyncio.sleep(0.001)
+            ticks[0] += 1
+        assert not writing.done()
+        at_work.set()
+        await writing
+
+    asyncio.run(scenario())
+    assert ticks == [10]
+    assert stored(tmp_path) == [make_trajectory(0)]

@@ -5,19 +5,28 @@ resumed (:mod:`orchestrator.sim`). Each seed draws a shape of run (mode, alpha, 
 After each run the journal is recounted by code that shares nothing with the ledger, and compared with the trainer's own
 history and with the store. The full run takes 10,000 seeds in two processes; ``--quick`` takes as many as fit 40 seconds,
 from a first seed that the nonce decides. One more run loses a trajectory on purpose: the control, which must be caught.
+
+``python -m orchestrator.bench.ledger_faults FOLDER`` is the full run on one core, a chunk of seeds at a time, each kept in
+FOLDER when it is done: one that was interrupted goes on, and what there is by then is printed (``--minutes``).
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import json
+import math
 import os
+import random
 import sys
 import time
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +43,7 @@ NAME = "ledger-faults"
 _SEEDS = 10_000
 _PROCESSES = 2
 _CHUNK = 10  # seeds a task of a process
+_KEPT = 50  # seeds of a kept part
 _SAY_SECONDS = 10.0  # between two lines where the output is no terminal
 _QUICK_SECONDS = 29.0  # no chunk is begun after this; start and the last chunks take the rest of 40 s
 _CONTROL_SEED = 0
@@ -78,18 +88,27 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     weights = stream(seed, "shape", "weights")
     route = stream(seed, "shape", "routing")
     fitting = [name for name in modes.MODES if not modes.conflict(name, alpha)]
-    steps, workers, environments = rng.choice((2, 3, 4)), rng.choice((1, 2, 3)), size * rng.choice((1, 2, 6))
+    steps, workers = rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
+    more = stream(seed, "shape", "tasks, pools, tools, contexts")
+    members = more.choice((1.0, 1.0, 1.5))
+    environments = math.ceil(size * members) * rng.choice((1, 2, 6))
     redundant_groups = rng.choice((1.0, 1.0, 1.5))
+    mode = stream(seed, "shape", "mode").choice(fitting)
+    around = _surroundings(more)
+    if mode == "sync":
+        around["environment"]["size"] = 0
     rounds = rounds_of(seed, size, groups)
     if rounds["enabled"]:
-        steps, environments, redundant_groups = steps + 1, max(environments, 2 * size), 1.0
+        steps, environments, redundant_groups, members = steps + 1, max(environments, 2 * size), 1.0, 1.0
+        around["filters"]["balance"] = "none"
     return parse_config(
         {
+            **around,
             "run": {
                 "name": "ledger-faults",
                 "seed": seed,
                 "steps": steps,
-                "mode": stream(seed, "shape", "mode").choice(fitting),
+                "mode": mode,
             },
             "rollout": {
                 "workers": workers,
@@ -111,9 +130,12 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                     "cap": route.choice((0, 1, 4)),
                     "imbalance": route.choice((0, 16)),
                     "hardware": {"sim-0": "H800"},
-                    "affinity": route.choice(({}, {"default": "H800"})),
+                    "affinity": route.choice(({}, {"default": "H800"}, {"sim-2": "H800"})),
                 },
                 "rounds": rounds,
+                "redundant_members": members,
+                "group_timeout": more.choice((None, None, 20.0)),
+                "staleness_decay": more.choice((0.0, 0.5)),
             },
             "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
@@ -125,6 +147,11 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "environment_seconds_sigma": rng.choice((0.3, 1.5)),
                 "train_seconds_per_token": rng.choice((2e-4, 2e-2)),
                 "fault_rate": rng.choice((0.01, 0.03, 0.08)) if fault_rate is None else fault_rate,
+                "kinds": more.choice((1, 1, 2, 3)),
+                "tools": more.choice((0.0, 0.0, 0.5)),
+                "tool_concurrency": more.choice((1, 16)),
+                "tool_burst": more.choice((0, 64)),
+                "response_tokens_max": 32,
             },
         }
     )
@@ -143,6 +170,38 @@ def rounds_of(seed: int, size: int, groups: int) -> dict[str, Any]:
         "isolate_environments": rng.choice((False, True)),
         "max_active": rng.choice((None, 2 * size)),
     }
+
+
+def _surroundings(draw: random.Random) -> dict[str, Any]:
+    """Where environments live, what long episodes are shown, and what is filtered."""
+    contexts: tuple[dict[str, Any], ...] = (
+        {},
+        {},
+        {"strategy": "restart", "tokens": 96, "recent_turns": draw.choice((0, 2))},
+        {"strategy": "summarise", "tokens": 128, "summary_tokens": 12, "ask": (5, 6)},
+        {"strategy": "summarise", "tokens": 128, "summary_tokens": 12, "summary": f"{__name__}:beginning"},
+    )
+    pool = {
+        "backend": draw.choice(("in-process", "in-process-pool")),
+        "size": draw.choice((0, 2, 5)),
+        "warm": draw.choice((0, 2)),
+        "parallel_starts": draw.choice((1, 4)),
+        "max_episodes": draw.choice((0, 1, 3)),
+        "max_age_seconds": draw.choice((30.0, 3600.0)),
+        "health_seconds": draw.choice((5.0, 30.0)),
+        "idle_seconds": draw.choice((5.0, 300.0)),
+    }
+    chosen = {
+        "truncated": draw.choice(("keep", "keep", "drop")),
+        "max_repetition": draw.choice((None, None, 0.5)),
+        "balance": draw.choice(("none", "none", "task", "difficulty")),
+    }
+    return {"context": draw.choice(contexts), "environment": pool, "filters": chosen}
+
+
+def beginning(tokens: Sequence[int]) -> Sequence[int]:
+    """A summary of a context, for runs whose contexts a function summarises."""
+    return tokens[:8]
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
@@ -172,7 +231,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         lost, caught = control.result()
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    wall = time.monotonic() - clock
+    times = {"started": begun, "first_seed": first, "pids": list(pids), "nonce": nonce}
+    return result(total, (lost, caught), time.monotonic() - clock, quick, times)
+
+
+def result(
+    total: Tally, control: tuple[int, list[str]], wall: float, quick: bool, detail: dict[str, Any]
+) -> dict[str, Any]:
+    """The figure. ``control``: what the run that loses one reported; ``wall``: seconds."""
+    lost, caught = control
     enough = total.seeds >= _SEEDS or quick
     return {
         "name": NAME,
@@ -187,7 +254,6 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         "detail": {
             "quick": quick,
             "seeds": total.seeds,
-            "first_seed": first,
             "samples": total.seeds,
             "trajectories_started": total.started,
             "trajectories_trained": total.trained,
@@ -202,10 +268,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "virtual_hours": round(total.virtual_seconds / 3600, 2),
             "wall_seconds": round(wall, 1),
             "trajectories_per_wall_second": round(total.started / wall, 1),
-            "started": begun,
             "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": list(pids),
-            "nonce": nonce,
+            **detail,
         },
     }
 
@@ -268,3 +332,39 @@ def _say(total: Tally, clock: float, said: float) -> float:
     )
     print(f"\r{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
     return now
+
+
+def kept(folder: Path, minutes: float, seeds: int = _SEEDS) -> dict[str, Any]:
+    """The chunks of ``folder``, and those that are missing until the time is up; then the figure of all of them."""
+    begun, clock = datetime.datetime.now(datetime.UTC).isoformat(), time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    total, wall = Tally(), 0.0
+    for first in range(0, seeds, _KEPT):
+        file = folder / f"seeds-{first:06d}.json"
+        if not file.exists():
+            if time.monotonic() - clock > 60 * minutes:
+                break
+            since = time.monotonic()
+            found = vars(_chunk(first, min(_KEPT, seeds - first))) | {"wall": time.monotonic() - since}
+            file.with_suffix(".partial").write_text(json.dumps(found), encoding="utf-8")
+            file.with_suffix(".partial").rename(file)
+        row = json.loads(file.read_text(encoding="utf-8"))
+        wall += row.pop("wall")
+        total.add(Tally(**row | {"injected": Counter(row["injected"])}))
+        print(f"{total.seeds} seeds, {total.violating_seeds} with a violation", file=sys.stderr, flush=True)
+    detail = {"started": begun, "first_seed": 0, "pids": [os.getpid()], "nonce": "", "in_parts": True}
+    return result(total, _lose_one_on_purpose(), wall, False, detail)
+
+
+def main(arguments: list[str]) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.bench.ledger_faults", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no chunk after this")
+    options = parser.parse_args(arguments)
+    print(json.dumps(kept(options.folder, options.minutes), indent=1, sort_keys=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -158,6 +158,9 @@ class NoStore:
     def flush(self) -> None:
         """See the port."""
 
+    async def flushed(self) -> None:
+        """See the port."""
+
 
 class Stopwatch:
     """A sink for events that notes the processor time at each line: the pipeline says when a rollout began and ended."""

@@ -49,9 +49,10 @@ from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.runfolder import RunFolder
-from orchestrator.runtime import hosts, pools
+from orchestrator.runtime import collector, hosts, pools
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
+from orchestrator.runtime.checkpoints import BesideTheLoop
 from orchestrator.runtime.keeper import Keeper
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore, recent_scored
@@ -162,7 +163,7 @@ class _Life:
         epoch = datetime.fromisoformat(started) - timedelta(seconds=events.time())  # a resume goes on counting
         store = TrajectoryStore(folder.trajectories, epoch=epoch)
         stack.callback(store.close)
-        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        checkpoints = BesideTheLoop(folder.checkpoints, config.checkpoint.keep)
         resumed = rewind(checkpoints, ledger, ledger_lines, store) if self.resume else None
         if resumed is not None and config.filters.max_similarity is not None:
             window = config.filters.similarity_window
@@ -184,6 +185,7 @@ class _Life:
             with events.stage("startup", resumed.step if resumed else 0):
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
+            collector.calm()
             pipeline = Pipeline(config, parts, position)
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.sandbox import cgroups, seccomp, watch
@@ -28,13 +30,17 @@ from orchestrator.sandbox.command import (
     find_tools,
 )
 from orchestrator.sandbox.limits import Limits, Outcome
+from orchestrator.sandbox.spawner import Spawned, spawn
 
 MEMORY_LOOK = 0.05  # seconds between two looks at a sandbox's memory, where no cgroup limits it
+STATUS_LOOK = 0.005  # seconds between two looks at whether bubblewrap has started its first process
 REAP_LIMIT = 2.0  # seconds that bubblewrap may take to end by itself when what it started was killed
 END_LIMIT = 10.0  # seconds that killed processes may take to be gone
 MAX_FILES = 200  # of a run: each is a descriptor
 
 CPU_EXIT_CODE = 128 + signal.SIGXCPU
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+T = TypeVar("T")
 
 
 class Sandbox:
@@ -143,45 +149,54 @@ class Sandbox:
                     status=status.write_end,
                 )
                 passed = [status.write_end, *(file.fd for file in placed)]
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    pass_fds=passed if filter_fd is None else [*passed, filter_fd],
-                    env={"PATH": os.defpath},
-                    cwd="/",
+                if filter_fd is not None:
+                    passed.append(filter_fd)
+                given = held.enter_context(_memory(stdin, sealed=True))
+                output, errors = held.enter_context(_Output()), held.enter_context(_Output())
+                # Not cut short: what was started without our knowledge would be nobody's.
+                process = await _to_its_end(
+                    spawn(
+                        command,
+                        stdin=given,
+                        stdout=output.write_end,
+                        stderr=errors.write_end,
+                        passed=passed,
+                        environment={"PATH": os.defpath},
+                    )
                 )
+                held.callback(process.close)
                 run = _Run(process, status, limits, watched=group is None or not group.limits_memory)
-                return await run.finish(stdin, group)
+                return await run.finish(output, errors, group)
         finally:
             if group is not None:
-                await group.remove()
+                await _to_its_end(group.remove())
 
 
 class _Run:
     """One program from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, status: _Status, limits: Limits, watched: bool) -> None:
+    def __init__(self, process: Spawned, status: _Status, limits: Limits, watched: bool) -> None:
         self._process = process
         self._status = status
         self._limits = limits
         self._watched = watched
         self._output, self._errors = bytearray(), bytearray()
 
-    async def finish(self, stdin: bytes, group: cgroups.Group | None) -> Outcome:
+    async def finish(self, output: _Output, errors: _Output, group: cgroups.Group | None) -> Outcome:
         """Wait for the end, or bring it about."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._status.begin(loop)
+        readers: list[asyncio.StreamReader] = []
         limit = ""
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
-                limit = await self._until_end_or_limit(stdin)
+                readers += [await output.reader(), await errors.reader()]
+                limit = await self._until_end_or_limit(*readers)
         except TimeoutError:
             limit = "wall"
         finally:
-            await self._end()
+            await _to_its_end(self._gone(*readers))
         exit_code = self._status.exit_code
         if group is not None and group.out_of_memory() and exit_code != 0:
             limit = limit or "memory"
@@ -197,18 +212,15 @@ class _Run:
             seconds=loop.time() - started,
         )
 
-    async def _until_end_or_limit(self, stdin: bytes) -> str:
+    async def _until_end_or_limit(self, output: asyncio.StreamReader, errors: asyncio.StreamReader) -> str:
         """The limit that was reached, or "" when the program ended by itself."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
         limit = ""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
-                    tasks.create_task(self._read(self._process.stdout, self._output)),
-                    tasks.create_task(self._read(self._process.stderr, self._errors)),
-                    tasks.create_task(self._write(stdin)),
-                    tasks.create_task(self._wait()),
+                    tasks.create_task(self._read(output, self._output)),
+                    tasks.create_task(self._read(errors, self._errors)),
+                    tasks.create_task(self._process.wait()),
                 ]
                 watcher = tasks.create_task(self._watch_memory()) if self._watched else None
                 await asyncio.wait(work)
@@ -218,9 +230,6 @@ class _Run:
             limit = str(reached.exceptions[0])
         return limit
 
-    async def _wait(self) -> None:
-        await self._process.wait()
-
     async def _read(self, stream: asyncio.StreamReader, into: bytearray) -> None:
         while chunk := await stream.read(1 << 16):
             room = self._limits.output_bytes - len(self._output) - len(self._errors)
@@ -228,18 +237,9 @@ class _Run:
             if room < len(chunk):
                 raise _LimitReached("output")
 
-    async def _write(self, data: bytes) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        with contextlib.suppress(ConnectionError):  # it ended, or closed its input, without reading all of it
-            pipe.write(data)
-            await pipe.drain()
-            pipe.close()
-            await pipe.wait_closed()
-
-    async def _drop(self, stream: asyncio.StreamReader | None) -> None:
+    async def _drop(self, stream: asyncio.StreamReader) -> None:
         """Read what nobody wants, to the end: an unread pipe is never closed."""
-        while stream is not None and await stream.read(1 << 16):
+        while await stream.read(1 << 16):
             pass
 
     async def _watch_memory(self) -> None:
@@ -248,36 +248,68 @@ class _Run:
             if watch.resident_bytes(self._process.pid) > self._limits.memory_bytes:
                 raise _LimitReached("memory")
 
-    async def _end(self) -> None:
+    async def _gone(self, *readers: asyncio.StreamReader) -> None:
         """Kill whatever still runs, and wait until it is gone. The kernel kills the sandbox with its first process."""
-        # Not to be cut short by a cancellation: nobody else would reap them.
-        ending = asyncio.ensure_future(self._gone())
-        cancelled: asyncio.CancelledError | None = None
-        while not ending.done():
-            try:
-                await asyncio.shield(ending)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        ending.result()
-        if cancelled is not None:
-            raise cancelled
-
-    async def _gone(self) -> None:
-        if self._process.returncode is None and self._status.kill():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REAP_LIMIT):
-                    await self._process.wait()  # bubblewrap reaps what was killed, and ends
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ends by itself this very moment
-                self._process.kill()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        await asyncio.gather(self._process.wait(), self._drop(self._process.stdout), self._drop(self._process.stderr))
+        ended = asyncio.ensure_future(self._process.wait())
+        for _ in range(int(REAP_LIMIT / STATUS_LOOK)):
+            # Bubblewrap alone is not killed while it has not said what it started: that might outlive it.
+            if ended.done() or self._status.kill():
+                await asyncio.wait([ended], timeout=REAP_LIMIT)  # it reaps what was killed, and ends
+                break
+            await asyncio.wait([ended], timeout=STATUS_LOOK)
+        self._process.kill()
+        await ended
+        await asyncio.gather(*(self._drop(reader) for reader in readers))
         try:
             async with asyncio.timeout(END_LIMIT):
                 await self._status.gone()
         except TimeoutError:
             raise RetryableError(f"a killed sandbox is still there after {END_LIMIT:g} s") from None
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await it, whatever cancels the caller meanwhile; the cancellation strikes at what the caller awaits next."""
+    doing, caller = asyncio.ensure_future(work), asyncio.current_task()
+    assert caller is not None
+    cancelled = 0
+    while not doing.done():
+        try:
+            await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            caller.uncancel()
+            cancelled += 1
+    for _ in range(cancelled):
+        caller.cancel()
+    return doing.result()
+
+
+class _Output:
+    """A pipe that a program writes into."""
+
+    def __init__(self) -> None:
+        self.write_end = self._read_end = -1
+        self._transport: asyncio.ReadTransport | None = None
+
+    def __enter__(self) -> _Output:
+        self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        for fd in (self._read_end, self.write_end):
+            if fd >= 0:
+                os.close(fd)
+
+    async def reader(self) -> asyncio.StreamReader:
+        """What it reads; the other process has the write end now."""
+        os.close(self.write_end)
+        self.write_end = -1
+        found = asyncio.StreamReader()
+        pipe, self._read_end = os.fdopen(self._read_end, "rb", buffering=0), -1
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(found), pipe)
+        return found
 
 
 class _LimitReached(Exception):
@@ -361,12 +393,14 @@ class _Status:
 
 
 @contextmanager
-def _memory(data: bytes) -> Iterator[int]:
-    """A descriptor to read ``data`` from."""
-    fd = os.memfd_create("sandbox-file")
+def _memory(data: bytes, *, sealed: bool = False) -> Iterator[int]:
+    """A descriptor to read ``data`` from; ``sealed``: nobody can change it any more."""
+    fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealed else 0))
     try:
         with open(fd, "wb", closefd=False) as file:
             file.write(data)
+        if sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         os.lseek(fd, 0, os.SEEK_SET)
         yield fd
     finally:

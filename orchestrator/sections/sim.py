@@ -71,6 +71,11 @@ class SimSection(Section):
     turns_max: Positive = 8
     environment_seconds_mean: Annotated[float, Field(ge=0)] = 0.5
     environment_seconds_sigma: Annotated[float, Field(ge=0)] = 0.5
+    kinds: Positive = 1  # prompts of so many tasks in turn, all alike: sim, sim-2, ...
+    tools: Fraction = 0.0  # chance that an environment's step calls a tool
+    tool_seconds: Annotated[float, Field(ge=0)] = 0.5
+    tool_concurrency: Positive = 16  # calls in flight, as tools.concurrency and tools.burst
+    tool_burst: Annotated[int, Field(ge=0)] = 64
     reward_seconds: Annotated[float, Field(ge=0)] = 0.05
     train_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-4
     publish_seconds: Annotated[float, Field(ge=0)] = 0.5

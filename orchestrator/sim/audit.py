@@ -93,8 +93,14 @@ class Audit:
         self._dead, self._resuming = False, True
 
     def running(self) -> None:
-        """The new life has replayed its journal."""
+        """The new life has replayed its journal: one by one it said what is back in the buffer, and what is not."""
         self._resuming = False
+        self._check_room("after a resume the last one")
+
+    def _check_room(self, name: str) -> None:
+        if self._buffered > self._capacity:
+            self.note(f"journal: {name} is trajectory {self._buffered} in the buffer, which holds {self._capacity}")
+            self._capacity *= 2  # a leak repeats itself, and would hide what else is wrong
 
     def journal(self, line: str) -> None:
         """A complete line of the journal."""
@@ -114,9 +120,8 @@ class Audit:
         self.states[name] = state
         self._busy += (state in _BUSY) - (before in _BUSY)
         self._buffered += (state == "buffered") - (before == "buffered")
-        if state == "buffered" and self._buffered > self._capacity:
-            self.note(f"journal: {name} is trajectory {self._buffered} in the buffer, which holds {self._capacity}")
-            self._capacity *= 2  # a leak repeats itself, and would hide what else is wrong
+        if not self._resuming:
+            self._check_room(name)
         if state == "running":
             self.groups[name] = record["group"]
             if "prompt" in record:
@@ -220,20 +225,31 @@ class Audit:
                 position += 1
             if position == begin:
                 return f"turn {turn} has no observation"
-            room = self._config.rollout.engine.max_model_len - position
-            limit = min(self._speech.most, room)
-            expected = self._speech.response(sample.token_ids[:position], sample.trajectory_id, turn, limit)
-            end = position + len(expected)
-            if sample.token_ids[position:end] != expected or not all(sample.loss_mask[position:end]):
+            count = self._said(sample, begin, position, turn)
+            end = position + count
+            if not count or not all(sample.loss_mask[position:end]):
                 return f"the tokens of turn {turn} are not those that the policy said"
-            if sample.logprobs[position:end] != logprobs(expected):
+            if tuple(sample.logprobs[position:end]) != logprobs(sample.token_ids[position:end]):
                 return f"the log-probs of turn {turn} are not those of its tokens"
-            said = merge_spans((number, 1) for number in made_by[: len(expected)])
+            said = merge_spans((number, 1) for number in made_by[:count])
             if said not in self.spans.get((sample.trajectory_id, turn), ()):
                 return f"the versions of turn {turn}, {said}, are not those of the engine"
-            del made_by[: len(expected)]
+            del made_by[:count]
             position, turn = end, turn + 1
         return ""
+
+    def _said(self, sample: TrainSample, begin: int, position: int, turn: int) -> int:
+        """How many tokens from ``position`` on the policy said in this turn; 0: not what it says. ``begin``: of what it saw
+        in it. A summary that was asked for is shorter than a turn may be."""
+        config, context = self._config, self._config.context
+        limits = [min(self._speech.most, config.rollout.engine.max_model_len - position)]
+        if context.strategy == "summarise" and sample.token_ids[begin:position] == context.ask:
+            limits.append(min(limits[0], context.summary_tokens or self._speech.most))
+        for limit in limits:
+            expected = self._speech.response(sample.token_ids[:position], sample.trajectory_id, turn, limit)
+            if sample.token_ids[position : position + len(expected)] == expected:
+                return len(expected)
+        return 0
 
     def totals(self) -> dict[str, int]:
         """How many ids are in which end state, by the journal's lines alone."""

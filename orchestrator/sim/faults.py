@@ -13,6 +13,8 @@ kind means depends on the port:
 |           |                               | fed twice        |                                    |                    |
 | cancel    |                               |                  | the trajectory's task is cancelled at a later await        |
 
+The host of tools is one more place: gone, slow, silent, or called twice.
+
 Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
 calls: the loop makes that order a function of the seed.
 """
@@ -47,7 +49,7 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.sim.draws import stream
-from orchestrator.sim.twins import SimTrainer
+from orchestrator.sim.twins import SimTrainer, Tools
 from orchestrator.sim.worker import SimWorker
 
 T = TypeVar("T")
@@ -398,6 +400,27 @@ class FaultyEnvironment:
             [(2,) * rng.choice(sizes), (-1,), (1 << 20,), ("text",), (*honest.token_ids, 2.5)]
         )
         return Observation(tokens)
+
+
+class FaultyTools:
+    """The tools' host around another one: it is gone (crash), slow (delay), never answers (drop), or runs a call twice."""
+
+    def __init__(self, inner: Tools, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def call(self) -> None:
+        """See the protocol."""
+        kind = self._faults.draw("tool.call", CALL)
+        if kind == "crash":
+            raise TrajectoryError("tool_unavailable", "injected")
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+        await self._inner.call()
+        if kind == "duplicate":
+            await self._inner.call()
 
 
 class FaultyReward:

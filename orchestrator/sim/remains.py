@@ -120,6 +120,10 @@ class SimStore:
         self._remains.rows += self._pending
         self._pending = []
 
+    async def flushed(self) -> None:
+        """See the pipeline's Store."""
+        self.flush()
+
     def discard_after(self, steps_done: int) -> None:
         """A resume went back: forget what was trained in step ``steps_done`` and later. What ended otherwise has ended."""
         self._remains.rows = [row for row in self._remains.rows if row[2] != "trained" or row[1] < steps_done]

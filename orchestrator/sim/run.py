@@ -49,7 +49,7 @@ from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.cluster import fleet
 from orchestrator.sim.draws import stream
-from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTrainer, faulty_workers
+from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
 from orchestrator.sim.speech import Speech
@@ -356,6 +356,7 @@ class _Simulation:
         audited: Trainer = trainer
         if self._faulty and self.life < 2 * FAULTY_LIVES:
             faults = FaultInjector(config, events, self.life, self.injected)
+            self._task.tools = FaultyTools(self._task.tools, faults)
             task, reward, workers = (
                 FaultyTask(task, faults),
                 FaultyReward(reward, faults),

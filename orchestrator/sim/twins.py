@@ -16,6 +16,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from orchestrator.api import (
     Meeting,
@@ -63,6 +64,7 @@ class SimTask:
         if self.workload is not None:
             self.max_turns, self.max_response_tokens = self.workload.turns_max, self.workload.response_max
         self._resets: dict[str, int] = {}
+        self.tools: Tools = SimTools(config)
         self.max_context_tokens = config.rollout.engine.max_model_len
         self.open_environments = 0
 
@@ -71,7 +73,9 @@ class SimTask:
         number = 0
         while split == "train" or number < HELDOUT_PROMPTS:
             key = f"{split}-{seed}-{number}" if split == "train" else f"{split}-{number}"
-            task = TASK if self.workload is None else self.workload.assign(key)
+            kind = number % self.costs.kinds
+            task = f"{TASK}-{kind + 1}" if kind else TASK
+            task = task if self.workload is None else self.workload.assign(key)
             yield Prompt(key, task, zlib.crc32(key.encode()), "")
             number += 1
 
@@ -128,6 +132,9 @@ class SimEnvironment:
             return await self._step_in(self._task.workload, self._prompt)
         rng = stream(self._prompt.seed, "step", self._turn, self._history)
         await self._work(rng)
+        if self._task.costs.tools and rng.random() < self._task.costs.tools:
+            await self._task.tools.call()
+            self._check()
         if rng.random() < self._last_turn:
             self._prompt = None
             return StepResult(Observation(()), 0.0, True)
@@ -188,6 +195,35 @@ class SimEnvironment:
     def _check(self) -> None:
         if self._closed:
             raise TrajectoryError("environment_protocol", "used after close")
+
+
+class Tools(Protocol):
+    """What environments call in the middle of a step."""
+
+    async def call(self) -> None:
+        """One call. Raises TrajectoryError when the tool is not reached."""
+
+
+class SimTools:
+    """One tool as :class:`orchestrator.environments.tools.ToolClient` reaches it: so many calls at once, so many may wait, one
+    beyond fails at once."""
+
+    def __init__(self, config: Config) -> None:
+        self._seconds = config.sim.tool_seconds
+        self._slots = asyncio.Semaphore(config.sim.tool_concurrency)
+        self._room = config.sim.tool_concurrency + config.sim.tool_burst
+        self._calls = 0
+
+    async def call(self) -> None:
+        """See the protocol."""
+        if self._calls >= self._room:
+            raise TrajectoryError("tool_unavailable", f"{self._calls} calls of it are under way")
+        self._calls += 1
+        try:
+            async with self._slots:
+                await asyncio.sleep(self._seconds)
+        finally:
+            self._calls -= 1
 
 
 class SimReward:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -41,7 +42,8 @@ from orchestrator.sim.draws import END, logprobs
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
 
-RESTART_SECONDS = 5.0  # a process and a small engine; a figure of this model, not a measurement
+REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
+RESTART_SECONDS = 5.0  # a process and a small engine; of this model, not a measurement
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 
 
@@ -116,7 +118,8 @@ class SimWorker:
         self._prepared = -1  # the version that was fetched and not loaded yet
         self._updating = False
         self._unusable = ""  # why the weights are
-        self._known: dict[str, batch.Sequence | None] = {}  # every request of this life; None when it has ended
+        self._known: dict[str, batch.Sequence | None] = {}  # requests of this life; None when it has ended
+        self._ended, self._numbers = deque[str](), 0  # in order, the last REMEMBERED of them; requests ever
         self._aborting: list[batch.Sequence] = []  # running ones that end with the step in progress
         self._finished: list[Completion] = []
         self._news = asyncio.Event()
@@ -297,6 +300,7 @@ class SimWorker:
         self._aborting.clear()
         self._finished.clear()
         self._known.clear()
+        self._ended.clear()
         self._news.set()
         self._end_step()
 
@@ -319,7 +323,7 @@ class SimWorker:
             raise RetryableError(f"{self.name}: version {version} is not on the relay")
 
     def _unfinished(self) -> Iterator[batch.Sequence]:
-        yield from (sequence for sequence in self._known.values() if sequence is not None)
+        return (sequence for sequence in self._known.values() if sequence is not None)
 
     def _meant(
         self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]
@@ -360,7 +364,8 @@ class SimWorker:
         tokens: tuple[int, ...] = ()
         if limit >= 1:
             tokens = self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
-        sequence = batch.Sequence(request, tokens, now, len(self._known))
+        sequence = batch.Sequence(request, tokens, now, self._numbers)
+        self._numbers += 1
         self._known[request.request_id] = sequence
         if tokens:
             self._batch.add(sequence)
@@ -371,6 +376,9 @@ class SimWorker:
     def _finish(self, sequence: batch.Sequence, reason: str, error: str = "") -> None:
         self._batch.remove(sequence)
         self._known[sequence.request.request_id] = None
+        self._ended.append(sequence.request.request_id)
+        if len(self._ended) > REMEMBERED:
+            del self._known[self._ended.popleft()]
         now = asyncio.get_running_loop().time()
         started = sequence.started if sequence.started >= 0 else now
         tokens = sequence.tokens[: sequence.made]

@@ -1,0 +1,16 @@
+"""Checkpoints that do not stop the event loop: digests and syncs of gigabytes are a thread's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from orchestrator.checkpoint import Checkpoints, RunState
+
+
+class BesideTheLoop(Checkpoints):
+    """The same, committed in a thread. The pipeline takes one checkpoint at a time."""
+
+    async def committed(self, partial: Path, state: RunState) -> Path:
+        """See Checkpoints."""
+        return await asyncio.to_thread(self.commit, partial, state)

@@ -1,0 +1,66 @@
+"""The spawner's own program; see ``spawner.py``. Standard library only, run by path: it must stay small and start fast."""
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+
+def serve(requests: socket.socket) -> None:
+    """Until the other end closes the socket."""
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(requests, 1 << 18, 253)
+        if not text:
+            return
+        for number in descriptors:
+            os.set_inheritable(number, False)
+        with socket.socket(fileno=descriptors.pop()) as answer:
+            held = []
+            try:
+                request = json.loads(text)
+                free = 1 + max((*request["numbers"], answer.fileno(), *descriptors))  # above it nothing is overwritten
+                held = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, free) for number in descriptors]
+                _answer(answer, request, held)
+            except (OSError, ValueError, KeyError) as error:
+                _send(answer, {"error": str(error)}, [])
+            finally:
+                for number in (*held, *descriptors):
+                    os.close(number)
+
+
+def _answer(answer: socket.socket, request: dict, descriptors: list) -> None:  # type: ignore[type-arg]
+    moves = [(os.POSIX_SPAWN_DUP2, held, wanted) for held, wanted in zip(descriptors, request["numbers"], strict=True)]
+    pid = os.posix_spawn(
+        request["command"][0],
+        request["command"],
+        request["environment"],
+        file_actions=moves,
+        setsigdef=[signal.SIGCHLD, signal.SIGINT, signal.SIGTERM],
+    )
+    try:
+        watch = [os.pidfd_open(pid)]
+    except ProcessLookupError:  # it has ended, and the kernel has reaped it
+        watch = []
+    _send(answer, {"pid": pid}, watch)
+    for number in watch:
+        os.close(number)
+
+
+def _send(answer: socket.socket, found: dict, descriptors: list) -> None:  # type: ignore[type-arg]
+    try:
+        socket.send_fds(answer, [json.dumps(found).encode()], descriptors)
+    except OSError:
+        return  # nobody waits for it any more; what was started ends by the caller's other descriptors
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the orchestrator ends first, and closes the socket
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(int(sys.argv[1]), False)  # who has it can start programs
+    with socket.socket(fileno=int(sys.argv[1])) as given:
+        serve(given)
