@@ -166,7 +166,7 @@ def rounds_of(seed: int, size: int, groups: int) -> dict[str, Any]:
         "eta_responses": rng.choice((1.0, 1.25, 1.5)),
         "search": rng.choice(((), (), (1.1, 1.4))),
         "epoch_prompts": rng.choice((0, groups, max(groups, 3), 5, 7)),
-        "tries": rng.choice((2, 1000)),
+        "tries": rng.choice((2, 12)),  # of groups of up to six: fewer than the failures in a row that end a run
         "isolate_environments": rng.choice((False, True)),
         "max_active": rng.choice((None, 2 * size)),
     }
