@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ _TASKS = ("coding", "frozenlake", "household", "maths")
 _VERSIONS = 50
 _FILES, _QUICK_FILES = 200, 80  # of the first rows, one a task and version
 _ASKED = "frozenlake", 10, 20  # task, first and last version
-_MODELS = 64  # trajectories that the rows are copies of, but for id, task, version and reward
 
 _DUCKDB = """
 import duckdb
@@ -129,14 +129,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 def write(folder: Path, first: int, count: int, files: int, nonce: str) -> None:
     """``count`` rows with ids from ``first`` on, in so many files."""
     draw = random.Random(f"{nonce}/{first}")
-    models = [_turns(draw) for _ in range(_MODELS)]
     store = TrajectoryStore(folder, rows_per_file=max(1, count // files))
     for number in range(first, first + count):
         place = (number - first) * files // count
         task, version = _TASKS[place % len(_TASKS)], place // len(_TASKS) % _VERSIONS
-        turns = tuple(
-            Turn(seen, said, logprobs, ((version, len(said)),)) for seen, said, logprobs in models[number % _MODELS]
-        )
+        turns = _turns(draw, version)
         name = f"t{number:08d}"
         store.append(
             Trajectory(
@@ -159,13 +156,15 @@ def write(folder: Path, first: int, count: int, files: int, nonce: str) -> None:
     store.close()
 
 
-def _turns(draw: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
+def _turns(draw: random.Random, version: int) -> tuple[Turn, ...]:
+    """Noise, which does not compress."""
     made = []
     for _ in range(2):
-        seen = tuple(draw.randrange(50_000) for _ in range(4))
-        said = tuple(draw.randrange(50_000) for _ in range(6))
-        made.append((seen, said, tuple(-draw.random() for _ in said)))
-    return made
+        noise = array("H", draw.randbytes(64))
+        said = tuple(noise[8:20])
+        logprobs = tuple([-value / 65536 for value in noise[20:32]])
+        made.append(Turn(tuple(noise[:8]), said, logprobs, ((version, len(said)),)))
+    return tuple(made)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int, str]]:
