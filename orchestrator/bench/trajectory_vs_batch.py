@@ -162,7 +162,6 @@ async def _rollout(load: Load, worker: RayWorker, deviation: float, number: int,
     proxy = LLMProxy(
         [worker], EventLog(MemorySink(), loop.time), stall_timeout=120.0, restarts=0, on_fatal=failed.append
     )
-    proxy.version = 0
     steps = Lockstep()
     environments = EnvManager(
         task,
