@@ -128,6 +128,7 @@ def test_the_result_is_a_folder_that_the_script_can_begin_with(inputs: tuple[Pat
     assert sorted(path.name for path in plain.iterdir()) == sorted(path.name for path in inputs[0].iterdir())
 
 
+@pytest.mark.long
 def test_two_replicas_or_two_tensor_parts_train_the_same_model(
     inputs: tuple[Path, Path], plain: Path, tmp_path: Path
 ) -> None:

@@ -108,10 +108,14 @@ def check(figures: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        (2, [case.name for case in chosen(quick=True) if case.world == 2]),
-        (4, ["TP2 x DP2, dist-opt, token-mean", "PP2 x DP2, dapo", "MoE EP2 x EDP2, token-mean"]),
+        pytest.param(2, [case.name for case in chosen(quick=True) if case.world == 2], id="2 ranks"),
+        pytest.param(
+            4,
+            ["TP2 x DP2, dist-opt, token-mean", "PP2 x DP2, dapo", "MoE EP2 x EDP2, token-mean"],
+            id="4 ranks",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["2 ranks", "4 ranks"],
 )
 def test_every_layout_streams_as_it_trains_a_batch(world: int, names: list[str]) -> None:
     figures = spawn(world, ["--steps", "3", *(word for name in names for word in ("--case", name))])

@@ -91,7 +91,7 @@ def test_shapes_of_fault_runs_cover_what_there_is() -> None:
     assert {config.environment.backend for config in configs} == {"in-process", "in-process-pool"}
     assert {config.context.strategy for config in configs} == {"keep", "restart", "summarise"}
     assert {config.rollout.weights for config in configs} == {"relay", "collective"}
-    assert {config.sim.tasks for config in configs} == {1, 2, 3}
+    assert {config.sim.kinds for config in configs} == {1, 2, 3}
     assert any(config.sim.tools and not config.sim.tool_burst for config in configs)
     assert any(config.rollout.group_timeout and config.rollout.redundant_members > 1 for config in configs)
 
