@@ -25,7 +25,7 @@ from orchestrator.runfolder import describe_machine
 from orchestrator.sim.run import simulate
 
 NAME = "tail-batching"
-_PAIRS, _LIMIT = 6, 230.0
+_PAIRS, _LIMIT = 6, 200.0
 _ETAS = (1.1, 1.25, 1.4, 1.5)
 _MODEL = "vllm_rlplugin.recompute_probe:write_tiny_qwen3"
 PAPER = {

@@ -87,7 +87,12 @@ class ForcedLengths:
         for completion in found:
             self.made += len(completion.token_ids)
             self.aborted += len(completion.token_ids) * (completion.finish_reason == "abort")
-        return [replace(item, request_id=item.request_id.removeprefix(f"{self._run}/")) for item in found]
+        return [self._returned(completion) for completion in found]
+
+    def _returned(self, completion: Completion) -> Completion:
+        name = completion.request_id.removeprefix(f"{self._run}/")
+        spans = ((self._version, len(completion.token_ids)),) if completion.token_ids else ()
+        return replace(completion, request_id=name, versions=spans)  # the engine's own version never moves
 
     async def suspend(self) -> None:
         """See the port."""
