@@ -1,20 +1,26 @@
 """The spawner's own program; see ``spawner.py``. Standard library only, run by path: it must stay small and start fast."""
 
+import contextlib
 import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 
 
 def serve(requests: socket.socket) -> None:
-    """Until the other end closes the socket."""
+    """Until the other end closes the socket; then what still runs is ended: a program that has not got round to asking the
+    kernel for that (``PR_SET_PDEATHSIG``) would outlive us."""
+    started: list = []  # type: ignore[type-arg]
     while True:
         text, descriptors, _, _ = socket.recv_fds(requests, 1 << 18, 253)
         if not text:
+            _end(started)
             return
+        _forget_ended(started)
         for number in descriptors:
             os.set_inheritable(number, False)
         with socket.socket(fileno=descriptors.pop()) as answer:
@@ -23,7 +29,7 @@ def serve(requests: socket.socket) -> None:
                 request = json.loads(text)
                 free = 1 + max((*request["numbers"], answer.fileno(), *descriptors))  # above it nothing is overwritten
                 held = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, free) for number in descriptors]
-                _answer(answer, request, held)
+                started += _answer(answer, request, held)
             except (OSError, ValueError, KeyError) as error:
                 _send(answer, {"error": str(error)}, [])
             finally:
@@ -31,7 +37,24 @@ def serve(requests: socket.socket) -> None:
                     os.close(number)
 
 
-def _answer(answer: socket.socket, request: dict, descriptors: list) -> None:  # type: ignore[type-arg]
+def _end(started: list) -> None:  # type: ignore[type-arg]
+    for watch in started:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(watch, signal.SIGKILL)
+
+
+def _forget_ended(started: list) -> None:  # type: ignore[type-arg]
+    """Close the descriptors of programs that have ended: they are readable."""
+    poll = select.poll()
+    for watch in started:
+        poll.register(watch, select.POLLIN)
+    for watch, _ in poll.poll(0):
+        started.remove(watch)
+        os.close(watch)
+
+
+def _answer(answer: socket.socket, request: dict, descriptors: list) -> list:  # type: ignore[type-arg]
+    """Start it, and say so. Returns the descriptor that watches it, if it still runs."""
     moves = [(os.POSIX_SPAWN_DUP2, held, wanted) for held, wanted in zip(descriptors, request["numbers"], strict=True)]
     pid = os.posix_spawn(
         request["command"][0],
@@ -45,8 +68,7 @@ def _answer(answer: socket.socket, request: dict, descriptors: list) -> None:  #
     except ProcessLookupError:  # it has ended, and the kernel has reaped it
         watch = []
     _send(answer, {"pid": pid}, watch)
-    for number in watch:
-        os.close(number)
+    return watch
 
 
 def _send(answer: socket.socket, found: dict, descriptors: list) -> None:  # type: ignore[type-arg]
