@@ -320,7 +320,6 @@ def test_it_is_counted_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
         honest(self, request, now)
         sequence = self._known[request.request_id]
         if request.trajectory_id == "t00000003" and request.turn == 0 and sequence is not None:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
             self._finish(sequence, "error", "out of memory")
 
     monkeypatch.setattr(SimWorker, "_enqueue", enqueue)
