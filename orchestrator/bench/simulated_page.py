@@ -51,14 +51,17 @@ def page(folder: Path) -> str:
         ("modes", "The ladder of modes (`bench modes`)"),
         ("affinity", "Hardware affinity (`bench affinity`)"),
         ("rollart-figures", "RollArt's other figures (`bench rollart-figures`)"),
+        ("rollpacker-figures", "RollPacker's figures (`bench rollpacker-figures`)"),
     ):
         found = _load(folder, name)
         if found:
             scale = found["detail"].get("scale")
-            note = f" One {scale}th of cluster and batch." if scale else ""
+            part = "Half" if scale == 2 else f"One {scale}th"
+            note = f" {part} of cluster and batch." if scale else ""
             parts.append(f"\n## {title}\n\nValue {found['value']:.3f} ({found['unit']}); bar {found['bar']}: "
                          f"{'held' if found['holds'] else '**not held**'}.{note}\n")  # fmt: skip
             parts.append(_rows(found["detail"]["rows"]))
+            parts += [f"Not played: {what}: {why}.\n" for what, why in found["detail"].get("not_played", {}).items()]
             if "runs" in found["detail"]:
                 parts.append(_runs(found["detail"]["runs"]))
     ablation = _load(folder, "ablation")
