@@ -214,9 +214,10 @@ def test_a_queue_that_does_not_survive_a_kill_is_caught(broken: str, monkeypatch
         state = honest(self)
         return {**state, "planner": {**state["planner"], "queue": []}}
 
-    def forgetful(self: Rounds) -> None:
+    def forgetful(self: Rounds) -> list[str]:
         self.planner._running = {}
         self._numbers = {group: n for group, n in self._numbers.items() if n in self.planner._ready}
+        return []
 
     changed: Callable[..., Any] = emptied if broken == "state" else forgetful
     monkeypatch.setattr(Rounds, broken, changed)
