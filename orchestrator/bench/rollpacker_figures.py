@@ -35,7 +35,9 @@ SWEEP = {"responses": (1.25, 1.5), "prompts": (1.25, 1.5), "both": (1.1, 1.25, 1
 _SWEEP_SCALE = 4
 _NO_REWARD = [f"sim.tasks.{task}.reward_seconds=0" for task in ("math", "code", "judged")]
 NOT_PLAYED = {
-    "table 2, + parallelism planner; figure 13": "simulated workers cannot be cut anew (no resize); printed: 0 to 2 % in table 2, 1.9x over TP 1 in figure 13",
+    "table 2, + parallelism planner; figure 13": (
+        "simulated workers cannot be cut anew (no resize); printed: 0 to 2 % in table 2, 1.9x over TP 1 in figure 13"
+    ),
     "figure 5": "events hold no times of single tokens",
     "figures 11a, 15b": "events hold no longest response of a step",
     "figure 14a, 14b": "the judge has no device here: neither sharing one nor streaming its weights can be seen",
