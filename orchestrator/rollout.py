@@ -122,7 +122,8 @@ class Rollout:
             source=environments,
             context=rules_of(config, task),
             contexts={name: rules_of(config, part) for name, part in parts_of(task).items()},
-            lockstep=self._lockstep if self.mode.batch_environments else None,
+            # a race in which all take their turns in step has no winner: with rounds only the rewards are waited for
+            lockstep=self._lockstep if self.mode.batch_environments and not settings.rounds.enabled else None,
         )
         self._sampling = {
             part.name: Sampling(part.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from orchestrator.api import (
-    CommandError,
     ConfigError,
     ReleaseResult,
     ResidencyResult,
@@ -19,13 +18,14 @@ from orchestrator.api import (
     TrainBatch,
     TrainMetrics,
     TrainSample,
-    merge_spans,
 )
 from orchestrator.config import Config, load_config
 from orchestrator.policies.streaming import KvLimit
+from orchestrator.sim import lending
 from orchestrator.sim import run as sim_run
-from orchestrator.sim.twins import SimTrainer
-from orchestrator.sim.worker import SimWorker
+from orchestrator.sim.audit import Audit
+from orchestrator.sim.loop import run
+from orchestrator.sim.worker import SimWeights
 from orchestrator.streaming import kv_bytes_per_token, training_units
 
 OWNERS: dict[int, list[str]] = {}  # device -> who holds it
@@ -42,89 +42,42 @@ def leave(device: int, owner: str) -> None:
     OWNERS[device] = [other for other in OWNERS.get(device, []) if other != owner]
 
 
-class Continuing:
-    """What the simulated policy says of a turn, also where another worker has said a part of it."""
-
-    def __init__(self, speech: Any, opened: dict[tuple[str, int], int]) -> None:
-        self._speech = speech
-        self._opened = opened  # length of the context before the response, by trajectory and turn
-        self.most = speech.most
-
-    def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
-        said = len(context) - self._opened.setdefault((trajectory_id, turn), len(context))
-        whole: tuple[int, ...] = self._speech.response(context, trajectory_id, turn, limit + said)
-        return whole[said:]
-
-
-OPENED: dict[tuple[str, int], int] = {}
-PARTS: dict[tuple[str, int], list[tuple[int, int]]] = {}  # version spans that workers have said of an unfinished turn
-
-
-class LendingWorker(SimWorker):
-    """A simulated worker with a device of its own, which it can release."""
+class LendingWorker(lending.LendingWorker):
+    """With a device of its own, whose owner is checked."""
 
     def __init__(self, name: str, *arguments: Any, **keywords: Any) -> None:
         super().__init__(name, *arguments, **keywords)
-        self._speech: Any = Continuing(self._speech, OPENED)
-        tell = self._said
-
-        def said(trajectory_id: str, turn: int, versions: Any) -> None:
-            """The audit hears of the whole turn."""
-            assert tell is not None
-            tell(trajectory_id, turn, merge_spans([*PARTS.pop((trajectory_id, turn), []), *versions]))
-
-        self._said = said
         self.device = int(name.rsplit("-", 1)[1])
-        self.released = ""
-        self.loans: list[int] = []
-
-    def _finish(self, sequence: Any, reason: str, error: str = "") -> None:
-        super()._finish(sequence, reason, error)
-        if reason == "abort":
-            request = sequence.request
-            PARTS.setdefault((request.trajectory_id, request.turn), []).extend(self._finished[-1].versions)
 
     async def release(self, level: str) -> ReleaseResult:
-        assert self._suspended
-        self.loans.append(len(self._batch.running) + len(self._batch.waiting()))
-        self.released = level
+        result = await super().release(level)
         leave(self.device, self.name)
-        await asyncio.sleep(0.05)
-        return ReleaseResult(level, 1000, len(self._batch.running), 0.05, "twin")
+        return result
 
     async def reclaim(self) -> None:
-        await asyncio.sleep(0.05)
-        self.released = ""
+        await super().reclaim()
         take(self.device, self.name)
 
     async def resume(self) -> None:
-        if self.released:
-            raise CommandError("released", "resume")
         await super().resume()
         take(self.device, self.name)
 
 
-class ResidentTrainer(SimTrainer):
-    """A simulated trainer; replica i is on device i. It begins with its devices empty: nobody checks before it first leaves."""
+class ResidentTrainer(lending.ResidentSimTrainer):
+    """Replica i is on device i."""
 
     replicas = 4
     fails = ""  # the level that does not come through, once
     stream_steps = 0
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.level = "step"
-
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
-        await asyncio.sleep(0.05)
         for device in range(self.replicas) if level == "away" or replicas is None else replicas:
             (leave if level == "away" else take)(device, "trainer")
         type(self).stream_steps += level == "stream"
         if level == type(self).fails:
             type(self).fails = ""
             raise RetryableError("no room")
-        self.level = level
-        return ResidencyResult(level, 0, 10, 10, 10, 0.05, "twin")
+        return await super().residency(level, replicas)
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
         assert self.level == "stream"
@@ -149,13 +102,11 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> list[LendingWorker]:
         made.append(LendingWorker(name, *arguments, **keywords))
         return made[-1]
 
-    worker.release = True  # type: ignore[attr-defined]
     OWNERS.clear()
-    OPENED.clear()
     monkeypatch.setattr(ResidentTrainer, "stream_steps", 0)
     monkeypatch.setattr(ResidentTrainer, "fails", "")
-    monkeypatch.setattr(sim_run, "SimWorker", worker)
-    monkeypatch.setattr(sim_run, "SimTrainer", ResidentTrainer)
+    monkeypatch.setattr(sim_run, "LendingWorker", worker)
+    monkeypatch.setattr(sim_run, "ResidentSimTrainer", ResidentTrainer)
     return made
 
 
@@ -214,7 +165,6 @@ def test_half_of_the_engines_are_freed_within_a_step_and_come_back_with_the_new_
 def test_streaming_shortens_the_step_of_a_long_tail(twins: list[LendingWorker]) -> None:
     streamed = events_of(sim_run.simulate(colocated()), "step")
     OWNERS.clear()
-    OPENED.clear()
     plain = events_of(sim_run.simulate(colocated(high=0.0, low=0.0)), "step")
     assert ResidentTrainer.stream_steps == 4, "the second run freed nothing"
     assert streamed[-1]["t"] < plain[-1]["t"]
@@ -274,9 +224,29 @@ def test_what_cannot_share_devices_is_refused_with_its_fix(
     assert told in str(refused.value)
 
 
-def test_the_simulator_without_memory_to_lend_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.colocation\.enabled = True: simulated workers"):
-        sim_run.simulate(colocated())
+def test_the_simulators_own_twins_stream_without_these_checks() -> None:
+    result = sim_run.simulate(colocated())
+    assert result.violations == [], "the audit hears of turns that moved as wholes"
+    assert sum(event.get("moved", 0) for event in events_of(result, "handover")) > 0
+    assert all(step["metrics"]["stream_fed"] > 0 for step in events_of(result, "step"))
+
+
+def test_half_of_the_replicas_take_twice_as_long_and_none_without_a_device() -> None:
+    config = colocated()
+    sample = TrainSample("t", "g", (1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), ((0, 2),), 1.0)
+
+    async def seconds(level: str, replicas: Sequence[int] | None) -> float:
+        trainer = lending.ResidentSimTrainer(config, SimWeights(), Audit(config))
+        await trainer.residency(level, replicas)
+        begun = asyncio.get_running_loop().time()
+        await trainer.feed([sample], 0)
+        return asyncio.get_running_loop().time() - begun
+
+    whole = run(seconds("step", None))
+    assert whole > 0
+    assert run(seconds("stream", [0, 1])) == pytest.approx(2 * whole)
+    with pytest.raises(RetryableError):
+        run(seconds("away", None))
 
 
 def test_replicas_and_footprints_are_those_of_the_models_layout() -> None:

@@ -38,6 +38,7 @@ _MODULES = {
     "modes": "orchestrator.bench.modes",
     "affinity": "orchestrator.bench.affinity",
     "rollart-figures": "orchestrator.bench.rollart_figures",
+    "rollpacker-figures": "orchestrator.bench.rollpacker_figures",
     "tail-batching": "orchestrator.bench.tail_batching",
 }
 

@@ -2,7 +2,8 @@
 
 A feature is a name and two lists of overrides, with it and without it (:data:`FEATURES`): a new one joins by a line. The base
 has all of them on; each row takes one away. Rows are paired by seed with the base: the same prompts, lengths and times; the bar
-is the standard deviation of the ratio over seeds. A ratio above 1 is what the feature saves.
+is the standard deviation of the ratio over seeds. A ratio above 1 is what the feature saves. RollPacker's features, which need a
+synchronous run (:data:`SYNCHRONOUS`), are taken away from a base of their own, after the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.report.svg import Axis, Margins, Plot, nice_axis
-from orchestrator.sim.setups import measure, scenario
+from orchestrator.sim.setups import measure, rollpacker, scenario
 
 SCENARIO = "rollart"
 SCALE = 16  # a 16th of its cluster and batch
@@ -40,6 +41,12 @@ FEATURES = (
     Feature("redundant groups", ("rollout.redundant_groups=2.0",), ("rollout.redundant_groups=1.0",)),
     Feature("streamed training", ("trainer.stream=true",), ("trainer.stream=false",)),
     Feature("serverless rewards", ("sim.reward_slots=0",), ("sim.reward_slots=4",)),
+)
+
+SYNCHRONOUS = (  # all on: the rung "+ stream trainer" of RollPacker's 7B/8k
+    Feature("tail batching", (), ("rollout.rounds.enabled=false",)),
+    Feature("training streamed on freed devices", (), ("rollout.colocation.enabled=false", "trainer.stream=false")),
+    Feature("adaptive reward timeout", (), ("reward.timeout=40",)),  # of a call; the scorer's own limit is 30 s
 )
 
 
@@ -77,10 +84,13 @@ def ablate(
     make: Callable[[Sequence[str]], Config] | None = None,
     said: Callable[[str], object] = lambda text: None,
 ) -> list[Row]:
-    """All rows, the base first. ``features``: default: all. ``make``: a config from overrides, default: the scenario of this
-    module; ``said`` hears of each run. Raises ConfigError, SimulationFailed."""
+    """All rows, the base first. ``features``: default: :data:`FEATURES`. ``make``: a config from overrides, default: the scenario
+    of this module. Without both, the rows of :data:`SYNCHRONOUS` follow. ``said`` hears of each run. Raises ConfigError,
+    SimulationFailed."""
     if seeds < 1:
         raise ConfigError("--seeds", seeds, "at least one")
+    if make is None and features is None:
+        return [*ablate(seeds, FEATURES, _default, said), *ablate(seeds, SYNCHRONOUS, _synchronous, said)]
     make, features = make or _default, FEATURES if features is None else features
     on = [override for feature in features for override in feature.on]
 
@@ -101,6 +111,11 @@ def ablate(
 
 def _default(overrides: Sequence[str]) -> Config:
     return scenario(SCENARIO, [f"run.steps={STEPS}", BALANCED, *overrides], SCALE)
+
+
+def _synchronous(overrides: Sequence[str]) -> Config:
+    """Seven steps: those that are measured are four short rounds and a long one."""
+    return rollpacker("7B/8k", "+ stream trainer", 4, steps=7, extra=overrides)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -59,6 +59,12 @@ def trainer_costs(config: Config) -> TrainerCosts:
     return costs if sim.grain == 1 else GrainedTraining(costs, sim.grain)
 
 
+def kv_bytes(config: Config) -> float:
+    """Of a token, such that a worker's KV memory holds the tokens that the cost model says; 0: it does not say."""
+    tokens = min((engine_costs(config, name).kv_tokens or 0 for name in set(fleet(config))), default=0)
+    return (config.rollout.engine.kv_cache_mb << 20) / tokens if tokens else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Limited:
     """The same engine with room for fewer tokens: ``sim.kv_tokens``."""

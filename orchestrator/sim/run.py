@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,10 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
-from orchestrator.sim.cluster import fleet
+from orchestrator.sim.cluster import fleet, kv_bytes
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
+from orchestrator.sim.lending import LendingWorker, Moves, ResidentSimTrainer
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
 from orchestrator.sim.speech import Speech
@@ -324,7 +326,8 @@ class _Simulation:
         config, weights = self.config, SimWeights()
         store = SimStore(self.remains)
         checkpoints = SimCheckpoints(self.folder / "checkpoints", config.checkpoint.keep, self.remains)
-        trainer = SimTrainer(config, weights, self.audit)
+        lends = config.rollout.colocation.enabled
+        trainer = (ResidentSimTrainer if lends else SimTrainer)(config, weights, self.audit)
         position, resumed_from = Position(), None
         if self.life == 0:
             checkpoints.drop_after(-1)  # of another run in this folder
@@ -346,8 +349,9 @@ class _Simulation:
             resumed_from=resumed_from,
         )
         self._task = SimTask(config, self.traces)
+        make = partial(LendingWorker, moves=Moves()) if lends else SimWorker
         self._workers = [
-            SimWorker(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
+            make(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
             for index, name in enumerate(fleet(config))
         ]
         task: Task = self._task
@@ -369,7 +373,9 @@ class _Simulation:
             await pool.open()
         audited = _AuditedTrainer(audited, self.audit)
         keeps = checkpoints if self._faulty else None
-        return Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps, pool), position
+        parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps, pool)
+        parts.kv_bytes = kv_bytes(config)
+        return parts, position
 
     def _damage(self, checkpoints: SimCheckpoints, events: EventLog) -> None:
         """Now and then the newest checkpoint is found damaged, and the one before it has to do."""
@@ -475,9 +481,6 @@ def simulate(
     if config.rollout.planner.enabled and not hasattr(SimWorker, "resize"):
         fix = "simulated workers have no layout to change: set it to false"
         raise ConfigError("rollout.planner.enabled", True, fix)
-    if config.rollout.colocation.enabled and not hasattr(SimWorker, "release"):
-        fix = "simulated workers have no memory to release: set it to false"
-        raise ConfigError("rollout.colocation.enabled", True, fix)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from orchestrator.api import (
     TrajectoryError,
 )
 from orchestrator.config import Config
+from orchestrator.policies.timeouts import AdaptiveTimeouts, CaseTime
 from orchestrator.sections.sim import SimTaskSection
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.cluster import trainer_costs
@@ -228,7 +229,8 @@ class SimTools:
 
 class SimReward:
     """1.0 for a success, else 0.0; the chance is that of the version of the first token. With ``traces``: what was earned
-    when it was recorded, where that is known."""
+    when it was recorded, where that is known. With ``reward.timeout = "adaptive"`` a task with a time limit (``reward_max``)
+    has the run's own policy for it, an answer being one test case; what is cut off earns 0."""
 
     def __init__(self, config: Config, traces: Traces | None = None) -> None:
         self._traces = traces
@@ -236,19 +238,34 @@ class SimReward:
         self._tasks = config.sim.tasks if traces is None else {}
         self._seed = config.run.seed
         self._slots = asyncio.Semaphore(config.sim.reward_slots) if config.sim.reward_slots else None
+        rules = config.reward.adaptive
+        self._timeouts = (
+            AdaptiveTimeouts(rules.factor, rules.least, rules.most) if config.reward.timeout == "adaptive" else None
+        )
         self.calls = 0
         self.busy_seconds = 0.0  # of all scores together
 
     async def score(self, trajectory: Trajectory) -> float:
         """See the protocol."""
-        seconds = self._duration(trajectory)
         if self._slots is None:
-            await asyncio.sleep(seconds)
-        else:
-            async with self._slots:
-                await asyncio.sleep(seconds)
+            return await self._judge(trajectory)
+        async with self._slots:
+            return await self._judge(trajectory)
+
+    async def _judge(self, trajectory: Trajectory) -> float:
+        seconds, limit = self._duration(trajectory)
+        cut = seconds > limit
+        await asyncio.sleep(min(seconds, limit))
         self.calls += 1
-        self.busy_seconds += seconds
+        self.busy_seconds += min(seconds, limit)
+        reward = self._reward(trajectory)
+        if self._timeouts is not None and limit < math.inf:
+            reward = 0.0 if cut else reward
+            time = CaseTime(min(seconds, limit), limit, cut)
+            self._timeouts.note(trajectory.prompt.key, [time], correct=reward > 0.0)
+        return reward
+
+    def _reward(self, trajectory: Trajectory) -> float:
         if self._traces is not None and trajectory.turns:
             recorded = self._traces.told(trajectory.turns[0].observation_ids).reward
             if recorded is not None:
@@ -257,13 +274,16 @@ class SimReward:
         skill = _SKILL_END - (_SKILL_END - _SKILL_START) * math.exp(-max(0, version) / _SKILL_VERSIONS)
         return float(stream(self._seed, "reward", trajectory.id, trajectory.prompt.key).random() < skill)
 
-    def _duration(self, trajectory: Trajectory) -> float:
+    def _duration(self, trajectory: Trajectory) -> tuple[float, float]:
+        """Seconds that scoring takes by itself, and after which it is cut off."""
         task = self._tasks.get(trajectory.task)
         if task is None:
-            return self._seconds
+            return self._seconds, math.inf
         rng = stream(self._seed, "scoring", trajectory.id, trajectory.prompt.key)
-        seconds = lognormal(rng, task.reward_seconds, task.reward_sigma)
-        return min(seconds, task.reward_max) if task.reward_max else seconds
+        seconds, limit = lognormal(rng, task.reward_seconds, task.reward_sigma), task.reward_max or math.inf
+        if self._timeouts is not None and limit < math.inf:
+            limit = min(limit, *(self._timeouts.limits(trajectory.prompt.key) or [limit]))
+        return seconds, limit
 
 
 class SimTrainer:
