@@ -242,11 +242,40 @@ def real_density(detail: Row) -> str:
     )
 
 
+def learning_curves(detail: Row) -> str:
+    """Held-out success over training steps and over seconds, a line for each variant and seed of ``learning-parity``."""
+    styles = {"sync_plus": "c0", "async, alpha 1": "strong c1", "async, alpha 2": "c2"}
+
+    def lines(at: int) -> list[Curve]:
+        return [
+            Curve(
+                f"{run['variant']}, seed {run['seed']}",
+                styles[run["variant"]] + (" dashed" if run["seed"] else ""),
+                [(point[at], point[2]) for point in run["curve"]],
+            )
+            for run in detail["runs"]
+        ]
+
+    steps, seconds = lines(0), lines(1)
+    success = nice_axis(0.0, 1.0, "held-out success, %", lambda value: f"{100 * value:g}")
+    last = max(x for curve in seconds for x, _ in curve.points)
+    return page(
+        976,
+        440,
+        [
+            placed(chart(steps, step_axis(40), success, "Success over training steps", (464, 330)), 16, 16),
+            placed(chart(seconds, nice_axis(0, last, "seconds"), success, "Success over seconds", (464, 330)), 496, 16),
+            legend(steps, 24, 372, 940, 3),
+        ],
+    )
+
+
 def _density_of(place: str) -> Callable[[Row], float]:
     return lambda pair: float(pair["density_by_layer"][place])
 
 
 DRAWINGS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "learning-parity.svg": ("learning-parity.json", learning_curves),
     "transfer-limit.svg": ("transfer-limit.json", rose_figure_10),
     "delta-bytes.svg": ("delta-bytes.json", bytes_per_change),
     "delta-real.svg": ("delta-real.json", real_density),
