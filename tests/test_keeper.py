@@ -104,6 +104,23 @@ def test_a_host_that_lived_for_long_has_all_its_restarts_again() -> None:
     kept(1, scenario)
 
 
+def test_a_watcher_that_is_itself_broken_ends_the_run_instead_of_watching_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restart may raise what nobody foresaw; a run whose hosts nobody watches would wait for ever."""
+
+    async def scenario(host: Host, keeper: Keeper, ends: list[BaseException]) -> None:
+        async def broken() -> None:
+            raise ValueError("nobody foresaw this")
+
+        monkeypatch.setattr(host, "restart", broken)
+        host.gone.set()
+        await asyncio.sleep(1)
+        assert [str(error) for error in ends] == ["nobody foresaw this"]
+
+    kept(5, scenario)
+
+
 def test_the_death_of_a_child_that_holds_state_is_a_lost_part() -> None:
     class Master:
         pid = 1

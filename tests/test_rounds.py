@@ -321,6 +321,39 @@ def test_the_queue_survives_a_checkpoint_and_that_of_another_run_is_refused() ->
         rounds_of(small(), state)
 
 
+def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_this_one() -> None:
+    """Four prompts an epoch: the round that ends it plays prompt 3, which was deferred, and fills up with 4 and 5."""
+    config = small("rollout.rounds.epoch_prompts=4")
+    rounds = rounds_of(config)
+    rounds.begin()
+    for index in range(4):
+        rounds.start(f"g{index}")
+    for index in range(3):
+        rounds.settled(f"g{index}", "complete")
+    rounds.defer("g3", [])
+    rounds.end(1, ["g0", "g1", "g2"], [], 0)
+    rounds.trained(["g0", "g1", "g2"])
+    rounds.begin()
+    for group in ("late", "early-4", "early-5"):
+        rounds.start(group)
+    for group in ("early-4", "early-5"):
+        rounds.settled(group, "complete")
+    assert [rounds.number(group) for group in ("late", "early-4", "early-5")] == [3, 4, 5]
+    again = rounds_of(config, json.loads(json.dumps(rounds.state())))
+    for group in ("early-4", "early-5"):
+        again.settled(
+            group, "complete"
+        )  # the checkpoint's buffer has them; the late one's members died with the process
+    assert again.resumed() == ["early-4", "early-5"]
+    assert [again.number(group) for group in ("late", "early-4", "early-5")] == [-1, -1, -1]
+    again.begin()
+    started = []
+    while again.wanted(0):
+        started.append(again.start(f"new-{len(started)}")[0].key)
+    keys = dict(rounds.state()["keys"])
+    assert started == [keys[number] for number in (3, 4, 5)]
+
+
 def test_without_rounds_no_line_of_the_journal_changes() -> None:
     sink = MemorySink()
     ledger = Ledger(sink, lambda: 0.0)

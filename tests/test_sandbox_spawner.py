@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from orchestrator.api import RetryableError
+from orchestrator.bench.soak import marked_processes as running
 from orchestrator.sandbox import Limits, Sandbox, spawner
 
 LIST = "import os; print(sorted(int(n) for n in os.listdir('/proc/self/fd')))"
@@ -110,18 +110,20 @@ def test_what_runs_ends_with_the_caller() -> None:
         caller.wait()
 
 
-def running(mark: str) -> list[int]:
-    """Processes with this in their command line."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                text = (Path("/proc") / entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if mark.encode() in text:
-                found.append(int(entry))
-    return found
+def test_a_program_that_does_not_ask_for_it_ends_with_the_caller_too() -> None:
+    mark = "61.375"  # seconds of sleep that nobody else asks for
+    program = (
+        "import asyncio, os, time\nfrom orchestrator.sandbox.spawner import spawn\nnull = os.open('/dev/null', os.O_RDWR)\n"
+        f"started = spawn(['/bin/sleep', '{mark}'], stdin=null, stdout=null, stderr=null, passed=(), environment={{}})\n"
+        "asyncio.run(started)\ntime.sleep(60)\n"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        wait_for(lambda: len([pid for pid in running(mark) if pid != caller.pid]) > 0)
+    finally:
+        caller.kill()
+        caller.wait()
+    wait_for(lambda: running(mark) == [])
 
 
 def wait_for(condition: object) -> None:

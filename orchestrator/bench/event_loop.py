@@ -4,7 +4,8 @@
 program's own: less the time for which the kernel let the loop's thread wait for a processor that somebody else had; the
 delay with that time is beside it. On a busy machine the own part grows, too, as work piles up while the thread waits: give it
 priority (``chrt --reset-on-fork --fifo 1 rl-coserve bench event-loop --quick``); ``detail`` says what it had. The full run adds
-a soak of 20 minutes at niceness 10: whether memory stays flat over the last 15, and whether anything is left behind.
+a soak of 30 minutes at niceness 10: whether memory stays flat over the last 20, when the buffer has long been full, and whether
+anything is left behind.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from orchestrator.runfolder import describe_machine
 
 NAME = "event-loop"
 _BAR = 5.0  # ms
-_FULL, _QUICK = 1200.0, 26.0  # seconds of the run
-_LAST = 900.0  # of which memory is judged
+_FULL, _QUICK = 1800.0, 26.0  # seconds of the run
+_LAST = 1200.0  # of which memory is judged
 _MEAN, _MEAN_QUICK = 8.0, 4.0  # seconds of an environment's step
 _RESET_ON_FORK = 0x40000000  # a flag of the scheduler's policy
 _FLAT = 60.0  # MiB an hour that a slope may have: 1 GiB after 17 hours
@@ -75,7 +76,7 @@ def part(seconds: float, mean: float, nonce: str) -> dict[str, Any]:
 
 
 def rise_of(memory: list[tuple[float, float]]) -> tuple[float, float, float] | None:
-    """Slope of the last 15 minutes with its interval; None where there are not so many."""
+    """Slope of the last 20 minutes with its interval; None where there are not so many."""
     if memory[-1][0] - memory[0][0] < _LAST:
         return None
     return slope([point for point in memory if point[0] > memory[-1][0] - _LAST])

@@ -59,9 +59,17 @@ class Keeper:
 
     def start(self, fail: Callable[[BaseException], None]) -> None:
         """Begin to watch."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            """A watcher that is broken would let the run wait for ever."""
+            if not task.cancelled() and (error := task.exception()) is not None:
+                fail(error)
+
         self._tasks.append(asyncio.create_task(self._keep_file(), name="keep the file of processes"))
         for name, child, limit in self._children:
             self._tasks.append(asyncio.create_task(self._watch(name, child, limit, fail), name=f"keep {name}"))
+        for task in self._tasks:
+            task.add_done_callback(done)
 
     async def close(self) -> None:
         """Stop watching. Idempotent."""

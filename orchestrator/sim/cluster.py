@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from orchestrator.config import Config
 from orchestrator.sim import hardware
 from orchestrator.sim.costs import (
@@ -39,9 +37,8 @@ def engine_costs(config: Config, hardware_class: str = "") -> EngineCosts:
     else:
         field = "sim.fleet" if hardware_class else "sim.device"
         device = hardware.device(hardware_class or sim.device, field)
-        costs = Roofline(device, hardware.model(sim.model), sim.tensor_parallel, sim.pull_gb_s)
-        if sim.kv_tokens is not None:
-            costs = Limited(costs, sim.kv_tokens)
+        model = hardware.model(sim.model)
+        costs = Roofline(device, model, sim.tensor_parallel, sim.pull_gb_s, kv_limit=sim.kv_tokens)
     return costs if sim.grain == 1 else Grained(costs, sim.grain)
 
 
@@ -63,34 +60,3 @@ def kv_bytes(config: Config) -> float:
     """Of a token, such that a worker's KV memory holds the tokens that the cost model says; 0: it does not say."""
     tokens = min((engine_costs(config, name).kv_tokens or 0 for name in set(fleet(config))), default=0)
     return (config.rollout.engine.kv_cache_mb << 20) / tokens if tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limited:
-    """The same engine with room for fewer tokens: ``sim.kv_tokens``."""
-
-    inner: Roofline
-    kv_tokens: int
-
-    @property
-    def fetch_seconds(self) -> float:
-        """See :class:`~orchestrator.sim.costs.EngineCosts`."""
-        return self.inner.fetch_seconds
-
-    @property
-    def load_seconds(self) -> float:
-        """See the protocol."""
-        return self.inner.load_seconds
-
-    @property
-    def receive_seconds(self) -> float:
-        """See the protocol."""
-        return self.inner.receive_seconds
-
-    def prefill(self, tokens: int, pairs: float, running: int) -> float:
-        """See the protocol."""
-        return self.inner.prefill(tokens, pairs, running)
-
-    def decode(self, running: int) -> tuple[float, float]:
-        """See the protocol."""
-        return self.inner.decode(running)

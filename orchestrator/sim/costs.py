@@ -152,25 +152,32 @@ class LinearTraining:
 class Roofline:
     """One engine on ``tensor_parallel`` devices of one server. Weights and activations of a step cost the larger of their
     arithmetic and of the bytes that are read; attention of decode reads the KV of every context; prefilled tokens share the
-    step's reading of the weights. ``pull_gb_s``: at which the worker's devices together fetch from the relay."""
+    step's reading of the weights. ``pull_gb_s``: at which the worker's devices together fetch from the relay. ``kv_limit``:
+    tokens whose KV it holds, None: as many as fit."""
 
     device: Device
     model: Model
     tensor_parallel: int = 1
     pull_gb_s: float = 0.0  # 0: the devices' network ports
     memory_share: float = MEMORY_SHARE
+    kv_limit: int | None = None
 
     def __post_init__(self) -> None:
         if self.model.kv_heads % self.tensor_parallel and self.tensor_parallel % self.model.kv_heads:
             fix = f"{self.model.name} has {self.model.kv_heads} KV heads, which cannot be split over so many devices"
             raise ConfigError("sim.tensor_parallel", self.tensor_parallel, fix)
-        if self.kv_tokens < 1:
+        if self._room < 1:
             fix = f"the weights of {self.model.name} leave no room for KV on {self.device.name}: take more devices"
             raise ConfigError("sim.tensor_parallel", self.tensor_parallel, fix)
 
     @property
     def kv_tokens(self) -> int:
         """See the protocol."""
+        return self._room if self.kv_limit is None else self.kv_limit
+
+    @property
+    def _room(self) -> int:
+        """Tokens whose KV fits beside weights and activations."""
         room = self.device.memory_gb * 1e9 * self.memory_share - ACTIVATION_BYTES
         return int((room * self.tensor_parallel - self.model.weight_bytes) / (self.model.kv_bytes * self._copies))
 
