@@ -354,6 +354,22 @@ def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_thi
     assert started == [keys[number] for number in (3, 4, 5)]
 
 
+def test_a_prompt_of_an_earlier_epoch_that_fails_again_and_again_is_not_overtaken_by_a_later_one() -> None:
+    """One prompt an epoch; a resume finds two of them untrained, and the first one's group fails."""
+    before = RoundPlanner(RoundRules(1, 2, epoch=1))
+    state = {**before.state(), "next": 2, "end": 2, "again": [0, 1]}
+    planner = RoundPlanner(RoundRules(1, 2, epoch=1))
+    planner.restore(state)
+    planner.settle()
+    planner.begin()
+    for _ in range(3):
+        assert planner.launch() == 0
+        planner.lost(0)
+    planner._queue = {1: "tokens"}
+    planner._again = {0: None}
+    assert planner.launch() == 0, "not even by one that was deferred"
+
+
 def test_without_rounds_no_line_of_the_journal_changes() -> None:
     sink = MemorySink()
     ledger = Ledger(sink, lambda: 0.0)

@@ -123,10 +123,11 @@ class RoundPlanner:
             raise ValueError("nothing is to be launched")
         lane = ""
         if found == "again":
-            number = next(iter(self._again))
+            number = min(self._again, key=self._epoch)
             del self._again[number]
         elif found == "queue":
-            number = next((n for n, lane in self._queue.items() if lane == now.lane), next(iter(self._queue)))
+            of_lane = [n for n, its in self._queue.items() if its == now.lane]
+            number = min(of_lane or self._queue, key=self._epoch)
             lane = self._queue.pop(number)
         else:
             if found == "epoch":
@@ -156,7 +157,14 @@ class RoundPlanner:
         fresh = "again" if self._again else "fresh" if self._end is None or self._next < self._end else ""
         if now.kind == SHORT and not now.closing:
             return fresh or ("" if alive >= least else "queue" if self._queue else "epoch")
-        return "queue" if self._queue else fresh or "epoch"
+        if not self._queue:
+            return fresh or "epoch"
+        # Whatever was lost comes after what was deferred, unless it is of an earlier epoch (after a resume).
+        first = min(map(self._epoch, self._queue))
+        return "again" if min(map(self._epoch, self._again), default=first) < first else "queue"
+
+    def _epoch(self, number: int) -> int:
+        return number // self.rules.epoch if self.rules.epoch else 0
 
     def narrow(self) -> None:
         """Enough prompts will be ready: from now on only those that fail are replaced."""
@@ -234,8 +242,8 @@ class RoundPlanner:
         """After :meth:`settle`: what is ready, and of a later epoch than something that is to be launched again."""
         if self._end is None:
             return []
-        earliest = min((number // self.rules.epoch for number in (*self._again, *self._queue)), default=math.inf)
-        return [number for number in self._ready if number // self.rules.epoch > earliest]
+        earliest = min(map(self._epoch, (*self._again, *self._queue)), default=math.inf)
+        return [number for number in self._ready if self._epoch(number) > earliest]
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
