@@ -1,6 +1,7 @@
-"""The native library of ``orchestrator.transfer.delta``; everything else about the build stands in ``pyproject.toml``.
+"""The native libraries (``csrc/README.md``); everything else about the build stands in ``pyproject.toml``.
 
-Optional: where there is no C compiler (or it fails) the package is installed without it and NumPy does the work.
+Optional: where there is no C compiler (or it fails) the package is installed without them. Then NumPy does the work of the
+delta codec, and there is no KV pool.
 """
 
 from setuptools import Extension, setup
@@ -23,6 +24,15 @@ setup(
             depends=["csrc/delta.h"],
             extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden"],
             optional=True,
-        )
+        ),
+        Extension(
+            "vllm_rlplugin.kvpool._pages",
+            sources=["csrc/pages.c"],
+            depends=["csrc/pages.h"],
+            define_macros=[("_GNU_SOURCE", "1")],
+            extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        ),
     ],
 )

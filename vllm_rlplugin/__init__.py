@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, Installed, check, find
-from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN
+from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN, POOLED
 
 __all__ = [
     "ACTIVE",
@@ -86,21 +86,25 @@ def register_backend() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "vllm_rlplugin.weights", "RelayWeightTransferEngine")
 
 
-def activate() -> None:
-    """Prepare this process, and all it starts, for an engine with the plugin. Idempotent.
+def activate(kv_pool: bool = False) -> None:
+    """Prepare this process, and all it starts, for an engine with the plugin; ``kv_pool``: one whose KV cache is in a
+    pool. Idempotent.
 
     It goes with :func:`vllm_rlplugin.options.engine_arguments`, which select what the engine then runs. Raises
     ConfigError on an untested vLLM.
     """
     installed = check(VLLM)
-    os.environ[ACTIVE] = "1"
-    copied = [name for name in os.environ.get(_RAY_COPIES, "").split(",") if name]
-    if ACTIVE not in copied:
-        os.environ[_RAY_COPIES] = ",".join([*copied, ACTIVE])
-    if is_cpu_build(installed):
-        from vllm_rlplugin.patches import REGISTER
+    for name in (ACTIVE, POOLED) if kv_pool else (ACTIVE,):
+        os.environ[name] = "1"
+        copied = [name for name in os.environ.get(_RAY_COPIES, "").split(",") if name]
+        if name not in copied:
+            os.environ[_RAY_COPIES] = ",".join([*copied, name])
+    from vllm_rlplugin.patches import REGISTER
 
+    if is_cpu_build(installed):
         REGISTER.apply("cpu_keep_weights")
+    if os.environ.get(POOLED) == "1":
+        REGISTER.apply("kv_range")
 
 
 def is_active() -> bool:

@@ -82,7 +82,8 @@ def _apply(args: argparse.Namespace) -> None:
         return
     check(VLLM)
     _check_token(FrontendOptions.of(args))
-    wanted = engine_arguments(_merged_options(args, given))
+    options = _merged_options(args, given)
+    wanted = engine_arguments(options)
     _refuse_conflicts(args, wanted)
     wanted["additional_config"] = {**_additional(args), **wanted["additional_config"]}
     if getattr(args, "weight_transfer_config", None) not in _UNSET:
@@ -93,7 +94,7 @@ def _apply(args: argparse.Namespace) -> None:
         args.host = DEFAULT_HOST
         _host_is_ours = True
     os.environ[ALLOWED] = ",".join(_allowed(os.environ.get(ALLOWED)))
-    activate()
+    activate(kv_pool=bool(options.kv_pool))
     _applied = True
 
 

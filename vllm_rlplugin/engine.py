@@ -113,7 +113,7 @@ class EngineCounts:
     progress: int  # grows whenever anything was computed
 
 
-def prepare_process(threads: int) -> bool:
+def prepare_process(threads: int, kv_pool: bool = False) -> bool:
     """Set the environment an in-process engine needs, before vLLM is imported. True when vLLM is its CPU build."""
     installed = check(VLLM)
     on_cpu = is_cpu_build(installed)
@@ -132,7 +132,7 @@ def prepare_process(threads: int) -> bool:
         if "torch._dynamo.config" in sys.modules:
             dynamo: Any = sys.modules["torch._dynamo.config"]
             dynamo.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    activate()
+    activate(kv_pool)
     return on_cpu
 
 
@@ -145,7 +145,7 @@ class Engine:
     """See the module. One at a time in a process: close one before the next is made. ``clock``: seconds, monotonic."""
 
     def __init__(self, options: EngineOptions, clock: Callable[[], float]) -> None:
-        on_cpu = prepare_process(options.threads)
+        on_cpu = prepare_process(options.threads, bool(options.plugin.get("kv_pool")))
         from vllm.engine.arg_utils import EngineArgs
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input

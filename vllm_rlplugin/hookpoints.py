@@ -129,6 +129,12 @@ HOOKS: dict[str, tuple[str, ...]] = {
     f"{_KV}.get_computed_blocks": ("self", "request"),
     f"{_KV}.get_blocks": ("self", "request_id"),
     f"{_POOL}.get_num_free_blocks": ("self",),
+    f"{_POOL}._maybe_evict_cached_block": ("self", "block"),
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove": ("self", "block"),
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append_n": ("self", "blocks"),
+    # The KV cache of an engine in a pool.
+    "vllm.v1.worker.utils:allocate_kv_cache": ("kv_cache_config", "device", "layout", "kernel_block_sizes"),
+    "vllm.config:get_current_vllm_config": (),
     # Weights.
     f"{_WORKER}.init_weight_transfer_engine": ("self", "init_info"),
     f"{_WORKER}.start_weight_update": ("self",),
@@ -184,6 +190,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "prev_step_scheduled_req_ids",
         "finished_recving_kv_req_ids",
         "max_num_active_reqs",
+        "max_num_running_reqs",
         "max_num_scheduled_tokens",
         "num_waiting_for_streaming_input",
         "requires_kv_delivery",
@@ -200,7 +207,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     _KV: ("block_pool", "watermark_blocks", "enable_kv_cache_events", "num_kv_cache_groups"),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "ref_cnt", "is_null"),
-    _POOL: ("num_gpu_blocks",),
+    _POOL: ("num_gpu_blocks", "blocks", "free_block_queue"),
+    "vllm.v1.kv_cache_interface:KVCacheTensor": ("size", "layers", "layer_stride", "block_stride", "offset"),
     "vllm.v1.core.sched.interface:PauseState": ("UNPAUSED",),
     "vllm.v1.request:RequestStatus": (
         "WAITING",

@@ -23,9 +23,11 @@ PLUGIN = "rl-coserve"  # the name of every entry point, as in VLLM_PLUGINS
 BACKEND = "rl_coserve"  # the weight-transfer backend's name, as in --weight-transfer-config
 KEY = "rl_coserve"  # in --additional-config
 ACTIVE = "RL_COSERVE_ACTIVE"  # environment variable, "1" in every process of an engine that asked for the plugin
+POOLED = "RL_COSERVE_KV_POOL"  # the same, of an engine whose KV cache is in a device's pool
 SCHEDULER = "vllm_rlplugin.scheduler.create_scheduler"  # for --scheduler-cls
 WORKER_EXTENSION = "vllm_rlplugin.extension.WorkerExtension"  # for --worker-extension-cls
 KV_ON_UPDATE = ("salt", "flush")
+KV_ROLES = ("serving", "rollout")
 LOOPBACK = "127.0.0.0/8,::1/128"
 
 
@@ -54,7 +56,20 @@ class PluginOptions:
         16, "requests", "how many added requests wait inside the engine; the others are held in front of it"
     )
 
+    kv_pool: str = _option(
+        "", "name", "the KV cache lies in this pool, which engines of one device share (host memory)"
+    )
+    kv_pool_role: str = _option(
+        "rollout", "", "serving comes first, one a pool; rollout gets what it is lent", KV_ROLES
+    )
+    kv_pool_mib: int = _option(0, "MiB", "make the pool if nobody lives in it, so large; 0: it is there already")
+    kv_pool_page_kib: int = _option(2048, "KiB", "size of a page, the same for all engines of a pool")
+    kv_pool_budget_mib: int = _option(0, "MiB", "what a rollout engine may have until somebody decides otherwise")
+    kv_pool_keep: float = _option(10.0, "seconds", "pages that nobody used for so long go back to the pool")
+    kv_pool_scrub: bool = _option(False, "", "zero a page of another engine before it is used here")
+
     def __post_init__(self) -> None:
+        self._check_pool()
         if not self.max_wait > 0:
             raise ConfigError("max_wait", self.max_wait, "give a time over 0 seconds")
         if self.quantum < 1:
@@ -63,6 +78,24 @@ class PluginOptions:
             raise ConfigError("kv_on_update", self.kv_on_update, f"is {' or '.join(map(repr, KV_ON_UPDATE))}")
         if self.lookahead < 1:
             raise ConfigError("lookahead", self.lookahead, "give at least 1 request")
+
+    def _check_pool(self) -> None:
+        if self.kv_pool and not (self.kv_pool.replace("-", "").replace("_", "").isalnum() and len(self.kv_pool) < 64):
+            raise ConfigError("kv_pool", self.kv_pool, "give a name of letters, digits, - and _")
+        if self.kv_pool_role not in KV_ROLES:
+            raise ConfigError("kv_pool_role", self.kv_pool_role, f"is {' or '.join(map(repr, KV_ROLES))}")
+        for name in ("kv_pool_mib", "kv_pool_budget_mib"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, getattr(self, name), "give 0 or more MiB")
+        if self.kv_pool_page_kib < 4 or self.kv_pool_page_kib & (self.kv_pool_page_kib - 1):
+            raise ConfigError("kv_pool_page_kib", self.kv_pool_page_kib, "give a power of two of at least 4 KiB")
+        if not self.kv_pool_keep >= 0:
+            raise ConfigError("kv_pool_keep", self.kv_pool_keep, "give 0 or more seconds")
+        if not self.kv_pool:
+            stray = [item.name for item in fields(self) if item.name.startswith("kv_pool_")]
+            for name in stray:
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ConfigError(name, getattr(self, name), "has an effect only with kv_pool")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PluginOptions:

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, check
 from orchestrator.policies.priority import ProgressivePriority
+from vllm_rlplugin.kvpool.scheduling import PagedScheduling
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches import REGISTER
 from vllm_rlplugin.preemption import Preempting
@@ -50,6 +51,7 @@ class Coserving(Preempting):
         self._rl_steps = self._rl_queries = self._rl_hits = self._rl_generated = 0
         stock: Any = super()
         stock.__init__(vllm_config, *args, **kwargs)
+        self._rl_pages = PagedScheduling.of(self, options)  # None: the KV cache is vLLM's own
 
     def rl_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the front end asks of the scheduler, between two steps. Plain data in and out. Raises ValueError for an
@@ -58,6 +60,7 @@ class Coserving(Preempting):
         * ``prioritize`` {"priorities": {trajectory id: priority}}: of all their unfinished requests -> {"changed"}
         * ``advance_version`` {"version", "history" (default: the present one)}: the weights are now of this version; it
           never decreases within a history, and histories never return -> {"preempted", "how", "seconds"}
+        * ``kv_pool`` {}: comply with the budget, give back what is idle -> pages held, budget ({} without a pool)
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":
@@ -66,11 +69,17 @@ class Coserving(Preempting):
             return self._rl_advance_version(**arguments)
         if command == "snapshot":
             return self._rl_snapshot()
-        raise ValueError(f"{command!r} is not a command of the scheduler: prioritize, advance_version, snapshot")
+        if command == "kv_pool":
+            return self._rl_pages.look() if self._rl_pages is not None else {}
+        raise ValueError(
+            f"{command!r} is not a command of the scheduler: prioritize, advance_version, snapshot, kv_pool"
+        )
 
     # ---- hooks into stock methods ----
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._rl_pages is not None:
+            self._rl_pages.before_step()
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
             self._rl_steps += 1

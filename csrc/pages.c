@@ -1,0 +1,498 @@
+/* See pages.h. Every function returns 0 or a count, or one of the negative codes there. */
+#include "pages.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define MAX_PAGES (1ull << 26)
+#define SOMEBODY 255 /* of `last`: a tenant that is no more */
+
+static uint64_t table_bytes(uint64_t pages) {
+    uint64_t bytes = (sizeof(rlc_header) + 3 * pages + 63) & ~63ull;
+    return bytes + 8 * pages;
+}
+
+static void lay_out(rlc_pool *pool) {
+    uint8_t *base = (uint8_t *)pool->header;
+    uint64_t pages = pool->header->pages;
+    pool->owner = base + sizeof(rlc_header);
+    pool->last = pool->owner + pages;
+    pool->mapped = pool->last + pages;
+    pool->lease = (uint64_t *)(base + ((sizeof(rlc_header) + 3 * pages + 63) & ~63ull));
+}
+
+/* An open-file-description lock on one byte far behind everything that is stored. */
+static int byte_lock(int fd, int slot, short type, int command) {
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = ((off_t)1 << 61) + slot, .l_len = 1};
+    return fcntl(fd, command, &lock) == 0 ? (int)lock.l_type : -1;
+}
+
+static int alive(const rlc_pool *pool, int slot) {
+    if (slot == pool->slot) return 1; /* our own lock does not conflict with us */
+    return byte_lock(pool->fd, slot, F_WRLCK, F_OFD_GETLK) != F_UNLCK;
+}
+
+static void recount(rlc_pool *pool) {
+    rlc_header *header = pool->header;
+    uint64_t used[RLC_TENANTS] = {0}, free_pages = 0;
+    for (uint64_t page = 0; page < header->pages; page++) {
+        if (pool->owner[page]) used[pool->owner[page] - 1]++;
+        else free_pages++;
+    }
+    for (int slot = 0; slot < RLC_TENANTS; slot++) header->tenants[slot].used = used[slot];
+    header->free = free_pages;
+}
+
+static int take(rlc_pool *pool) {
+    int code = pthread_mutex_lock(&pool->header->lock);
+    if (code == EOWNERDEAD) {
+        recount(pool);
+        pool->header->recoveries++;
+        code = pthread_mutex_consistent(&pool->header->lock);
+    }
+    if (code) {
+        errno = code;
+        return RLC_POOL_SYSTEM;
+    }
+    return 0;
+}
+
+static void give(rlc_pool *pool) { pthread_mutex_unlock(&pool->header->lock); }
+
+/* Pages of tenants that are gone are free again. The lock is held. Idempotent: whoever dies in here leaves it to the next. */
+static int reap(rlc_pool *pool) {
+    int found = 0;
+    for (int slot = 0; slot < RLC_TENANTS; slot++) {
+        rlc_tenant *tenant = &pool->header->tenants[slot];
+        if (tenant->role == RLC_FREE || alive(pool, slot)) continue;
+        for (uint64_t page = 0; page < pool->header->pages; page++) {
+            if (pool->owner[page] != slot + 1) continue;
+            pool->mapped[page] = 0;
+            pool->lease[page] = 0;
+            pool->last[page] = (uint8_t)(slot + 1);
+            pool->owner[page] = 0;
+        }
+        tenant->role = RLC_FREE;
+        pool->header->deaths++;
+        found++;
+    }
+    if (found) recount(pool);
+    return found;
+}
+
+static int map_file(rlc_pool *pool, uint64_t bytes) {
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, pool->fd, 0);
+    if (base == MAP_FAILED) return RLC_POOL_SYSTEM;
+    pool->header = base;
+    pool->bytes = bytes;
+    return 0;
+}
+
+EXPORT int rlc_pool_abi(void) { return RLC_POOL_ABI; }
+
+EXPORT void rlc_pool_close(rlc_pool *pool) {
+    if (pool->header) munmap(pool->header, pool->bytes);
+    if (pool->fd >= 0) close(pool->fd);
+    free(pool);
+}
+
+/* Make the file's content; the caller holds an exclusive flock on fd. */
+static int fill(rlc_pool *pool, uint64_t pages, uint64_t page_bytes, int data, const char *device, uint64_t epoch) {
+    uint64_t table = table_bytes(pages), begin = (table + page_bytes - 1) / page_bytes * page_bytes;
+    if (ftruncate(pool->fd, 0) || ftruncate(pool->fd, (off_t)(data ? begin + pages * page_bytes : table)))
+        return RLC_POOL_SYSTEM;
+    int code = map_file(pool, table);
+    if (code) return code;
+    rlc_header *header = pool->header;
+    header->magic = RLC_POOL_MAGIC;
+    header->schema = RLC_POOL_SCHEMA;
+    header->page_bytes = page_bytes;
+    header->pages = pages;
+    header->data = data ? begin : 0;
+    header->epoch = epoch;
+    header->free = pages;
+    strncpy(header->device, device, sizeof header->device - 1);
+    pthread_mutexattr_t kind;
+    pthread_mutexattr_init(&kind);
+    pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
+    code = pthread_mutex_init(&header->lock, &kind);
+    pthread_mutexattr_destroy(&kind);
+    if (code) {
+        errno = code;
+        return RLC_POOL_SYSTEM;
+    }
+    lay_out(pool);
+    __atomic_store_n(&header->ready, 1, __ATOMIC_RELEASE);
+    return 0;
+}
+
+static int check(rlc_pool *pool) {
+    struct stat facts;
+    if (fstat(pool->fd, &facts)) return RLC_POOL_SYSTEM;
+    if (facts.st_uid != geteuid() || (facts.st_mode & 077)) return RLC_POOL_FOREIGN;
+    if ((uint64_t)facts.st_size < sizeof(rlc_header)) return RLC_POOL_FOREIGN;
+    int code = map_file(pool, sizeof(rlc_header));
+    if (code) return code;
+    rlc_header *header = pool->header;
+    if (header->magic != RLC_POOL_MAGIC) return RLC_POOL_FOREIGN;
+    if (header->schema != RLC_POOL_SCHEMA) return RLC_POOL_VERSION;
+    uint64_t pages = header->pages, page_bytes = header->page_bytes, data = header->data, table;
+    if (!__atomic_load_n(&header->ready, __ATOMIC_ACQUIRE) || !pages || pages > MAX_PAGES || !page_bytes)
+        return RLC_POOL_FOREIGN;
+    table = table_bytes(pages);
+    if ((uint64_t)facts.st_size < (data ? data + pages * page_bytes : table)) return RLC_POOL_FOREIGN;
+    munmap(pool->header, pool->bytes);
+    pool->header = NULL;
+    if ((code = map_file(pool, table))) return code;
+    lay_out(pool);
+    return 0;
+}
+
+/* Open the pool, or (pages > 0) make it. *made: whether we did. A file that nobody lives in is made anew where its shape
+ * differs or its maker died before it was done; one with tenants in it must have our shape. */
+EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, int data, const char *device,
+                         uint64_t epoch, int *made, rlc_pool **out) {
+    if (pages && (pages > MAX_PAGES || page_bytes < 4096 || (page_bytes & (page_bytes - 1)))) return RLC_POOL_SHAPE;
+    rlc_pool *pool = calloc(1, sizeof *pool);
+    if (!pool) return RLC_POOL_SYSTEM;
+    pool->slot = -1;
+    *made = 0;
+    pool->fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (pages ? O_CREAT : 0), 0600);
+    int code = 0;
+    if (pool->fd < 0) code = errno == EACCES || errno == ELOOP ? RLC_POOL_FOREIGN : RLC_POOL_SYSTEM;
+    else if (flock(pool->fd, LOCK_EX)) code = RLC_POOL_SYSTEM;
+    if (!code) {
+        struct stat facts, named;
+        code = fstat(pool->fd, &facts) ? RLC_POOL_SYSTEM : 0;
+        if (!code && (stat(path, &named) || named.st_ino != facts.st_ino)) { /* it was removed while we waited */
+            errno = ESTALE;
+            code = RLC_POOL_SYSTEM;
+        }
+        if (!code && facts.st_uid != geteuid()) code = RLC_POOL_FOREIGN;
+        if (!code) {
+            int settled = facts.st_size ? check(pool) : RLC_POOL_FOREIGN;
+            int fits = !settled && (!pages || (pool->header->pages == pages && pool->header->page_bytes == page_bytes &&
+                                               !pool->header->data == !data));
+            int live = 0;
+            for (int slot = 0; slot < RLC_TENANTS && !live; slot++) live = alive(pool, slot);
+            if (!fits && pages && (live || (settled == RLC_POOL_VERSION && live))) code = RLC_POOL_SHAPE;
+            else if (!fits && !pages) code = settled;
+            else if (!fits) {
+                if (pool->header) munmap(pool->header, pool->bytes);
+                pool->header = NULL;
+                /* what is not a pool at all is not ours to overwrite */
+                if (facts.st_size && settled == RLC_POOL_FOREIGN) {
+                    uint64_t magic = 0;
+                    if (pread(pool->fd, &magic, sizeof magic, 0) != sizeof magic || (magic && magic != RLC_POOL_MAGIC))
+                        code = RLC_POOL_FOREIGN;
+                }
+                if (!code) {
+                    code = fill(pool, pages, page_bytes, data, device, epoch);
+                    *made = !code;
+                }
+            }
+        }
+        flock(pool->fd, LOCK_UN);
+    }
+    if (code) {
+        int kept = errno;
+        rlc_pool_close(pool);
+        errno = kept;
+        return code;
+    }
+    *out = pool;
+    return 0;
+}
+
+/* Become a tenant. One serving tenant a pool. */
+EXPORT int rlc_pool_join(rlc_pool *pool, const char *name, int role, int pid, uint64_t budget) {
+    int code = take(pool);
+    if (code) return code;
+    reap(pool);
+    int slot = -1;
+    for (int index = RLC_TENANTS - 1; index >= 0; index--) {
+        rlc_tenant *tenant = &pool->header->tenants[index];
+        if (tenant->role == RLC_FREE) slot = index;
+        else if (role == RLC_SERVING && tenant->role == RLC_SERVING) code = RLC_POOL_BUSY;
+        else if (!strncmp(tenant->name, name, sizeof tenant->name - 1)) code = RLC_POOL_BUSY;
+    }
+    if (!code && slot < 0) code = RLC_POOL_FULL;
+    if (!code && byte_lock(pool->fd, slot, F_WRLCK, F_OFD_SETLK) < 0) code = RLC_POOL_SYSTEM;
+    if (!code) {
+        rlc_tenant *tenant = &pool->header->tenants[slot];
+        uint64_t generation = tenant->generation + 1;
+        for (uint64_t page = 0; page < pool->header->pages; page++) /* what another tenant of this slot left is not ours */
+            if (pool->last[page] == slot + 1) pool->last[page] = SOMEBODY;
+        memset(tenant, 0, sizeof *tenant);
+        strncpy(tenant->name, name, sizeof tenant->name - 1);
+        tenant->pid = pid;
+        tenant->generation = generation;
+        tenant->budget = budget;
+        tenant->role = (uint32_t)role; /* last: from here on it counts */
+        pool->slot = slot;
+        pool->generation = generation;
+        code = slot;
+    }
+    give(pool);
+    return code;
+}
+
+static rlc_tenant *self(rlc_pool *pool) {
+    if (pool->slot < 0) return NULL;
+    rlc_tenant *tenant = &pool->header->tenants[pool->slot];
+    return tenant->role == RLC_FREE || tenant->generation != pool->generation ? NULL : tenant;
+}
+
+/* Up to `count` free pages, or (`whole`) all of them or none; into `out`. Leased until `lease` (0: no lease). */
+EXPORT int64_t rlc_pool_acquire(rlc_pool *pool, uint64_t count, int whole, uint64_t lease, uint64_t *out) {
+    int code = take(pool);
+    if (code) return code;
+    rlc_header *header = pool->header;
+    rlc_tenant *tenant = self(pool);
+    int64_t found = RLC_POOL_GONE;
+    if (tenant) {
+        uint64_t room = header->free;
+        if (tenant->role != RLC_SERVING) {
+            uint64_t own = tenant->budget > tenant->used ? tenant->budget - tenant->used : 0;
+            room = room > header->headroom ? room - header->headroom : 0;
+            if (own < room) room = own;
+        }
+        uint64_t wanted = count <= room ? count : whole ? 0 : room;
+        found = 0;
+        uint64_t page = header->hint < header->pages ? header->hint : 0;
+        for (uint64_t seen = 0; seen < header->pages && (uint64_t)found < wanted; seen++) {
+            if (!pool->owner[page]) {
+                pool->lease[page] = lease;
+                pool->mapped[page] = 0;
+                pool->owner[page] = (uint8_t)(pool->slot + 1);
+                out[found++] = page;
+                header->free--;
+                tenant->used++;
+            }
+            page = page + 1 < header->pages ? page + 1 : 0;
+        }
+        header->hint = page;
+    }
+    give(pool);
+    return found;
+}
+
+static int own_all(const rlc_pool *pool, const uint64_t *pages, uint64_t count) {
+    for (uint64_t index = 0; index < count; index++)
+        if (pages[index] >= pool->header->pages || pool->owner[pages[index]] != pool->slot + 1) return 0;
+    return 1;
+}
+
+/* Give pages back; all of them must be ours, and none mapped. */
+EXPORT int rlc_pool_release(rlc_pool *pool, const uint64_t *pages, uint64_t count) {
+    int code = take(pool);
+    if (code) return code;
+    rlc_tenant *tenant = self(pool);
+    if (!tenant) code = RLC_POOL_GONE;
+    else if (!own_all(pool, pages, count)) code = RLC_POOL_NOT_OWNER;
+    for (uint64_t index = 0; !code && index < count; index++)
+        if (pool->mapped[pages[index]]) code = RLC_POOL_MAPPED;
+    for (uint64_t index = 0; !code && index < count; index++) {
+        uint64_t page = pages[index];
+        if (!pool->owner[page]) code = RLC_POOL_NOT_OWNER; /* named twice; those before it are released */
+        else {
+            pool->lease[page] = 0;
+            pool->last[page] = (uint8_t)(pool->slot + 1);
+            pool->owner[page] = 0;
+            pool->header->free++;
+            tenant->used--;
+        }
+    }
+    give(pool);
+    return code;
+}
+
+/* Lease until `lease` (nanoseconds of CLOCK_MONOTONIC; 0: for good). */
+EXPORT int rlc_pool_renew(rlc_pool *pool, const uint64_t *pages, uint64_t count, uint64_t lease) {
+    int code = take(pool);
+    if (code) return code;
+    if (!self(pool)) code = RLC_POOL_GONE;
+    else if (!own_all(pool, pages, count)) code = RLC_POOL_NOT_OWNER;
+    for (uint64_t index = 0; !code && index < count; index++) pool->lease[pages[index]] = lease;
+    give(pool);
+    return code;
+}
+
+/* Our pages whose lease ended before `now`, at most `room` of them. */
+EXPORT int64_t rlc_pool_expired(rlc_pool *pool, uint64_t now, uint64_t *out, uint64_t room) {
+    int code = take(pool);
+    if (code) return code;
+    int64_t found = 0;
+    for (uint64_t page = 0; page < pool->header->pages && (uint64_t)found < room; page++)
+        if (pool->owner[page] == pool->slot + 1 && pool->lease[page] && pool->lease[page] < now) out[found++] = page;
+    give(pool);
+    return found;
+}
+
+/* Of any tenant, by whoever may decide it. Revisions only grow. */
+EXPORT int rlc_pool_budget(rlc_pool *pool, int slot, uint64_t budget, uint64_t revision) {
+    if (slot < 0 || slot >= RLC_TENANTS) return RLC_POOL_GONE;
+    int code = take(pool);
+    if (code) return code;
+    rlc_tenant *tenant = &pool->header->tenants[slot];
+    if (tenant->role == RLC_FREE) code = RLC_POOL_GONE;
+    else if (revision <= tenant->revision) code = RLC_POOL_OLD;
+    else {
+        tenant->budget = budget;
+        tenant->revision = revision;
+    }
+    give(pool);
+    return code;
+}
+
+EXPORT int rlc_pool_headroom(rlc_pool *pool, uint64_t pages) {
+    int code = take(pool);
+    if (code) return code;
+    pool->header->headroom = pages;
+    give(pool);
+    return 0;
+}
+
+/* Take back the pages of dead tenants. Returns how many tenants that were. */
+EXPORT int rlc_pool_reap(rlc_pool *pool) {
+    int code = take(pool);
+    if (code) return code;
+    code = reap(pool);
+    give(pool);
+    return code;
+}
+
+EXPORT int rlc_pool_leave(rlc_pool *pool) {
+    int code = take(pool);
+    if (code) return code;
+    rlc_tenant *tenant = self(pool);
+    if (!tenant) code = RLC_POOL_GONE;
+    else if (tenant->used) code = RLC_POOL_MAPPED;
+    else {
+        tenant->role = RLC_FREE;
+        byte_lock(pool->fd, pool->slot, F_UNLCK, F_OFD_SETLK);
+        pool->slot = -1;
+    }
+    give(pool);
+    return code;
+}
+
+/* A consistent copy: the header without its lock, and the owner of every page. Null: not wanted. */
+EXPORT int rlc_pool_snapshot(rlc_pool *pool, uint64_t numbers[8], rlc_tenant tenants[RLC_TENANTS], uint8_t *owner,
+                             uint64_t *lease) {
+    int code = take(pool);
+    if (code) return code;
+    const rlc_header *header = pool->header;
+    uint64_t found[8] = {header->pages, header->page_bytes, header->free,       header->headroom,
+                         header->epoch, header->deaths,     header->recoveries, header->data};
+    memcpy(numbers, found, sizeof found);
+    memcpy(tenants, header->tenants, sizeof header->tenants);
+    if (owner) memcpy(owner, pool->owner, header->pages);
+    if (lease) memcpy(lease, pool->lease, 8 * header->pages);
+    give(pool);
+    return 0;
+}
+
+/* Publish our state, read every tick by others: a seqlock with one writer, so that nobody waits. */
+EXPORT int rlc_pool_publish(rlc_pool *pool, const uint64_t words[RLC_WORDS]) {
+    rlc_tenant *tenant = self(pool);
+    if (!tenant) return RLC_POOL_GONE;
+    uint64_t sequence = __atomic_load_n(&tenant->sequence, __ATOMIC_RELAXED);
+    sequence |= 1; /* also after a writer that died in here */
+    __atomic_store_n(&tenant->sequence, sequence, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    for (int word = 0; word < RLC_WORDS; word++) __atomic_store_n(&tenant->words[word], words[word], __ATOMIC_RELAXED);
+    __atomic_store_n(&tenant->sequence, sequence + 1, __ATOMIC_RELEASE);
+    return 0;
+}
+
+/* 1: read; 0: being written, or nobody is there. */
+EXPORT int rlc_pool_read(const rlc_pool *pool, int slot, uint64_t words[RLC_WORDS]) {
+    if (slot < 0 || slot >= RLC_TENANTS) return RLC_POOL_GONE;
+    const rlc_tenant *tenant = &pool->header->tenants[slot];
+    for (int attempt = 0; attempt < 64; attempt++) {
+        uint64_t before = __atomic_load_n(&tenant->sequence, __ATOMIC_ACQUIRE);
+        if (!before || before & 1) continue;
+        for (int word = 0; word < RLC_WORDS; word++) words[word] = __atomic_load_n(&tenant->words[word], __ATOMIC_RELAXED);
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&tenant->sequence, __ATOMIC_RELAXED) == before) return tenant->role != RLC_FREE;
+    }
+    return 0;
+}
+
+/* -- host memory: pages of the file, mapped into a range of addresses that is reserved once ---------------------------- */
+
+EXPORT int rlc_range_reserve(uint64_t bytes, void **out) {
+    void *base = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) return RLC_POOL_SYSTEM;
+    *out = base;
+    return 0;
+}
+
+EXPORT int rlc_range_free(void *base, uint64_t bytes) { return munmap(base, bytes) ? RLC_POOL_SYSTEM : 0; }
+
+/* Page `pages[i]` of the pool appears at `places[i]` of the range (in pages). Scrubbed first where `scrub` and somebody else
+ * had it before us. On an error those before it are mapped: returns how many. */
+EXPORT int64_t rlc_range_map(rlc_pool *pool, uint8_t *base, const uint64_t *places, const uint64_t *pages, uint64_t count,
+                             int scrub) {
+    uint64_t size = pool->header->page_bytes, data = pool->header->data;
+    if (!data || !self(pool)) return RLC_POOL_GONE;
+    if (!own_all(pool, pages, count)) return RLC_POOL_NOT_OWNER;
+    for (uint64_t index = 0; index < count; index++)
+        if (pool->mapped[pages[index]]) return RLC_POOL_MAPPED;
+    for (uint64_t index = 0; index < count; index++) {
+        off_t offset = (off_t)(data + pages[index] * size);
+        if (scrub && pool->last[pages[index]] && pool->last[pages[index]] != pool->slot + 1 &&
+            fallocate(pool->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, (off_t)size))
+            return RLC_POOL_SYSTEM;
+        pool->mapped[pages[index]] = 1;
+        void *at = mmap(base + places[index] * size, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, pool->fd, offset);
+        if (at == MAP_FAILED) {
+            pool->mapped[pages[index]] = 0;
+            return index ? (int64_t)index : RLC_POOL_SYSTEM;
+        }
+    }
+    return (int64_t)count;
+}
+
+/* What touches the range there afterwards faults. */
+EXPORT int rlc_range_unmap(rlc_pool *pool, uint8_t *base, const uint64_t *places, const uint64_t *pages, uint64_t count) {
+    uint64_t size = pool->header->page_bytes;
+    if (!self(pool)) return RLC_POOL_GONE;
+    if (!own_all(pool, pages, count)) return RLC_POOL_NOT_OWNER;
+    for (uint64_t index = 0; index < count; index++) {
+        void *at = mmap(base + places[index] * size, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+        if (at == MAP_FAILED) return RLC_POOL_SYSTEM;
+        pool->mapped[pages[index]] = 0;
+    }
+    return 0;
+}
+
+/* Return the memory of free pages to the system, at most `count`; they stay in the pool. */
+EXPORT int64_t rlc_pool_trim(rlc_pool *pool, uint64_t count) {
+    int code = take(pool);
+    if (code) return code;
+    int64_t done = 0;
+    uint64_t size = pool->header->page_bytes, data = pool->header->data;
+    for (uint64_t page = 0; data && page < pool->header->pages && (uint64_t)done < count; page++) {
+        if (pool->owner[page] || !pool->last[page]) continue;
+        if (fallocate(pool->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(data + page * size), (off_t)size)) {
+            done = RLC_POOL_SYSTEM;
+            break;
+        }
+        pool->last[page] = 0; /* reads as zeros from here on */
+        done++;
+    }
+    give(pool);
+    return done;
+}

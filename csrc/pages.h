@@ -1,0 +1,76 @@
+/* The page ledger of a device's KV pool: which tenant owns which physical page, in shared memory that outlives any of them.
+ *
+ * One file holds the header, the table of tenants, the owner, lease and mapping of every page, and (host backend) the pages
+ * themselves behind it. `owner` is the truth; every count is derived from it and rebuilt when a process died with the lock.
+ * A tenant holds an open-file-description lock on a byte of the file for as long as it lives: the kernel drops it with the
+ * process, whatever ended it and in whatever PID namespace it was.
+ */
+#ifndef RLC_PAGES_H
+#define RLC_PAGES_H
+
+#include <pthread.h>
+#include <stdint.h>
+
+#define RLC_POOL_ABI 1
+#define RLC_POOL_SCHEMA 1
+#define RLC_POOL_MAGIC 0x314c4f4f50564b52ull /* "RKVPOOL1" */
+#define RLC_TENANTS 16
+#define RLC_WORDS 14 /* of a tenant's published state */
+
+enum {
+    RLC_POOL_BUSY = -10,     /* EEXIST, or a role that is taken */
+    RLC_POOL_FOREIGN = -11,  /* another user's file, or not a pool */
+    RLC_POOL_VERSION = -12,  /* another schema */
+    RLC_POOL_SHAPE = -13,    /* pages or page size out of range */
+    RLC_POOL_FULL = -14,     /* no tenant slot */
+    RLC_POOL_NOT_OWNER = -15,
+    RLC_POOL_MAPPED = -16,   /* a page that is still mapped cannot be released */
+    RLC_POOL_GONE = -17,     /* the slot is not a live tenant's */
+    RLC_POOL_OLD = -18,      /* a budget of an older revision */
+    RLC_POOL_SYSTEM = -19    /* errno says what */
+};
+
+enum { RLC_FREE = 0, RLC_SERVING = 1, RLC_ROLLOUT = 2 };
+
+typedef struct {
+    uint32_t role; /* RLC_FREE: nobody */
+    int32_t pid;   /* in the tenant's own namespace; for people and for the guardian */
+    char name[64];
+    uint64_t generation; /* of the slot: one more at each join */
+    uint64_t budget;     /* pages it may own; ignored for the serving tenant */
+    uint64_t revision;   /* of the budget */
+    uint64_t used;       /* derived */
+    uint64_t sequence;   /* of `words`: odd while they are written */
+    uint64_t words[RLC_WORDS];
+} rlc_tenant;
+
+typedef struct {
+    uint64_t magic;
+    uint32_t schema;
+    uint32_t ready; /* set last by the creator */
+    uint64_t page_bytes;
+    uint64_t pages;
+    uint64_t data; /* offset of page 0; 0: pages are not in this file */
+    uint64_t epoch;
+    uint64_t headroom; /* pages that a rollout tenant's acquire leaves free */
+    uint64_t recoveries;
+    uint64_t deaths;
+    uint64_t hint;
+    uint64_t free; /* derived */
+    char device[64];
+    pthread_mutex_t lock;
+    rlc_tenant tenants[RLC_TENANTS];
+    /* uint8_t owner[pages] (0: free, else slot + 1); uint8_t last[pages]; uint8_t mapped[pages]; uint64_t lease[pages] */
+} rlc_header;
+
+typedef struct {
+    int fd;
+    int slot; /* -1: a watcher */
+    uint64_t generation;
+    uint64_t bytes; /* that are mapped of the file */
+    rlc_header *header;
+    uint8_t *owner, *last, *mapped;
+    uint64_t *lease;
+} rlc_pool;
+
+#endif

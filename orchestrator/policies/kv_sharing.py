@@ -1,0 +1,152 @@
+"""How much KV memory a rollout engine may use beside a serving engine (ROSE 4.1, preemptive memory sharing).
+
+::
+
+    open --(serving eats into its headroom)--> cut --(rollout holds no more than the halved budget)--> frozen
+      ^                                         |  \\--(it does not within the deadline)--> kill it       |
+      +------------------ the scheduler begins an RL step, with fresh statistics -------------------------+
+
+Guarantees:
+
+* A budget and the headroom together never exceed what serving used at its recent peak leaves, nor the share that is lent.
+* A cut halves the budget at once, and there is no second one before the first is complied with: one burst, one cut, unless
+  serving goes on growing. Nothing but :meth:`KvSharing.open` ever raises a budget: bursts cannot make it oscillate.
+* A rollout engine that still holds more than its budget when the deadline is over is to be killed; serving never waits for it.
+* Every change of the budget has a revision of its own, one more than the one before.
+
+Pure: pages in, decisions out; ``now`` in seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["open", "cut", "frozen"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRules:
+    """``pages``: of the pool; ``headroom``: share of the pool kept free for serving (H); ``watermark``: the share of the
+    headroom that serving may use before that is a burst; ``lent``: most of the pool that rollouts may ever have; ``cut``: what
+    a burst divides the budget by; ``deadline``: seconds to comply; ``lease``: seconds that an unused prefix page is kept."""
+
+    pages: int
+    headroom: float = 0.2
+    watermark: float = 0.25
+    lent: float = 1.0
+    cut: int = 2
+    deadline: float = 2.0
+    lease: float = 10.0
+
+    def __post_init__(self) -> None:
+        if wrong := mistake(self):
+            raise ValueError(f"{wrong[0]} = {wrong[1]}: {wrong[2]}")
+
+    @property
+    def headroom_pages(self) -> int:
+        """H, rounded up."""
+        return -int(-self.headroom * self.pages // 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the rollout engine may own from now on. ``kill``: it did not comply; its pages come back with its death."""
+
+    pages: int
+    revision: int
+    state: State
+    kill: bool = False
+
+
+def mistake(rules: SharingRules) -> tuple[str, float, str] | None:
+    """Field, value and fix of what makes no sense, or None."""
+    if rules.pages < 1:
+        return "pages", rules.pages, "a pool has at least one page"
+    for field in ("headroom", "watermark", "lent"):
+        value = getattr(rules, field)
+        if not 0 <= value <= 1:
+            return field, value, "must be a share from 0 to 1"
+    if rules.cut < 2:
+        return "cut", rules.cut, "must be at least 2: a burst takes pages back at once"
+    for field in ("deadline", "lease"):
+        value = getattr(rules, field)
+        if not 0 < value < float("inf"):
+            return field, value, "must be a positive number of seconds"
+    return None
+
+
+class KvSharing:
+    """Of one rollout engine on one device. Begins with a budget of 0, frozen: the scheduler opens it."""
+
+    def __init__(self, rules: SharingRules) -> None:
+        self.rules = rules
+        self.budget = Budget(0, 0, "frozen")
+        self._deadline = 0.0
+
+    def open(self, now: float, serving_peak: int, rollout: int) -> Budget:
+        """An RL step begins; ``serving_peak``: most pages that serving used over the recent window; ``rollout``: pages owned now.
+        A cut that is not complied with yet stays, until the step after; a budget below what is owned is a cut as well."""
+        if self.budget.state == "cut":
+            return self.budget
+        rules = self.rules
+        free = rules.pages - rules.headroom_pages - min(max(0, serving_peak), rules.pages)
+        pages = max(0, min(free, int(rules.lent * rules.pages)))
+        state: State = "open" if rollout <= pages else "cut"
+        if (pages, state) != (self.budget.pages, self.budget.state):
+            self._deadline = now + rules.deadline
+            self.budget = Budget(pages, self.budget.revision + 1, state)
+        return self.budget
+
+    def observe(self, now: float, serving: int, rollout: int) -> Budget:
+        """Pages that both own now. Returns the budget that holds from now on."""
+        budget = self.budget
+        if budget.state == "cut":
+            if rollout <= budget.pages:
+                self.budget = budget = Budget(budget.pages, budget.revision, "frozen")
+            elif now >= self._deadline:
+                return Budget(budget.pages, budget.revision, "cut", kill=True)
+            else:
+                return budget
+        if budget.pages and self._burst(serving, budget.pages):
+            pages = budget.pages // self.rules.cut
+            state: State = "frozen" if rollout <= pages else "cut"
+            self._deadline = now + self.rules.deadline
+            self.budget = Budget(pages, budget.revision + 1, state)
+        return self.budget
+
+    def killed(self) -> Budget:
+        """The rollout engine is gone, and its pages are back: nothing for its successor before the next step."""
+        self.budget = Budget(0, self.budget.revision + 1, "frozen")
+        return self.budget
+
+    def reclaim(self, now: float) -> Budget:
+        """The serving team wants everything back, at once."""
+        self._deadline = now + self.rules.deadline
+        self.budget = Budget(0, self.budget.revision + 1, "cut")
+        return self.budget
+
+    def _burst(self, serving: int, budget: int) -> bool:
+        """Serving uses more of the headroom than the watermark allows."""
+        headroom = self.rules.headroom_pages
+        return serving > self.rules.pages - budget - headroom + int(self.rules.watermark * headroom)
+
+
+def victims(pages: int, idle: dict[str, int], running: dict[str, tuple[float, int]]) -> tuple[list[str], list[str]]:
+    """What a rollout engine gives up to free so many pages: (prefixes nobody is running on, requests to abort).
+
+    ``idle``: prefix -> pages, least recently used first. ``running``: request -> (priority, pages); lower priorities go first.
+    Whole requests (ROSE 4.1): as few as are needed. Together they free less only where there is no more.
+    """
+    prefixes, requests = [], []
+    for name, count in idle.items():
+        if pages <= 0:
+            break
+        prefixes.append(name)
+        pages -= count
+    for name, (_, count) in sorted(running.items(), key=lambda item: (item[1][0], -item[1][1], item[0])):
+        if pages <= 0:
+            break
+        requests.append(name)
+        pages -= count
+    return prefixes, requests

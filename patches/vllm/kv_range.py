@@ -1,0 +1,48 @@
+"""The KV cache's memory from a device's pool instead of ``torch.zeros``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from orchestrator.hooks import Patch, VersionRange
+
+_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
+_MARK = "_rl_coserve_pool"
+
+
+def _apply() -> None:
+    import importlib
+
+    from vllm.v1.worker import utils
+    from vllm_rlplugin.kvpool import engine
+
+    stock = utils.allocate_kv_cache
+
+    @functools.wraps(stock)
+    def allocate_kv_cache(*args: Any) -> Any:
+        return engine.allocate(stock, *args)
+
+    setattr(allocate_kv_cache, _MARK, True)
+    for name in _MODULES:
+        importlib.import_module(name).allocate_kv_cache = allocate_kv_cache  # type: ignore[attr-defined]
+
+
+def _is_live() -> bool:
+    modules = [sys.modules.get(name) for name in _MODULES]
+    return all(module is not None and hasattr(module.allocate_kv_cache, _MARK) for module in modules)
+
+
+PATCH = Patch(
+    name="kv_range",
+    target="vllm.v1.worker.utils:allocate_kv_cache (as imported by its two model runners)",
+    reason="the KV cache of two engines comes and goes page by page behind fixed addresses; vLLM allocates it with one "
+    "torch.zeros, and its memory-pool contexts map whole allocations. Applied only where --rl-kv-pool is given",
+    tested=VersionRange.parse(">=0.32,<0.34"),
+    upstream="none: vLLM has no seam for the memory of the KV cache on CPU; on CUDA a pluggable allocator in "
+    "Worker._maybe_get_memory_pool_context could do it",
+    remove_when="vLLM lets a worker provide the KV cache's backing memory",
+    apply=_apply,
+    is_live=_is_live,
+)

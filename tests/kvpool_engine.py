@@ -1,0 +1,59 @@
+"""An engine in a process of its own, driven by JSON lines: what tests/test_kvpool_engine.py starts, twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from vllm_rlplugin.engine import prepare_process
+from vllm_rlplugin.options import PluginOptions, engine_arguments
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    plugin = settings.pop("plugin")
+    prepare_process(1, bool(plugin.get("kv_pool")))
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.inputs import tokens_input
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments = EngineArgs(
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype="float32",
+        enforce_eager=True,
+        disable_log_stats=True,
+        **settings,
+        **engine_arguments(PluginOptions.from_dict(plugin)),
+    )
+    engine: Any = LLMEngine.from_vllm_config(arguments.create_engine_config(), disable_log_stats=True)
+    core = engine.engine_core.engine_core
+    outputs: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: dict[str, Any] = {}
+        if "add" in command:
+            name, prompt, tokens = command["add"]
+            sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+            engine.add_request(name, tokens_input(prompt), sampling, priority=command.get("priority", 0))
+        for _ in range(command.get("steps", 0)):
+            if engine.has_unfinished_requests():
+                step()
+        while command.get("drain") and engine.has_unfinished_requests():
+            step()
+        answer["outputs"], answer["pool"] = outputs, core.rl_coserve("kv_pool", {})
+        answer["unfinished"] = engine.get_num_unfinished_requests()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What a rollout may run beside a serving engine: slack by ROSE's equations, chunks that fit, and a guard that learns."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from orchestrator.policies.admission import (
+    MODES,
+    Admission,
+    Admitted,
+    Mode,
+    ServingState,
+    Slo,
+    StallWatch,
+    floor,
+    tpot_slack,
+    ttft_slack,
+)
+
+SLO = Slo(ttft=0.1, tpot=0.05)
+
+
+def prefill(tokens: int) -> float:
+    return 0.001 + tokens * 0.0001
+
+
+def decode(batch: int) -> float:
+    return 0.004 + batch * 0.0005
+
+
+def admission(mode: Mode = "dual", guard: float = 0.0) -> Admission:
+    return Admission(prefill, decode, mode=mode, guard=guard)
+
+
+def test_ttft_slack_is_equation_1_and_counts_those_ahead_in_the_queue() -> None:
+    assert ttft_slack([], 5.0, SLO, prefill) == math.inf
+    assert ttft_slack([(4.95, 100)], 5.0, SLO, prefill) == pytest.approx(4.95 + 0.1 - 5.0 - 0.011)
+    both = ttft_slack([(4.95, 100), (4.96, 200)], 5.0, SLO, prefill)
+    assert both == pytest.approx(min(0.039, 4.96 + 0.1 - 5.0 - 0.011 - 0.021))
+    assert ttft_slack([(4.95, 100)], 5.0, SLO, prefill, running=0.02) == pytest.approx(0.019)
+
+
+def test_tpot_slack_is_equation_2_of_the_request_that_has_waited_longest() -> None:
+    assert tpot_slack([], 1.0, SLO, decode) == math.inf
+    assert tpot_slack([0.99, 0.97], 1.0, SLO, decode) == pytest.approx(0.97 + 0.05 - 1.0 - 0.005)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("dual", 0.01), ("ttft", 0.03), ("tpot", 0.01), ("none", math.inf)])
+def test_each_mode_looks_at_its_own_slack(mode: Mode, expected: float) -> None:
+    state = ServingState(at=1.0, ttft_slack=0.03, tpot_slack=0.01, busy=True)
+    assert admission(mode).slack(state, 1.0) == pytest.approx(expected)
+
+
+def test_the_largest_chunk_that_fits_is_admitted_and_never_more_than_512() -> None:
+    busy = ServingState(at=1.0, ttft_slack=0.02, busy=True)
+    idle = ServingState(at=1.0)
+    assert admission().admit(idle, 1.0, 10_000, 0) == Admitted(512, 0, prefill(512))
+    found = admission().admit(busy, 1.0, 10_000, 0)
+    assert found.tokens == 128
+    assert prefill(2 * found.tokens) > 0.02
+    assert admission().admit(busy, 1.0, 40, 0).tokens == 40
+    assert admission().admit(busy, 1.0, 10_000, 64).decode == 32, (
+        "who decodes holds memory: first, and half of them fit"
+    )
+    assert (
+        admission().admit(ServingState(at=1.0, ttft_slack=0.001, busy=True), 1.0, 40, 3).reason
+        == "serving has no slack"
+    )
+    assert admission().admit(idle, 1.0, 0, 0).reason == "nothing to do"
+
+
+def test_slack_shrinks_as_the_state_ages_and_an_old_state_of_a_busy_engine_admits_nothing() -> None:
+    state = ServingState(at=1.0, ttft_slack=0.06, tpot_slack=0.08, busy=True)
+    assert admission().slack(state, 1.02) == pytest.approx(0.04)
+    assert admission().admit(state, 1.11, 10, 0).reason == "serving has not said anything for too long"
+    assert admission().admit(ServingState(at=1.0), 900.0, 10, 0).tokens == 10, "it said that it was idle"
+
+
+def test_nothing_runs_beside_a_serving_step() -> None:
+    state = ServingState(at=1.0, ttft_slack=0.06, step_end=1.01, busy=True)
+    assert admission().admit(state, 1.005, 10, 0).reason == "a serving step runs"
+    assert admission().admit(state, 1.01, 10, 0).tokens == 10
+    assert admission("none").admit(state, 1.005, 10, 0).tokens == 10
+
+
+def test_the_guard_doubles_with_each_near_miss_up_to_its_bound_and_decays_slowly_to_where_it_began() -> None:
+    found = admission(guard=0.002)
+    for _ in range(3):
+        found.ran(-0.001)
+    assert found.guard == pytest.approx(0.016)
+    for _ in range(9):
+        found.ran(-0.001)
+    assert found.guard == 0.05
+    before = found.guard
+    found.ran(0.01)
+    assert 0.98 * before < found.guard < before
+    for _ in range(1000):
+        found.ran(0.01)
+    assert found.guard == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_serving_request_waits_for_one_admitted_step_at_most(mode: Mode) -> None:
+    """Serving and rollout on one device, one step at a time, costs as profiled: seeded arrivals, all modes. Where both SLOs
+    are looked at, co-serving violates none that serving alone keeps."""
+    rng, worst = random.Random(3), 0.0
+    arrivals, at = [], 0.0
+    for _ in range(300):
+        at += rng.expovariate(8.0)
+        arrivals.append((at, rng.choice((50, 120, 250))))
+    policy, now, queue, rolled, late = admission(mode), 0.0, list[tuple[float, int]](), 0, 0
+    while arrivals or queue:
+        while arrivals and arrivals[0][0] <= now:
+            queue.append(arrivals.pop(0))
+        if queue:
+            arrived, tokens = queue.pop(0)
+            now += prefill(tokens)
+            late += now - arrived > SLO.ttft
+            continue
+        state = ServingState(now, ttft_slack(queue, now, SLO, prefill), math.inf, now, busy=bool(queue))
+        found = policy.admit(state, now, 10_000, 0)
+        worst, rolled = max(worst, found.seconds), rolled + found.tokens
+        now += found.seconds or (arrivals[0][0] - now)
+    assert worst <= prefill(512)
+    assert rolled > 10_000
+    assert late <= 6, "a prompt that arrives behind two others and a chunk"
+
+
+def test_a_stall_is_two_seconds_without_progress() -> None:
+    watch = StallWatch()
+    assert not watch.stalled(10.0)
+    assert not watch.stalled(11.9)
+    assert watch.stalled(12.0)
+    watch.progressed(12.5)
+    assert not watch.stalled(14.4)
+
+
+def test_an_slo_that_serving_alone_cannot_keep_is_told() -> None:
+    assert floor(SLO, 500, 32, prefill, decode) == ""
+    assert "1000 tokens alone takes 0.101 s" in floor(SLO, 1000, 32, prefill, decode)
+    assert "decode step of 100 sequences" in floor(SLO, 500, 100, prefill, decode)
+
+
+@pytest.mark.parametrize("make", [lambda: Slo(0, 1), lambda: Slo(math.inf, 1), lambda: StallWatch(0)])
+def test_what_makes_no_sense_is_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        make()  # type: ignore[operator]
+    for settings in ({"mode": "both"}, {"guard": 0.1}, {"chunk": 0}):
+        with pytest.raises(ValueError, match=r"no such admission|one of"):
+            Admission(prefill, decode, **settings)  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""The KV cache of the engine in this process, in a device's pool.
+
+Guarantees: the KV tensors that vLLM's runner gets are views of one range of addresses that never moves; the first group of
+blocks (the null block's) has pages from the beginning, every other one when the scheduler wants it. What cannot be (a layout
+that does not lie in pages, several workers a scheduler, a device without a backend) ends the engine's start with a ConfigError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError
+from vllm_rlplugin.kvpool.geometry import Geometry
+from vllm_rlplugin.kvpool.host import HostRange
+from vllm_rlplugin.kvpool.ledger import PagePool, Role
+from vllm_rlplugin.options import PluginOptions
+
+_FOLDER = Path("/dev/shm")
+_here: dict[int, EnginePool] = {}  # process -> its engine's; a fork has none
+
+
+def pool_path(name: str) -> Path:
+    """Of a host-memory pool: in shared memory, one name a user."""
+    return _FOLDER / f"rl-coserve-kv-{os.getuid()}-{name}"
+
+
+class EnginePool:
+    """A tenant of the pool, with the range behind the KV tensors."""
+
+    def __init__(self, options: PluginOptions, blocks: int, regions: list[tuple[int, int]], size: int) -> None:
+        page = options.kv_pool_page_kib << 10
+        self.name = options.kv_pool
+        try:
+            self.geometry = Geometry.of(blocks, regions, page)
+        except ValueError as error:
+            raise ConfigError("kv_pool", options.kv_pool, str(error)) from error
+        path = pool_path(options.kv_pool)
+        if options.kv_pool_mib:
+            self.pool = PagePool.create(path, (options.kv_pool_mib << 20) // page, page_bytes=page)
+        else:
+            self.pool = PagePool.open(path)
+            if self.pool.page_bytes != page:
+                fix = f"the pool has pages of {self.pool.page_bytes >> 10} KiB"
+                self.pool.close()
+                raise ConfigError("kv_pool_page_kib", options.kv_pool_page_kib, fix)
+        role: Role = "serving" if options.kv_pool_role == "serving" else "rollout"
+        self.role = role
+        self.slot = self.pool.join(f"{role}-{os.getpid()}", role, options.kv_pool_budget_mib * (1 << 20) // page)
+        self.memory = HostRange(self.pool, -(-size // page), scrub=options.kv_pool_scrub)
+        if not self.back([0]):
+            fix = f"its first {self.geometry.pages_a_group} pages cannot be had (free: {self.pool.view().free}, budget of a "
+            raise ConfigError("kv_pool", options.kv_pool, fix + "rollout engine: kv_pool_budget_mib)")
+
+    def back(self, groups: list[int]) -> bool:
+        """See :class:`vllm_rlplugin.kvpool.parking.Backing`."""
+        return self.memory.back(self.geometry.places(groups))
+
+    def drop(self, groups: list[int]) -> None:
+        """See the protocol."""
+        self.memory.drop(self.geometry.places(groups))
+
+    def buffer(self, size: int) -> Any:
+        """The range as a tensor of ``size`` bytes. Reading a place without a page faults."""
+        import torch
+
+        return torch.frombuffer((ctypes.c_int8 * size).from_address(self.memory.address), dtype=torch.int8)
+
+
+def current() -> EnginePool | None:
+    """Of the engine in this process; None: its KV cache is vLLM's own."""
+    return _here.get(os.getpid())
+
+
+def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *more: Any) -> Any:
+    """Stands in for vLLM's ``allocate_kv_cache``: the same views, of a range in the pool."""
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    options = PluginOptions.of(vllm_config)
+    if not options.kv_pool:
+        return stock(config, device, layout, *more)
+    if device.type != "cpu":
+        fix = "its pages are in host memory; there is no pool on this device yet"
+        raise ConfigError("kv_pool", f"{options.kv_pool} on {device}", fix)
+    workers = vllm_config.parallel_config.world_size
+    if workers != 1:
+        raise ConfigError(
+            "kv_pool", f"{options.kv_pool} with {workers} workers", "an engine in a pool has one worker so far"
+        )
+    tensors = config.kv_cache_tensors
+    regions = [
+        (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
+        for tensor in tensors
+        for index in range(len(tensor.layers))
+    ]
+    if layout.is_block_outermost:  # all layers of a block lie together: one run, from its first byte on
+        regions = [(min(offset for offset, _ in regions), tensors[0].block_stride)]
+    size = tensors[0].size
+    pool = EnginePool(options, config.num_blocks, regions, size)
+    _here[os.getpid()] = pool
+
+    import torch
+
+    zeros = torch.zeros
+
+    def backed(*shape: Any, **settings: Any) -> Any:
+        return pool.buffer(size) if shape == (size,) else zeros(*shape, **settings)
+
+    torch.zeros = backed  # for the one call below, in the thread that starts the engine
+    try:
+        return stock(config, device, layout, *more)
+    finally:
+        torch.zeros = zeros

@@ -1,0 +1,258 @@
+"""Which tenant owns which physical page of a device's KV pool.
+
+Guarantees (``csrc/pages.c`` enforces them; tests/test_kvpool_ledger.py):
+
+* A page has at most one owner, and is mapped by nobody else; ``used`` of a tenant is the number of pages it owns, whoever was
+  killed when.
+* A rollout tenant's acquire leaves the headroom free and stays inside its budget; budgets change by revisions that only grow.
+* The pages of a tenant whose process is gone are free from the next :meth:`PagePool.reap` or :meth:`PagePool.join` on. A tenant
+  lives as long as its process, a child that it forked without exec, or a page that is mapped.
+* A pool file left by a crash is taken over, or made anew where its shape differs; one that tenants live in is never changed;
+  another user's file, or a file that is no pool, is refused.
+
+Pages and places are ``uint64`` arrays. Everything here takes microseconds and never waits for another tenant's engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.api import ConfigError, RunError
+from vllm_rlplugin.kvpool import native
+
+Pages = npt.NDArray[np.uint64]
+Role = Literal["serving", "rollout"]
+ROLES: tuple[Role, ...] = ("serving", "rollout")
+PAGE_BYTES = 2 << 20  # what CUDA maps at least
+
+
+class PoolError(RunError):
+    """The pool refused what no correct tenant asks for: pages that are not its own, or still mapped; or the tenant is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """One tenant. ``used`` and ``budget`` in pages; ``generation``: of its slot, one more at each join."""
+
+    slot: int
+    name: str
+    role: Role
+    pid: int
+    used: int
+    budget: int
+    revision: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A consistent snapshot. ``deaths``: tenants whose pages were taken back; ``recoveries``: that died inside the ledger."""
+
+    pages: int
+    page_bytes: int
+    free: int
+    headroom: int
+    epoch: int
+    deaths: int
+    recoveries: int
+    tenants: tuple[TenantView, ...]
+
+    def tenant(self, name: str) -> TenantView | None:
+        """By name."""
+        return next((tenant for tenant in self.tenants if tenant.name == name), None)
+
+    @property
+    def serving(self) -> TenantView | None:
+        """The serving tenant, if there is one."""
+        return next((tenant for tenant in self.tenants if tenant.role == "serving"), None)
+
+
+class PagePool:
+    """A pool, opened or made; a tenant of it after :meth:`join`. One thread at a time."""
+
+    def __init__(self, path: Path, handle: int, made: bool) -> None:
+        self.path = path
+        self.made = made
+        self.handle = handle
+        self._library = native.library()
+        self._role: Role | None = None
+        view = self.view()
+        self.pages, self.page_bytes = view.pages, view.page_bytes
+
+    @classmethod
+    def create(
+        cls, path: Path, pages: int, *, page_bytes: int = PAGE_BYTES, host: bool = True, device: str = "cpu"
+    ) -> PagePool:
+        """Open, or make if nobody lives in it. ``host``: the pages' memory is in the file too.
+
+        Raises ConfigError for a shape that no pool has, or a file that is not ours to use.
+        """
+        if pages < 1:
+            raise ConfigError("kv_pool.pages", pages, "must be at least 1")
+        return cls._open(path, pages, page_bytes, host, device)
+
+    @classmethod
+    def open(cls, path: Path) -> PagePool:
+        """One that is there. Raises ConfigError."""
+        return cls._open(path, 0, 0, False, "")
+
+    @classmethod
+    def _open(cls, path: Path, pages: int, page_bytes: int, host: bool, device: str) -> PagePool:
+        made, handle = ctypes.c_int(), ctypes.c_void_p()
+        epoch = time.time_ns()
+        code = native.library().rlc_pool_open(
+            *(os.fsencode(path), pages, page_bytes, host, device.encode(), epoch),
+            *(ctypes.addressof(made), ctypes.addressof(handle)),
+        )
+        if code:
+            raise ConfigError("kv_pool.path", str(path), _reason(code, pages, page_bytes))
+        assert handle.value is not None
+        return cls(path, handle.value, bool(made.value))
+
+    def close(self) -> None:
+        """Let go. A tenant's pages are free from the next look on. Idempotent."""
+        if self.handle:
+            self._library.rlc_pool_close(self.handle)
+            self.handle = 0
+
+    # -- a tenant ----------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, role: Role, budget: int = 0) -> int:
+        """Become a tenant; returns the slot. Raises ConfigError: a second serving engine, a name that is taken, no slot."""
+        if not 0 < len(name.encode()) < native.NAME:
+            raise ConfigError("kv_pool.name", name, f"must have 1 to {native.NAME - 1} bytes")
+        if self._role is not None:
+            raise PoolError(f"{self.path}: this process is a tenant already")
+        slot = self._library.rlc_pool_join(self.handle, name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
+        if slot == native.BUSY:
+            there = ", ".join(f"{tenant.name} ({tenant.role}, process {tenant.pid})" for tenant in self.view().tenants)
+            fix = f"the pool has one serving engine, and each name once; there are: {there}"
+            raise ConfigError("kv_pool.name", name, fix)
+        if slot == native.FULL:
+            raise ConfigError("kv_pool.name", name, f"the pool has {native.TENANTS} tenants already")
+        self._role = role
+        return int(self._checked(slot))
+
+    def leave(self) -> None:
+        """No tenant any more. Raises PoolError while it owns pages."""
+        self._checked(self._library.rlc_pool_leave(self.handle))
+        self._role = None
+
+    def acquire(self, count: int, *, whole: bool = True, lease: float | None = None) -> Pages:
+        """``count`` free pages, or none at all; ``whole=False``: as many as there may be. Leased until ``lease`` (seconds of
+        the monotonic clock), None: for good. What may not be had is not an error: the result is empty, or short."""
+        out = np.empty(count, np.uint64)
+        found = self._checked(self._library.rlc_pool_acquire(self.handle, count, whole, _time(lease), out.ctypes.data))
+        return out[:found]
+
+    def release(self, pages: Pages) -> None:
+        """Give back. Raises PoolError, and keeps all of them, where one is not ours or is mapped."""
+        pages = _contiguous(pages)
+        self._checked(self._library.rlc_pool_release(self.handle, pages.ctypes.data, pages.size))
+
+    def renew(self, pages: Pages, lease: float | None) -> None:
+        """A new lease; None: for good."""
+        pages = _contiguous(pages)
+        self._checked(self._library.rlc_pool_renew(self.handle, pages.ctypes.data, pages.size, _time(lease)))
+
+    def expired(self, now: float) -> Pages:
+        """Our pages whose lease has ended."""
+        out = np.empty(self.pages, np.uint64)
+        found = self._checked(self._library.rlc_pool_expired(self.handle, _time(now), out.ctypes.data, out.size))
+        return out[:found].copy()
+
+    def publish(self, words: npt.NDArray[np.uint64]) -> None:
+        """Our state, for :meth:`read` of others: ``native.WORDS`` words. Never waits."""
+        if words.shape != (native.WORDS,) or words.dtype != np.uint64:
+            raise ValueError(f"{native.WORDS} words of uint64 are published, not {words.dtype}{list(words.shape)}")
+        self._checked(self._library.rlc_pool_publish(self.handle, _contiguous(words).ctypes.data))
+
+    # -- anybody -----------------------------------------------------------------------------------------------------
+
+    def read(self, slot: int) -> npt.NDArray[np.uint64] | None:
+        """What that tenant published last; None: nothing, or nobody is there."""
+        words = np.empty(native.WORDS, np.uint64)
+        return words if self._checked(self._library.rlc_pool_read(self.handle, slot, words.ctypes.data)) else None
+
+    def set_budget(self, slot: int, pages: int, revision: int) -> bool:
+        """Pages that a tenant may own from now on; False: a newer revision is there already. Raises PoolError: nobody is."""
+        code = self._library.rlc_pool_budget(self.handle, slot, pages, revision)
+        return code != native.OLD and self._checked(code) == 0
+
+    def set_headroom(self, pages: int) -> None:
+        """Pages that stay free for serving whenever a rollout tenant acquires."""
+        self._checked(self._library.rlc_pool_headroom(self.handle, pages))
+
+    def reap(self) -> int:
+        """Take back what dead tenants owned; returns how many those were."""
+        return int(self._checked(self._library.rlc_pool_reap(self.handle)))
+
+    def trim(self, pages: int) -> int:
+        """Return the memory of up to so many free pages to the system (host memory only); returns how many."""
+        return int(self._checked(self._library.rlc_pool_trim(self.handle, pages)))
+
+    def view(self) -> PoolView:
+        """A snapshot."""
+        return self._snapshot(None)
+
+    def owners(self) -> npt.NDArray[np.int16]:
+        """Of each page: the slot that owns it, -1: free."""
+        found = np.empty(self.pages, np.uint8)
+        self._snapshot(found)
+        return found.astype(np.int16) - 1
+
+    def _snapshot(self, owners: npt.NDArray[np.uint8] | None) -> PoolView:
+        numbers, rows = (ctypes.c_uint64 * 8)(), (native.TenantRow * native.TENANTS)()
+        at = None if owners is None else owners.ctypes.data
+        self._checked(self._library.rlc_pool_snapshot(self.handle, numbers, rows, at, None))
+        tenants = tuple(
+            TenantView(
+                *(slot, row.name.decode(), ROLES[row.role - 1], row.pid, row.used, row.budget),
+                *(row.revision, row.generation),
+            )
+            for slot, row in enumerate(rows)
+            if row.role
+        )
+        pages, page_bytes, free, headroom, epoch, deaths, recoveries, _ = numbers
+        return PoolView(pages, page_bytes, free, headroom, epoch, deaths, recoveries, tenants)
+
+    def _checked(self, code: int) -> int:
+        if code >= 0:
+            return code
+        if code == native.SYSTEM:
+            raise native.system_error()
+        raise PoolError(f"{self.path}: {_TENANT.get(code, f'refused ({code})')}")
+
+
+_TENANT = {
+    native.NOT_OWNER: "a page that this tenant does not own",
+    native.MAPPED: "a page that is still mapped, or still owned",
+    native.GONE: "no such tenant (it left, or was taken for dead)",
+}
+
+
+def _reason(code: int, pages: int, page_bytes: int) -> str:
+    if code == native.SYSTEM:
+        return str(native.system_error())
+    return {
+        native.FOREIGN: "belongs to another user, can be opened by others, or is no KV pool: choose another pool name",
+        native.VERSION: "was made by another version of rl-coserve: end the engines that use it first",
+        native.SHAPE: f"{pages} pages of {page_bytes} bytes do not fit: engines that run have a pool of another shape there, "
+        "or the size of a page is no power of two of at least 4096",
+    }[code]
+
+
+def _time(seconds: float | None) -> int:
+    return 0 if seconds is None else max(1, round(seconds * 1e9))
+
+
+def _contiguous(pages: Pages) -> Pages:
+    return np.ascontiguousarray(pages, np.uint64)

@@ -1,0 +1,145 @@
+"""Blocks of vLLM's own ``BlockPool`` that have pages behind them, and those that are parked because they have none.
+
+Guarantees (tests/test_kvpool_engine.py, on a real engine):
+
+* Only a block that nobody references is parked, the null block never. A parked block is in no free queue and in no prefix
+  cache, so that nothing stock does can touch it: "no page" is to stock "no free block".
+* A group's pages are dropped when all of its blocks are parked and every step is over that was scheduled before that.
+* The pool grows by what is wanted and there is; what there is not is not waited for.
+* A group that nobody has used for ``keep`` seconds is given back, the least recently used first.
+
+The stock pool stays as it is; block ids are those of vLLM. One thread: the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from vllm_rlplugin.kvpool.geometry import Geometry
+
+
+class Backing(Protocol):
+    """What maps pages behind groups, all or none; see :class:`vllm_rlplugin.kvpool.engine.EnginePool`."""
+
+    def back(self, groups: list[int]) -> bool:
+        """Pages behind these groups; False: there are not so many."""
+
+    def drop(self, groups: list[int]) -> None:
+        """Their pages are free for others."""
+
+
+class Parking:
+    """``in_flight``: steps that may still run when a block is freed (0: none; with async scheduling 2). ``now``: seconds."""
+
+    def __init__(
+        self,
+        pool: Any,
+        geometry: Geometry,
+        backing: Backing,
+        *,
+        backed: Iterable[int],
+        in_flight: int,
+        now: Callable[[], float],
+        keep: float = 10.0,
+    ) -> None:
+        self.geometry = geometry
+        self.keep = keep
+        self._pool = pool
+        self._backing = backing
+        self._in_flight = in_flight
+        self._now = now
+        self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
+        self._leaving: dict[int, int] = {}  # parked, still mapped -> steps left
+        for group in range(geometry.groups):
+            if group not in self._used:
+                self._park(group)
+
+    @property
+    def backed(self) -> int:
+        """Groups whose blocks may be used."""
+        return len(self._used)
+
+    @property
+    def held(self) -> int:
+        """Groups that have pages."""
+        return len(self._used) + len(self._leaving)
+
+    def stepped(self) -> None:
+        """A step was scheduled."""
+        for group in self._leaving:
+            self._leaving[group] -= 1
+        self._let_go()
+
+    def want(self, blocks: int) -> bool:
+        """Have so many free blocks, if there are pages; whether there are so many now."""
+        missing = blocks - self._pool.get_num_free_blocks()
+        if missing <= 0:
+            return True
+        count = -(-missing // self.geometry.group_blocks)
+        coming = list(self._leaving)[:count]  # these have their pages still
+        for group in coming:
+            del self._leaving[group]
+            self._unpark(group)
+        parked = (
+            group for group in range(self.geometry.groups) if group not in self._used and group not in self._leaving
+        )
+        fresh = [group for group, _ in zip(parked, range(count - len(coming)), strict=False)]
+        while fresh and not self._backing.back(fresh):
+            fresh = fresh[: len(fresh) // 2]
+        for group in fresh:
+            self._unpark(group)
+        return bool(self._pool.get_num_free_blocks() >= blocks)
+
+    def look(self) -> None:
+        """Note which groups are in use; give back what was not for ``keep`` seconds. Costs a look at every backed block."""
+        now = self._now()
+        for group in list(self._used):
+            if self._busy(group):
+                self._used[group] = now
+                self._used.move_to_end(group)
+        idle = [group for group, since in self._used.items() if now - since >= self.keep and not self._busy(group)]
+        self._leave(idle)
+
+    def shrink(self, groups: int) -> int:
+        """Give back so many groups that nobody references now, the least recently used first; returns how many that were.
+        Group 0, with the null block, stays."""
+        idle = [group for group in self._used if not self._busy(group)][: max(0, groups)]
+        self._leave(idle)
+        return len(idle)
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def _leave(self, groups: list[int]) -> None:
+        for group in groups:
+            del self._used[group]
+            self._park(group)
+            self._leaving[group] = self._in_flight
+        self._let_go()
+
+    def _let_go(self) -> None:
+        gone = [group for group, steps in self._leaving.items() if steps <= 0]
+        if gone:
+            self._backing.drop(gone)
+            for group in gone:
+                del self._leaving[group]
+
+    def _blocks(self, group: int) -> list[Any]:
+        return [self._pool.blocks[block] for block in self.geometry.blocks_of(group)]
+
+    def _busy(self, group: int) -> bool:
+        return any(block.is_null or block.ref_cnt > 0 for block in self._blocks(group))
+
+    def _park(self, group: int) -> None:
+        blocks = self._blocks(group)
+        for block in blocks:
+            self._pool._maybe_evict_cached_block(block)
+            self._pool.free_block_queue.remove(block)
+        self._pool.num_gpu_blocks -= len(blocks)  # reset_prefix_cache and get_usage count with it
+
+    def _unpark(self, group: int) -> None:
+        blocks = self._blocks(group)
+        self._pool.free_block_queue.append_n(blocks)
+        self._pool.num_gpu_blocks += len(blocks)
+        self._used[group] = self._now()
