@@ -20,10 +20,11 @@ from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy
 
 
-def make_planner(config: Config, task: Task, heads: int = 0) -> ParallelismPlanner:
-    """The planner of a run, at the layout that it begins with. Raises ConfigError for a profile that cannot be read."""
+def make_planner(config: Config, task: Task, heads: int = 0, profile: Profile | None = None) -> ParallelismPlanner:
+    """The planner of a run, at the layout that it begins with. ``profile``: where the config names none. Raises ConfigError for
+    one that cannot be read."""
     settings, devices = config.rollout.planner, config.rollout.workers
-    profile = read_profile(config)
+    profile = read_profile(config) or profile
     layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp)
     planner = ParallelismPlanner(
         devices,

@@ -18,8 +18,10 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.report.html import write_report
 from orchestrator.reshaping import Reshaped, ReshapingProxy, require_resizable
 from orchestrator.runtime import preflight
+from orchestrator.sim import resizing
 from orchestrator.sim import run as sim_run
 from orchestrator.sim.loop import run
+from orchestrator.sim.resizing import ResizableSimWorker
 from orchestrator.sim.worker import SimWeights, SimWorker
 
 
@@ -194,17 +196,10 @@ def test_a_tp_that_does_not_divide_the_devices_is_refused() -> None:
     run(main())
 
 
-class PressedWorker(SimWorker):
-    """A simulated worker that can be cut anew, and that preempts as often as one of its size would: 12 a step at TP 1, none
-    at TP 2 and above. Times are the simulator's own."""
+class PressedWorker(ResizableSimWorker):
+    """A simulated worker that preempts 12 times a step at TP 1, never at TP 2 and above. Times are the simulator's own."""
 
-    ranks = 1
     _asked = 0
-
-    async def resize(self, ranks: int) -> None:
-        self.die()
-        self.ranks = ranks
-        await asyncio.sleep(0)
 
     async def restart(self) -> None:
         self._asked = 0
@@ -246,7 +241,7 @@ def events_of(result: Any, kind: str) -> list[dict[str, Any]]:
 def test_a_simulated_run_follows_the_planner_and_accounts_for_every_trajectory(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr(sim_run, "SimWorker", PressedWorker)
+    monkeypatch.setattr(resizing, "ResizableSimWorker", PressedWorker)
     result = sim_run.simulate(planned(mode, calm_steps=4))
     assert result.violations == []
     plans, changes = events_of(result, "plan"), events_of(result, "reshape")
@@ -275,7 +270,7 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreig
 
 
 def test_what_the_planner_did_is_in_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sim_run, "SimWorker", PressedWorker)
+    monkeypatch.setattr(resizing, "ResizableSimWorker", PressedWorker)
     config = planned()
     result = sim_run.simulate(config)
     (tmp_path / "events.jsonl").write_bytes(result.events)

@@ -60,6 +60,7 @@ class SimSection(Section):
     pull_gb_s: Annotated[float, Field(ge=0)] = 0.0  # a worker from the relay; 0: its devices' network
     push_gb_s: Annotated[float, Field(ge=0)] = 0.0  # the trainer to the relay; 0: its devices' network
     kv_tokens: Positive | None = None  # that a worker has room for; None: what its devices have, linear: any number
+    start_seconds: Seconds = 5.0  # of an engine's process, weights not counted; a model's figure, no measurement
     grain: Positive = 1  # tokens of the engine that one simulated token stands for
     tasks: dict[str, SimTaskSection] = {}
     reward_slots: Annotated[int, Field(ge=0)] = 0  # scores computed at a time; 0: any number (serverless)

@@ -23,8 +23,10 @@ def fleet(config: Config) -> list[str]:
     return [name for name, count in config.sim.fleet.items() for _ in range(count)]
 
 
-def engine_costs(config: Config, hardware_class: str = "") -> EngineCosts:
-    """Of one rollout worker on devices of a class; "": of ``sim.device``. Raises ConfigError for an unknown name."""
+def engine_costs(config: Config, hardware_class: str = "", ranks: int = 1) -> EngineCosts:
+    """Of one rollout worker on devices of a class; "": of ``sim.device``; ``ranks``: over so many times the devices that a
+    worker has (a linear one then holds so many times the KV). Raises ConfigError for an unknown name, and for a model that
+    does not fit."""
     sim = config.sim
     if sim.costs == "linear":
         costs: EngineCosts = LinearCosts(
@@ -32,13 +34,14 @@ def engine_costs(config: Config, hardware_class: str = "") -> EngineCosts:
             sim.decode_seconds_per_sequence,
             sim.prefill_seconds_per_token,
             sim.update_seconds,
-            sim.kv_tokens,
+            None if sim.kv_tokens is None else sim.kv_tokens * ranks,
         )
     else:
         field = "sim.fleet" if hardware_class else "sim.device"
         device = hardware.device(hardware_class or sim.device, field)
         model = hardware.model(sim.model)
-        costs = Roofline(device, model, sim.tensor_parallel, sim.pull_gb_s, kv_limit=sim.kv_tokens)
+        limit = None if sim.kv_tokens is None else sim.kv_tokens * ranks
+        costs = Roofline(device, model, sim.tensor_parallel * ranks, sim.pull_gb_s, kv_limit=limit)
     return costs if sim.grain == 1 else Grained(costs, sim.grain)
 
 

@@ -13,12 +13,10 @@ and the last has none, so that every run comes to its end.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,9 +49,11 @@ from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.cluster import fleet, kv_bytes
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
-from orchestrator.sim.lending import LendingWorker, Moves, ResidentSimTrainer
-from orchestrator.sim.loop import SimulationError, VirtualTimeLoop
+from orchestrator.sim.lending import LendingWorker, ResidentSimTrainer
+from orchestrator.sim.loop import SimulationError, VirtualTimeLoop, rare_collections
+from orchestrator.sim.moving import Moves
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
+from orchestrator.sim.resizing import check_planner, planner_of, resizable, seat
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
@@ -349,11 +349,14 @@ class _Simulation:
             resumed_from=resumed_from,
         )
         self._task = SimTask(config, self.traces)
-        make = partial(LendingWorker, moves=Moves()) if lends else SimWorker
+        planner = planner_of(config, self._task)
+        make: Callable[..., SimWorker] = SimWorker if planner is None else resizable(config, planner)
+        make = partial(LendingWorker, moves=Moves()) if lends else make
         self._workers = [
             make(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
             for index, name in enumerate(fleet(config))
         ]
+        seat(self._workers, planner)
         task: Task = self._task
         reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
@@ -374,7 +377,7 @@ class _Simulation:
         audited = _AuditedTrainer(audited, self.audit)
         keeps = checkpoints if self._faulty else None
         parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps, pool)
-        parts.kv_bytes = kv_bytes(config)
+        parts.kv_bytes, parts.planner = 0.0 if planner else kv_bytes(config), planner
         return parts, position
 
     def _damage(self, checkpoints: SimCheckpoints, events: EventLog) -> None:
@@ -448,18 +451,6 @@ def _score(scores: list[dict[str, Any]], phase: str) -> float | None:
     return float(found[-1]["success"]) if found else None
 
 
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Nearly all that a simulation makes lives to its end or dies by its reference count: looking for cycles among it is a
-    quarter of the time of a large one."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
 def simulate(
     config: Config,
     folder: str | Path | None = None,
@@ -469,22 +460,19 @@ def simulate(
     traces: Traces | None = None,
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
-    with faults (one without needs none); ``events_sink`` sees each line of the event log as it is written; ``strict``:
-    raise :class:`SimulationFailed` when anything is wrong; ``traces``: episodes to play where
-    ``sim.trace`` names none. Raises ConfigError for what needs servers or processes."""
+    with faults (one without needs none); ``events_sink`` sees each line of the event log; ``strict``: raise SimulationFailed when
+    anything is wrong; ``traces``: episodes to play where ``sim.trace`` names none. ConfigError: it needs servers or processes."""
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
     if config.environment.backend in ("subprocess", "kubernetes"):
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
         raise ConfigError("environment.backend", config.environment.backend, fix)
-    if config.rollout.planner.enabled and not hasattr(SimWorker, "resize"):
-        fix = "simulated workers have no layout to change: set it to false"
-        raise ConfigError("rollout.planner.enabled", True, fix)
+    check_planner(config)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        with _rare_collections():
+        with rare_collections():
             result = _Simulation(config, path, events_sink, traces).run()
         (path / "config.json").write_text(to_json(config) + "\n", encoding="utf-8")
         (path / "events.jsonl").write_bytes(result.events)
@@ -493,7 +481,7 @@ def simulate(
         (path / "summary.json").write_text(summary + "\n", encoding="utf-8")
     else:
         memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-", dir=memory) as temporary, _rare_collections():
+        with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-", dir=memory) as temporary, rare_collections():
             result = _Simulation(config, Path(temporary), events_sink, traces).run()
     if strict and result.violations:
         raise SimulationFailed(result)

@@ -43,7 +43,7 @@ from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
 
 REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
-RESTART_SECONDS = 5.0  # a process and a small engine; of this model, not a measurement
+RESTART_SECONDS = 5.0  # sim.start_seconds unless the config says otherwise
 MODEL_BYTES = 1 << 20  # nominal payload of one version
 
 
@@ -70,7 +70,7 @@ class SimWeights:
 class SimWorker:
     """A ManagedWorker without a process. ``die`` and ``spoil`` are for the fault injector; ``said(trajectory, turn,
     versions)`` is told of each response that ends by itself. ``incarnation`` changes with each death. ``hardware``:
-    the class of its devices, "" for ``sim.device``."""
+    the class of its devices, "" for ``sim.device``; ``costs``: of its engine, None: as the config says."""
 
     def __init__(
         self,
@@ -81,18 +81,16 @@ class SimWorker:
         traces: Traces | None = None,
         hardware: str = "",
         speech: Speech | None = None,
+        costs: EngineCosts | None = None,
     ) -> None:
         self.name = name
         self.hardware = hardware
         self.ranks = 1
         self._said = said
         self._speech = speech or Speech(config, traces)
-        self._costs: EngineCosts = engine_costs(config, hardware)
-        self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
         self._engine = config.rollout.engine
-        if self._costs.kv_tokens is not None and self._costs.kv_tokens < self._engine.max_model_len:
-            fix = f"{name} has KV for {self._costs.kv_tokens} tokens only: a request of that length could never run"
-            raise ConfigError("rollout.engine.max_model_len", self._engine.max_model_len, fix)
+        self._start_seconds = config.sim.start_seconds
+        self._use(costs or engine_costs(config, hardware))
         self._weights = weights
         self.incarnation = 0
         self._dead = False
@@ -111,6 +109,15 @@ class SimWorker:
     def preemptions(self) -> int:
         """Of this life."""
         return self._batch.preemptions
+
+    def _use(self, costs: EngineCosts) -> None:
+        """What its steps cost from now on. Raises ConfigError where no request of the longest length could run."""
+        most = self._engine.max_model_len
+        if costs.kv_tokens is not None and costs.kv_tokens < most:
+            fix = f"{self.name} has KV for {costs.kv_tokens} tokens only: a request of that length could never run"
+            raise ConfigError("rollout.engine.max_model_len", most, fix)
+        self._costs = costs
+        self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
 
     def _reset(self) -> None:
         self._generated += self._batch.generated
@@ -277,7 +284,7 @@ class SimWorker:
             raise RetryableError(f"{self.name} is closed")
         self.die()
         incarnation = self.incarnation
-        await asyncio.sleep(RESTART_SECONDS)
+        await asyncio.sleep(self._start_seconds)
         if incarnation != self.incarnation:
             raise RetryableError(f"{self.name} was killed while it started")
         self._reset()
