@@ -38,9 +38,10 @@ class MpsControl:
     def __init__(self, folder: Path, devices: str = "", *, binary: str = BINARY, timeout: float = TIMEOUT) -> None:
         found = shutil.which(binary)
         if found is None:
-            raise ConfigError(
-                "mps", binary, "is not on this host: it comes with NVIDIA's driver; run the judge without MPS"
+            fix = (
+                "is not on this host: it comes with NVIDIA's driver; without it set reward.judge.streamed.mps to false"
             )
+            raise ConfigError("mps", binary, fix)
         self._binary = found
         self._timeout = timeout
         self._folder = folder

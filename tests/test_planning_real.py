@@ -18,7 +18,7 @@ from orchestrator.runtime.actors import RayWorker
 from orchestrator.transfer import Publisher, RelayEndpoint
 from vllm_rlplugin.recompute_probe import VOCABULARY, publish, write_tiny_qwen3
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]  # four starts of an engine: 95 s measured
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 TOKENS = 200
 

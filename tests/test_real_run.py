@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 
+from orchestrator.epochs import account
 from orchestrator.events import read_events
 from orchestrator.ledger import recount
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).parent.parent
+EPOCH = 14  # prompts, of which the 10 steps of 4 train each twice at least
 SMALL = [
     "model.hidden_size=64",
     "model.intermediate_size=128",
@@ -247,8 +249,10 @@ def test_a_killed_engine_is_restarted_and_the_run_completes(tmp_path: Path) -> N
 
 
 def test_a_run_survives_its_engine_and_its_trainer_and_resumes_after_its_own_death(tmp_path: Path) -> None:
+    """In short and long rounds: what is put off has to survive all of this too."""
     run = tmp_path / "t-001"
-    with running(started(tmp_path, "run.steps=10")) as process:
+    rounds = ["rollout.redundant_groups=1.0", "rollout.rounds.enabled=true", f"rollout.rounds.epoch_prompts={EPOCH}"]
+    with running(started(tmp_path, "run.steps=10", *rounds)) as process:
         wait_for(run, "step", 1, process)
         os.kill(process_of(run, "vllm-0"), signal.SIGKILL)
         wait_for(run, "recovered", 1, process)
@@ -270,6 +274,21 @@ def test_a_run_survives_its_engine_and_its_trainer_and_resumes_after_its_own_dea
     assert summary["ledger"]["in_flight"] == 0
     versions = [event["version"] for event in of(run, "step")]
     assert versions[-1] == 10
+    check_rounds(run, 10)
+
+
+def check_rounds(run: Path, steps: int) -> None:
+    """Each prompt once an epoch, said by the journal; what is left is what the last checkpoint says."""
+    folder = run / "checkpoints" / f"step-{steps:06d}"
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))["rounds"]["planner"]
+    left = [*state["again"], *state["ready"], *(number for number, _ in (*state["queue"], *state["running"]))]
+    journal = (run / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
+    found = account(journal, EPOCH, left, state["given_up"], state["next"])
+    assert not found.violations
+    assert found.epochs(EPOCH) >= 1
+    rounds = of(run, "round")
+    assert {event["round"] for event in rounds} == {"short", "long"}
+    assert sum(event["deferred"] for event in rounds) > 0
 
 
 @pytest.mark.long

@@ -226,7 +226,7 @@ def test_a_run_is_scored_as_its_config_says(overrides: list[str], kind: type, vo
         async with AsyncExitStack() as stack:
             nothing: Any = None  # no host is started, so that none is kept or logged
             config = load_config(None, ["task.name=nim", *overrides])
-            return (await hosts.start_reward(config, NIM, nothing, stack, nothing)).function
+            return (await hosts.start_reward(config, NIM, nothing, stack, nothing, nothing)).function
 
     reward = asyncio.run(started())
     if votes > 1:

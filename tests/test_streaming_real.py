@@ -78,5 +78,5 @@ def test_a_worker_is_freed_within_a_step_streamed_on_and_returned(tmp_path: Path
     assert all(event["metrics"]["stream_restarts"] == 0 for event in steps)
     assert not [event for event in events if event["kind"] in ("fault", "alarm")]
     counts = recount((run / "ledger.jsonl").read_text().splitlines())
-    assert counts.as_dict()["trained"] == STEPS * 64
+    assert counts["trained"] == STEPS * 64
     assert (run / "model-final" / "config.json").is_file()

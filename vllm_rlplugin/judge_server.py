@@ -2,13 +2,15 @@
 
     python -m vllm_rlplugin.judge_server MODEL --port 8100 [--device cuda] [--memory-mb N] [--layers-file FILE]
 
+`[reward.judge] path` starts it as a child of a run (:mod:`orchestrator.rewards.judge_host`); by hand it serves several.
 ``POST /v1/chat/completions`` (messages, max_tokens, temperature, seed) and ``GET /health``; what `[reward.judge]` asks for with
 ``structured = false``. Before each request the number of resident layers is chosen from the length of its sequence and the
 memory left; under MPS it is started with the environment of :class:`orchestrator.mps.MpsControl`.
 
 Guarantees: loopback unless ``--host`` says otherwise; every request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without
 one it does not start; one request computes at a time, the others wait; a sequence that does not fit is status 413, a request
-that is none 400, and both leave the judge as it was.
+that is none 400, and both leave the judge as it was. When it answers it prints ``{"port": P}``; with ``--die-with-stdin`` it
+ends when its standard input does, so that it never outlives the process that holds the other end.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
+import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,6 +59,7 @@ class JudgeServer:
         residency, counts = self._model.residency, self._model.counts
         return web.json_response(
             {
+                "device": str(self._model.device),
                 "layers": residency.layers,
                 "resident": residency.resident,
                 "copies": counts.copies,
@@ -93,7 +98,8 @@ class JudgeServer:
             "finish_reason": "stop" if ended else "length",
         }
         answer = {"id": f"judge-{self._count}", "object": "chat.completion", "model": self._name}
-        return web.json_response({**answer, "choices": [choice], "usage": usage})
+        kept = {"layers": self._model.residency.layers, "resident": self._model.residency.resident}
+        return web.json_response({**answer, "choices": [choice], "usage": usage, "residency": kept})
 
     def _read(self, body: Mapping[str, Any]) -> tuple[list[int], int, float, int]:
         """Raises ValueError, TypeError or LookupError for what is no request of ours."""
@@ -132,27 +138,76 @@ def _refuse(status: int, why: str) -> web.Response:
     return web.json_response({"error": {"message": why, "code": status}}, status=status)
 
 
-def main() -> None:
-    """Entry point."""
+async def serve(app: web.Application, host: str, port: int, die_with_stdin: bool) -> None:
+    """Until SIGTERM, SIGINT or, if so asked, the end of standard input."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+        if die_with_stdin:
+            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+class _EndOfInput(asyncio.Protocol):
+    """Tells when the other end of the pipe is gone."""
+
+    def __init__(self, ended: asyncio.Event) -> None:
+        self._ended = ended
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
+
+
+def device_of(wanted: str) -> str:
+    """``auto`` is the GPU where there is one. Raises ConfigError for a GPU that is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("--device", wanted, "there is no GPU here: cpu, or auto")
+    return wanted
+
+
+def main() -> int:
+    """Entry point. 2: what it was given cannot be used, or the port is taken."""
     parser = argparse.ArgumentParser(description="A judge whose layers are streamed from host memory.")
     parser.add_argument("model", help="Hugging Face folder with a tokenizer and a chat template")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--port", type=int, required=True, help="0: a free one, which is printed")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, or auto: cuda where there is one")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-mb", type=int, default=0, help="what the judge may have; 0: what is free (CPU: any)")
     parser.add_argument("--layers-file", type=Path, help="keep the layers here instead of in memory (CPU)")
+    parser.add_argument("--die-with-stdin", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args()
+    try:
+        asyncio.run(
+            serve(_server(arguments).app(), arguments.host, arguments.port, arguments.die_with_stdin),
+        )
+    except (ConfigError, OSError, ValueError) as error:
+        print(f"the judge cannot start: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _server(arguments: argparse.Namespace) -> JudgeServer:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    dtype = getattr(torch, arguments.dtype)
+    dtype, device = getattr(torch, arguments.dtype), device_of(arguments.device)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("model", arguments.model, "its tokenizer has no chat template, so that it cannot be asked")
     given = arguments.memory_mb << 20
-    judge = StreamedModel(model, arguments.device, file=arguments.layers_file, resident=0 if given else None)
-    server = JudgeServer(judge, tokenizer, arguments.model, os.environ.get(TOKEN, ""), memory_left(judge, given))
-    web.run_app(server.app(), host=arguments.host, port=arguments.port, print=None)
+    judge = StreamedModel(model, device, file=arguments.layers_file, resident=0 if given else None)
+    return JudgeServer(judge, tokenizer, arguments.model, os.environ.get(TOKEN, ""), memory_left(judge, given))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -66,6 +66,7 @@ class LLMJudge:
         timeout: float = 60.0,
         retries: int = 3,
         seed: int = 0,
+        patience: float = 0.0,
     ) -> None:
         if low >= high:
             raise ConfigError("reward.judge.high", high, f"must be above low ({low})")
@@ -76,6 +77,7 @@ class LLMJudge:
             timeout=timeout,
             retries=retries,
             seed=seed,
+            patience=patience,
         )
         self._task = task
         self._model, self._criterion, self._template = model, criterion, template
@@ -85,6 +87,7 @@ class LLMJudge:
         self._retries, self._seed = retries, seed
         self.asked = 0
         self.unreadable = 0  # of the answers, those without a score
+        self._residency: dict[str, int] = {}  # of a judge with streamed layers, at its last answer
         self._asked("", "")
 
     async def score(self, trajectory: Trajectory) -> float:
@@ -93,7 +96,9 @@ class LLMJudge:
         said = ""
         for attempt in range(self._retries + 1):
             self.asked += 1  # and the randomness is another, in another vote on the same trajectory too
-            said = _content(await scored(self._endpoint, self._body(text, attempt)))
+            answer = await scored(self._endpoint, self._body(text, attempt))
+            said = _content(answer)
+            self._residency = _residency(answer)
             found = self._read(said)
             if found is not None:
                 return (found - self._low) / (self._high - self._low)
@@ -102,7 +107,7 @@ class LLMJudge:
 
     def stats(self) -> dict[str, Any]:
         """For the event log."""
-        return {**self._endpoint.stats(), "unreadable": self.unreadable}
+        return {**self._endpoint.stats(), "unreadable": self.unreadable, **self._residency}
 
     async def close(self) -> None:
         """Idempotent. Calls in flight fail."""
@@ -192,3 +197,11 @@ def _content(answer: Any) -> str:
     if not isinstance(said, str):
         raise TrajectoryError("reward_error", f"no chat completion: {answer!r:.200}")
     return said
+
+
+def _residency(answer: Any) -> dict[str, int]:
+    """How many of its layers a judge with streamed layers kept on the device; nothing of others."""
+    found = answer.get("residency") if isinstance(answer, dict) else None
+    if not isinstance(found, dict):
+        return {}
+    return {f"judge_{name}": found[name] for name in ("layers", "resident") if type(found.get(name)) is int}

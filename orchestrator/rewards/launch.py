@@ -1,4 +1,4 @@
-"""Starts the embedded function host as a child of the orchestrator, with a token that only the two know.
+"""Starts servers as children of the orchestrator, with a token that only the two know: the embedded function host.
 
 Guarantees: after ``start`` returned the host answers; when it raises (or is cancelled), nothing is left behind; ``stop``
 is idempotent and reaps; the host ends when this process does, however it ends, because it holds the other end of a pipe.
@@ -24,46 +24,42 @@ START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
 PATIENCE = 60.0  # seconds that a client should go on trying to connect: a host which died is restarted meanwhile
 
 
-class FunctionHost(ChildProcess):
-    """One embedded host. ``functions``: name -> module:function; ``field`` is the config's name for them, for errors."""
+class ServingChild(ChildProcess):
+    """A program that prints ``{"port": P}`` as soon as it answers on loopback, and ends when its standard input does.
 
-    def __init__(
-        self,
-        functions: Mapping[str, str],
-        *,
-        field: str = "functions",
-        concurrency: int = 4,
-        timeout: float = 10.0,
-        idle_seconds: float = 30.0,
-        log: Path | None = None,
-    ) -> None:
+    ``name``: for errors; ``variable``: the environment variable that it takes its token from; ``start_limit``: seconds.
+    """
+
+    name = "server"
+    variable = TOKEN_VARIABLE
+    start_limit = START_LIMIT
+
+    def __init__(self, log: Path | None) -> None:
         super().__init__(log)
         self.token = secrets.token_urlsafe(32)
-        self._functions = functions
-        self._field = field
-        self._options = [
-            "--concurrency",
-            str(concurrency),
-            "--timeout",
-            str(timeout),
-            "--idle-seconds",
-            str(idle_seconds),
-        ]
         self._port = 0
+
+    def command(self) -> list[str]:
+        """The program and its arguments, without ``--port``."""
+        raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str]:
+        """What its environment has beside ours and the token."""
+        return {}
+
+    def refused(self) -> ConfigError:
+        """What its exit code 2 means."""
+        raise NotImplementedError
 
     @property
     def base_url(self) -> str:
-        """Where ``/stats`` is."""
+        """Where it answers."""
         if not self._port:
-            raise RunError("the function host was not started")
+            raise RunError(f"the {self.name} was not started")
         return f"http://127.0.0.1:{self._port}"
 
-    def url_of(self, name: str) -> str:
-        """What a function is invoked at."""
-        return self.base_url + INVOKE_PATH.format(name=name)
-
     async def start(self) -> None:
-        """Start and wait until it listens. Raises ConfigError when the function is refused, RunError otherwise."""
+        """Start and wait until it listens. Raises ConfigError when it refuses what it was given, RunError otherwise."""
         try:
             await self._launch(0)
         except BaseException:
@@ -77,37 +73,32 @@ class FunctionHost(ChildProcess):
 
     async def _launch(self, port: int) -> None:
         """At this port, 0: at a free one."""
-        command = [sys.executable, "-m", "orchestrator.rewards.host", "--die-with-stdin", "--token-env", TOKEN_VARIABLE]
-        command += ["--port", str(port)]
         log = None if self._log is None else self._log.open("ab")
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(*command, *self._options),
-                *(part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")),
-                stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the host
+                *(*self.command(), "--port", str(port)),
+                stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the server
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, TOKEN_VARIABLE: self.token},
-                start_new_session=True,  # Ctrl-C is for the orchestrator, which stops the host when it is done
+                env={**os.environ, **self.environment(), self.variable: self.token},
+                start_new_session=True,  # Ctrl-C is for the orchestrator, which stops the server when it is done
             )
         finally:
             if log is not None:
                 log.close()
         try:
             assert self._process.stdout is not None
-            async with asyncio.timeout(START_LIMIT):
+            async with asyncio.timeout(self.start_limit):
                 line = await self._process.stdout.readline()
                 if not line:
                     code = await self._process.wait()
                     if code == 2:
-                        raise ConfigError(
-                            self._field, dict(self._functions), f"the function host refused to start{self._hint()}"
-                        )
-                    raise RunError(f"the function host ended with code {code} before it was ready{self._hint()}")
+                        raise self.refused()
+                    raise RunError(f"the {self.name} ended with code {code} before it was ready{self._hint()}")
             self._port = int(json.loads(line)["port"])
         except TimeoutError:
             await super().stop()
-            raise RunError(f"the function host was not ready within {START_LIMIT:g} s{self._hint()}") from None
+            raise RunError(f"the {self.name} was not ready within {self.start_limit:g} s{self._hint()}") from None
         except BaseException:
             await super().stop()
             raise
@@ -119,6 +110,48 @@ class FunctionHost(ChildProcess):
 
     def _hint(self) -> str:
         return f"; see {self._log}" if self._log is not None else ""
+
+
+class FunctionHost(ServingChild):
+    """One embedded host. ``functions``: name -> module:function; ``field`` is the config's name for them, for errors."""
+
+    name = "function host"
+
+    def __init__(
+        self,
+        functions: Mapping[str, str],
+        *,
+        field: str = "functions",
+        concurrency: int = 4,
+        timeout: float = 10.0,
+        idle_seconds: float = 30.0,
+        log: Path | None = None,
+    ) -> None:
+        super().__init__(log)
+        self._functions = functions
+        self._field = field
+        self._options = [
+            "--concurrency",
+            str(concurrency),
+            "--timeout",
+            str(timeout),
+            "--idle-seconds",
+            str(idle_seconds),
+        ]
+
+    def url_of(self, name: str) -> str:
+        """What a function is invoked at."""
+        return self.base_url + INVOKE_PATH.format(name=name)
+
+    def command(self) -> list[str]:
+        """See the base."""
+        command = [sys.executable, "-m", "orchestrator.rewards.host", "--die-with-stdin", "--token-env", self.variable]
+        targets = [part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")]
+        return [*command, *self._options, *targets]
+
+    def refused(self) -> ConfigError:
+        """See the base."""
+        return ConfigError(self._field, dict(self._functions), f"the function host refused to start{self._hint()}")
 
 
 class RewardHost(FunctionHost):
@@ -133,9 +166,9 @@ class RewardHost(FunctionHost):
         idle_seconds: float = 30.0,
         log: Path | None = None,
     ) -> None:
-        self._name = function.partition(":")[2]
+        self._function = function.partition(":")[2]
         super().__init__(
-            {self._name: function},
+            {self._function: function},
             field="reward.function",
             concurrency=concurrency,
             timeout=timeout,
@@ -146,4 +179,4 @@ class RewardHost(FunctionHost):
     @property
     def url(self) -> str:
         """What the function is invoked at."""
-        return self.url_of(self._name)
+        return self.url_of(self._function)

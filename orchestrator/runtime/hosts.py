@@ -7,21 +7,23 @@ for that long; everything is closed with the run's exit stack.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import RewardFunction, Task
 from orchestrator.config import Config
 from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
+from orchestrator.events import EventLog
 from orchestrator.policies.timeouts import AdaptiveTimeouts
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.judge import LLMJudge
 from orchestrator.rewards.launch import PATIENCE, FunctionHost, RewardHost
 from orchestrator.rewards.voting import Voting
 from orchestrator.runfolder import RunFolder
+from orchestrator.runtime import judge as judges
 from orchestrator.runtime import rewards as scoring
 from orchestrator.runtime.keeper import Keeper
 from orchestrator.tasks import registry
@@ -34,14 +36,22 @@ class Rewards:
     function: RewardFunction
     counters: Callable[[], dict[str, Any]]
     timeouts: AdaptiveTimeouts | None  # of test cases; None: fixed
+    beside: Mapping[str, str] = field(default_factory=dict)  # what engines beside the run's judge start with
 
 
-async def start_reward(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder) -> Rewards:
+async def start_reward(
+    config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder, events: EventLog
+) -> Rewards:
     """What scores trajectories. Raises ConfigError and RunError."""
     settings = config.reward
-    timeouts = scoring.adaptive_timeouts(config) if not settings.judge.url else None
-    if settings.judge.url:
-        reward: LLMJudge | HttpReward = scoring.judge_of(config, task)
+    beside: Mapping[str, str] = {}
+    timeouts = scoring.adaptive_timeouts(config) if not settings.judge.any else None
+    reward: LLMJudge | HttpReward
+    if settings.judge.path:
+        own, beside = await judges.start(config, keeper, stack, folder, events)
+        reward = scoring.judge_of(config, task, own)
+    elif settings.judge.url:
+        reward = scoring.judge_of(config, task)
     else:
         reward = await _function(config, task, timeouts, keeper, stack, folder)
     stack.push_async_callback(reward.close)
@@ -49,6 +59,7 @@ async def start_reward(config: Config, task: Task, keeper: Keeper, stack: AsyncE
         reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by),
         reward.stats,
         timeouts,
+        beside,
     )
 
 

@@ -17,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
 from orchestrator.planning import read_profile
-from orchestrator.runtime import pools, served
+from orchestrator.runtime import judge, pools, served
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -156,7 +156,9 @@ def _task(config: Config, task: Task) -> None:
 
 
 def _function(config: Config, task: Task) -> None:
-    if not config.reward.url and not config.reward.judge.url:
+    if config.reward.judge.path:
+        judge.check(config)
+    elif not config.reward.url and not config.reward.judge.url:
         _importable("reward.function", config.reward.function or registry.reward_of(task))
         if config.reward.host == "ray_serve":
             _ray_serve(config)

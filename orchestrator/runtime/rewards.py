@@ -11,31 +11,35 @@ from orchestrator.config import Config
 from orchestrator.environments.assemble import owner_of
 from orchestrator.policies.timeouts import AdaptiveTimeouts
 from orchestrator.rewards.judge import TEMPLATE, LLMJudge
+from orchestrator.rewards.judge_host import JudgeHost
+from orchestrator.rewards.launch import PATIENCE
 from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
 from orchestrator.tasks import registry
 
 WAIT_SECONDS = 30.0  # of a call under adaptive timeouts for its process, beside what it may run
 
 
-def judge_of(config: Config, task: Task) -> LLMJudge:
-    """The model that the config names."""
+def judge_of(config: Config, task: Task, own: JudgeHost | None = None) -> LLMJudge:
+    """The model that the config names; ``own``: the run's, which is started, and restarted when it dies."""
     settings, judge = config.reward, config.reward.judge
+    token = os.environ.get("RL_COSERVE_JUDGE_TOKEN", "") if own is None else own.token
     return LLMJudge(
         task,
-        judge.url,
-        model=judge.model,
+        judge.url if own is None else own.url,
+        model=judge.model or Path(judge.path).name,
         criterion=judge.criterion,
         template=judge.template or TEMPLATE,
         low=judge.low,
         high=judge.high,
-        structured=judge.structured,
+        structured=own is None and judge.structured is not False,
         max_tokens=judge.max_tokens,
         temperature=0.0 if settings.votes == 1 else 0.7,  # else all votes would be the same
-        token=os.environ.get("RL_COSERVE_JUDGE_TOKEN", ""),
-        concurrency=settings.concurrency,
+        token=token,
+        concurrency=settings.concurrency if own is None else 1,  # it answers one at a time, and waiting is not its time
         timeout=settings.call_seconds(by_case=False),
         retries=settings.retries,
         seed=config.run.seed,
+        patience=0.0 if own is None else PATIENCE + judge.streamed.start_seconds,
     )
 
 

@@ -244,7 +244,7 @@ class _Assembly:
         """Start everything; returns what the pipeline talks to, and where it begins."""
         config, resumed = self.config, self.resumed
         self.display.stage("startup", "relay, reward host, model")
-        rewards = await hosts.start_reward(config, self.task, self.keeper, self.stack, self.folder)
+        rewards = await hosts.start_reward(config, self.task, self.keeper, self.stack, self.folder, self.events)
         endpoint = await self._start_relay()
         spread, variables = bool(config.ray.address), trainer_environment(config)
         ranks = pools.trainer_ranks(config)
@@ -264,7 +264,7 @@ class _Assembly:
                 f"vllm-{index}",
                 WORKER_CLASS,
                 _worker_arguments(config, model, endpoint, index),
-                engine_environment(config),
+                {**engine_environment(config), **rewards.beside},
                 places.get(f"vllm-{index}"),
                 first_device=-1 if planner is None else index,
                 ranks=None if planner is None else (tp if index % tp == 0 else 0),

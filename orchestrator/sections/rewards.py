@@ -12,23 +12,49 @@ from orchestrator.sections.base import Positive, PositiveSeconds, Section
 BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine
 
 
+class StreamedJudgeSection(Section):
+    """How the run's own judge runs (`reward.judge.path`): its layers lie in host memory, and are streamed to the device that
+    it shares with a rollout engine (RollPacker 4.3): docs/tasks.md."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # auto: the GPU where there is one
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    memory_mb: Annotated[int, Field(ge=0)] = 0  # what it may have of the device; 0: what is free (a CPU: any)
+    layers_file: str = ""  # keep the layers in this file instead of memory (on a CPU)
+    threads: Positive = 1
+    restarts: Annotated[int, Field(ge=0)] = 5  # in a row; then the run ends
+    start_seconds: PositiveSeconds = 300.0  # until it has read its weights
+    mps: bool = True  # NVIDIA's MPS for it and the engines, where it is on a GPU
+    mps_share: Annotated[int, Field(ge=1, le=100)] = 100  # per cent of the GPU's threads that the judge may have
+
+
 class JudgeSection(Section):
-    """A model that scores, behind an OpenAI-compatible endpoint; ``url`` empty: none. Its bearer token is in the environment
-    variable RL_COSERVE_JUDGE_TOKEN."""
+    """A model that scores: behind an OpenAI-compatible endpoint (``url``; its bearer token is in the environment variable
+    RL_COSERVE_JUDGE_TOKEN), or started by the run from a Hugging Face folder (``path``). Both empty: none."""
 
     url: str = ""  # the base, http://host:port/v1
-    model: str = ""
+    path: str = ""
+    model: str = ""  # its name at the endpoint
     criterion: str = ""  # what is graded, in words
     template: str = ""  # the whole message, with {criterion} and {episode}; empty: the built-in one
     low: int = 0
     high: int = 10
-    structured: bool = True  # the endpoint enforces the form of the answer (response_format)
+    structured: bool | None = None  # the endpoint enforces the form of the answer (response_format); None: with `url`
     max_tokens: Positive = 64
+    streamed: StreamedJudgeSection = StreamedJudgeSection()
+
+    @property
+    def any(self) -> bool:
+        """Whether a model scores."""
+        return bool(self.url or self.path)
 
     @model_validator(mode="after")
     def _whole(self) -> JudgeSection:
+        if self.url and self.path:
+            raise ValueError("path: is for a judge that the run starts; leave it out, or url")
+        if self.path and self.structured:
+            raise ValueError("structured: the run's own judge enforces no form; leave it out")
         for name in ("model", "criterion"):
-            if self.url and not getattr(self, name):
+            if (self.url or (self.path and name == "criterion")) and not getattr(self, name):
                 raise ValueError(f"{name}: a judge needs one")
         if self.low >= self.high:
             raise ValueError(f"high ({self.high}) must be above low ({self.low})")
@@ -91,7 +117,7 @@ class RewardSection(Section):
     def _odd(self) -> RewardSection:
         if self.votes % 2 == 0:
             raise ValueError(f"votes ({self.votes}) must be odd, so that there is a majority")
-        if self.judge.url and self.timeout == "adaptive":
+        if self.judge.any and self.timeout == "adaptive":
             raise ValueError("timeout: a judge has no test cases: give the seconds of a call")
         return self
 
