@@ -28,6 +28,7 @@ _MODULES = {
     "routing": "orchestrator.bench.routing",
     "placement": "orchestrator.bench.placement",
     "allocation": "orchestrator.bench.allocation",
+    "prediction": "orchestrator.bench.prediction",
     "stream-equality": "orchestrator.bench.stream_equality",
     "merge-control": "orchestrator.bench.merge_control",
     "delta-bytes": "orchestrator.bench.delta_bytes",
