@@ -24,7 +24,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -36,6 +36,8 @@ from orchestrator.api import (
     Completion,
     ConfigError,
     GenerationRequest,
+    KvMove,
+    KvMoved,
     RetryableError,
     UpdateResult,
     WorkerStats,
@@ -143,6 +145,15 @@ class HttpWorker:
     async def resume(self) -> None:
         await self._post(wire.RESUME, None)
         self._suspended = False
+
+    async def kv_place(self) -> str:
+        """See :class:`orchestrator.api.KvWorker`."""
+        return str((await self._ask("GET", wire.KV_PLACE))["place"])
+
+    async def fetch_kv(self, move: KvMove) -> KvMoved:
+        """See :class:`orchestrator.api.KvWorker`."""
+        answer = await self._post(wire.KV_FETCH, asdict(move), move.limit + COMMAND_SECONDS)
+        return _read(wire.kv_moved_from_json, answer, wire.KV_FETCH)
 
     async def stats(self) -> WorkerStats:
         return _read(wire.stats_from_json, await self._ask("GET", wire.STATS), wire.STATS)

@@ -35,6 +35,7 @@ from orchestrator.api import (
 from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
 from orchestrator.heartbeat import Heartbeat
+from orchestrator.kv_moves import KvMoves
 from orchestrator.lanes import Lane, Loan, Pending, others_live, waits
 from orchestrator.policies.routing import Seat, TurnRouter
 
@@ -57,6 +58,7 @@ class LLMProxy:
         misses: int = 4,
         current_only: bool = False,
         router: TurnRouter | None = None,
+        kv: KvMoves | None = None,
         on_fatal: Callable[[RunError], None],
     ) -> None:
         self.lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
@@ -65,6 +67,7 @@ class LLMProxy:
         self._restarts = restarts
         self._current_only = current_only  # no request goes to a worker with older weights
         self._router = router or TurnRouter([Seat()] * len(workers))
+        self._kv = kv or KvMoves()
         self._on_fatal = on_fatal
         self._pending: dict[str, Pending] = {}
         self._suspended = False
@@ -95,7 +98,8 @@ class LLMProxy:
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
-        alive = [*([self._watch] if self._watch else []), *(task for lane in self.lanes for task in lane.tasks)]
+        watch = [self._watch] if self._watch else []
+        alive = [*watch, *self._kv.tasks, *(task for lane in self.lanes for task in lane.tasks)]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
@@ -141,8 +145,7 @@ class LLMProxy:
         pending.worker = lane
         pending.sent_as = request.request_id
         lane.sent[pending.sent_as] = pending
-        lane.outbox.append(request)
-        lane.wake.set()
+        self._kv.send(lane, request, self.lanes, self._router.prefix_of(pending.request.request_id))
 
     def _requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
@@ -243,7 +246,7 @@ class LLMProxy:
 
     async def _move_requests(self, lane: Lane) -> int:
         """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
-        for request in lane.outbox:
+        for request in [*lane.outbox, *self._kv.take(lane)]:
             if (pending := lane.sent.pop(request.request_id, None)) is not None:
                 self._requeue(pending)
         lane.outbox.clear()
@@ -338,6 +341,7 @@ class LLMProxy:
                     lane.last_progress, lane.unanswered = loop.time(), 0.0
                     if lane.borrowed:
                         lane.restarts = 0
+                    self._kv.answered(completion)
                     pending = lane.sent.pop(completion.request_id, None)
                     if not lane.sent:
                         lane.emptied.set()

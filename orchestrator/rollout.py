@@ -32,6 +32,7 @@ from orchestrator.context import rules_of
 from orchestrator.environments.source import EnvironmentSource
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
+from orchestrator.kv_moves import kv_moves
 from orchestrator.ledger import Ledger
 from orchestrator.lockstep import Lockstep
 from orchestrator.policies import modes
@@ -111,6 +112,7 @@ class Rollout:
             misses=settings.heartbeat_misses,
             current_only=not self.mode.carries_over,
             router=fleet.router(settings.routing, workers),
+            kv=kv_moves(settings.kv_transfer, events),
             on_fatal=fail,
         )
         self.environments = EnvManager(

@@ -101,6 +101,15 @@ class VersionBody(Body):
     version: Version
 
 
+class KvFetchBody(Body):
+    """POST /rl/kv/fetch: the fields of a KvMove."""
+
+    trajectory_id: Name
+    token_ids: Annotated[list[Token], Field(min_length=1, max_length=wire.MAX_PROMPT_TOKENS)]
+    source: Annotated[str, Field(max_length=wire.MAX_ID_LENGTH)]
+    limit: Annotated[float, Field(gt=0, le=wire.MAX_POLL_SECONDS, allow_inf_nan=False)]
+
+
 # The bodies of vLLM's own routes.
 
 

@@ -20,11 +20,12 @@ from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 
 import vllm_rlplugin
-from orchestrator.api import CommandError, ConfigError, RetryableError
+from orchestrator.api import CommandError, ConfigError, KvMove, KvMoved, RetryableError
 from orchestrator.api import http as wire
 from vllm_rlplugin import bodies
 from vllm_rlplugin.auth import Guard, find_token
 from vllm_rlplugin.control_route import STATE, ControlRoute, Door
+from vllm_rlplugin.kv_mover import KvMover, KvOptions
 from vllm_rlplugin.metrics import Metrics, keep_fresh
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
 from vllm_rlplugin.outbox import Outbox
@@ -43,6 +44,7 @@ class Control:
     def __init__(self, worker: ServedWorker, facts: dict[str, Any]) -> None:
         self.worker = worker
         self.outbox = Outbox(worker)
+        self.mover: KvMover | None = None  # where KV moves
         self.facts = facts  # for /rl/status: what does not change while the server runs
         self.refreshing: asyncio.Task[None] | None = None
 
@@ -127,6 +129,23 @@ async def resume(request: Request) -> JSONResponse:
     worker = _control(request).worker
     await worker.resume()
     return JSONResponse({"suspended": False, "version": worker.cycle.version})
+
+
+@router.get(wire.KV_PLACE)
+async def kv_place(request: Request) -> JSONResponse:
+    """host:port at which this engine hands out KV; "" without --rl-kv-transfer."""
+    mover = _control(request).mover
+    return JSONResponse({"place": "" if mover is None else mover.open()})
+
+
+@router.post(wire.KV_FETCH)
+async def kv_fetch(request: Request, body: bodies.KvFetchBody) -> JSONResponse:
+    """Get the KV of a prefix from another engine. What cannot be got is recomputed; the answer says why."""
+    mover = _control(request).mover
+    if mover is None:
+        return JSONResponse(asdict(KvMoved(0, 0, 0, 0.0, "off: start the server with --rl-kv-transfer")))
+    move = KvMove(body.trajectory_id, tuple(body.token_ids), body.source, body.limit)
+    return JSONResponse(asdict(await mover.fetch(move)))
 
 
 @router.get(wire.STATS)
@@ -275,7 +294,10 @@ class ControlPlugin:
         instance = secrets.token_hex(8)
         control = Control(worker, _facts(config, worker, instance, options))
         control.refreshing = asyncio.create_task(keep_fresh(metrics, worker), name="rl-coserve metrics")
-        guard = Guard(find_token(options, os.environ), options.networks())
+        token = find_token(options, os.environ)
+        if PluginOptions.of(config).kv_transfer:
+            control.mover = KvMover(KvOptions(token=token, host=options.kv_host), worker.kv_command)
+        guard = Guard(token, options.networks())
         setattr(state, STATE, Door(guard, _bytes(options), instance, lambda: worker.cycle.history.number))
         setattr(state, CONTROL, control)
         _warn(control)

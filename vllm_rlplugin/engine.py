@@ -42,7 +42,7 @@ from vllm_rlplugin import activate, is_cpu_build, register_backend
 from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.agreement import agree
 from vllm_rlplugin.hookpoints import require_loaded
-from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments
+from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
 from vllm_rlplugin.release import Releaser
 
 CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
@@ -134,11 +134,6 @@ def prepare_process(threads: int, kv_pool: bool = False) -> bool:
             dynamo.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     activate(kv_pool)
     return on_cpu
-
-
-def is_priority(value: object) -> bool:
-    """Whether vLLM can carry it: an integer of 64 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 class Engine:
@@ -369,6 +364,11 @@ class Engine:
         """Take the memory again; still paused. After ``dropped`` the weights are unusable until an update succeeds."""
         if self._releaser.reclaim() == "dropped":
             self.unusable = "the weights count as dropped by RELEASE"
+
+    def kv_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """See :mod:`vllm_rlplugin.kv_commands`."""
+        why = {"refused": "released", "detail": self.released}
+        return why if self.released else dict(self._core.rl_coserve(command, arguments))
 
     def resume(self) -> None:
         """Go on scheduling."""

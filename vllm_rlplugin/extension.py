@@ -73,6 +73,51 @@ class WorkerExtension:
         torch.accelerator.synchronize()
         return int(torch.accelerator.get_memory_info()[0])
 
+    def rl_kv_part(self) -> dict[str, Any]:
+        """Which part of a KV block this rank has, as :class:`~vllm_rlplugin.kv_blocks.RankPart`."""
+        return dict(_connector().part().to_dict())
+
+    def rl_kv_weights(self) -> dict[str, Any]:
+        """{"version", "content", "usable", "backend"}: what KV is computed with, and by what."""
+        from vllm_rlplugin import weights
+
+        stock: Any = self
+        found = weights.report(self)
+        backends = {type(layer).__name__ for layer in _attention(stock)} | set(_instructions(stock))
+        return {
+            "version": int(found["version"]),
+            "content": str(found.get("checksum", "")),
+            "usable": found["state"] == "intact",
+            "backend": " ".join(sorted(backends)),
+        }
+
+    def rl_kv_read(self, blocks: list[int]) -> bytes:
+        """This rank's part of these blocks of its KV cache."""
+        return bytes(_connector().cache.read(blocks))
+
+    def rl_kv_stage(self, rank: int, names: list[bytes], data: bytes, drops: list[bytes]) -> None:
+        """Keep blocks on the host until a step loads them; every rank hears of each rank's."""
+        stock: Any = self
+        if stock.rank == rank:
+            _connector().stage(names, data, drops)
+
+
+def _connector() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def _attention(worker: Any) -> list[Any]:
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.impl for layer in layers if hasattr(layer, "impl")]
+
+
+def _instructions(worker: Any) -> list[str]:
+    """On CPU the instruction set says how keys are packed."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [str(layer.isa) for layer in layers if hasattr(layer, "isa")]
+
 
 def _cure_pipeline_stage(worker: Any) -> list[str]:
     """vLLM's CPU worker makes the buffers between pipeline stages in a warm-up that eager mode skips: make them here.

@@ -26,6 +26,8 @@ ACTIVE = "RL_COSERVE_ACTIVE"  # environment variable, "1" in every process of an
 POOLED = "RL_COSERVE_KV_POOL"  # the same, of an engine whose KV cache is in a device's pool
 SCHEDULER = "vllm_rlplugin.scheduler.create_scheduler"  # for --scheduler-cls
 WORKER_EXTENSION = "vllm_rlplugin.extension.WorkerExtension"  # for --worker-extension-cls
+KV_CONNECTOR = "PrefixConnector"  # for --kv-transfer-config, with
+KV_CONNECTOR_MODULE = "vllm_rlplugin.kv_connector"
 KV_ON_UPDATE = ("salt", "flush")
 KV_ROLES = ("serving", "rollout")
 LOOPBACK = "127.0.0.0/8,::1/128"
@@ -55,6 +57,10 @@ class PluginOptions:
     lookahead: int = _option(
         16, "requests", "how many added requests wait inside the engine; the others are held in front of it"
     )
+    kv_transfer: bool = _option(
+        False, "", "prefix KV can be copied from this engine and into it (a KV connector; docs/kv_transfer.md)"
+    )
+    kv_staging_mb: int = _option(256, "MiB", "host memory for KV that was fetched and is not loaded yet")
 
     kv_pool: str = _option(
         "", "name", "the KV cache lies in this pool, which engines of one device share (host memory)"
@@ -78,6 +84,8 @@ class PluginOptions:
             raise ConfigError("kv_on_update", self.kv_on_update, f"is {' or '.join(map(repr, KV_ON_UPDATE))}")
         if self.lookahead < 1:
             raise ConfigError("lookahead", self.lookahead, "give at least 1 request")
+        if self.kv_staging_mb < 1:
+            raise ConfigError("kv_staging_mb", self.kv_staging_mb, "give at least 1 MiB")
 
     def _check_pool(self) -> None:
         if self.kv_pool and not (self.kv_pool.replace("-", "").replace("_", "").isalnum() and len(self.kv_pool) < 64):
@@ -140,6 +148,10 @@ class FrontendOptions:
         "", "JSON|path", "the weight relay, a RelayEndpoint as JSON or a file that holds it; without: no weight updates"
     )
 
+    kv_host: str = _option(
+        "127.0.0.1", "address", "where KV is handed out with --rl-kv-transfer; 'node': this machine's own address"
+    )
+
     def __post_init__(self) -> None:
         if self.token_file and not Path(self.token_file).is_file():
             raise ConfigError("--rl-token-file", self.token_file, "there is no such file")
@@ -184,6 +196,11 @@ class FrontendOptions:
         return RelayEndpoint.from_dict(values)
 
 
+def is_priority(value: object) -> bool:
+    """Whether vLLM can carry it: an integer of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
 def engine_arguments(options: PluginOptions) -> dict[str, Any]:
     """The keywords of vLLM's ``EngineArgs`` (and of ``LLM``, ``AsyncEngineArgs``) that activate the plugin.
 
@@ -196,4 +213,18 @@ def engine_arguments(options: PluginOptions) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         "additional_config": {KEY: options.to_dict()},
+        **({"kv_transfer_config": kv_transfer_config(options)} if options.kv_transfer else {}),
     }
+
+
+def kv_transfer_config(options: PluginOptions) -> Any:
+    """vLLM's own configuration of our KV connector. Imports vLLM."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=KV_CONNECTOR,
+        kv_connector_module_path=KV_CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"staging_mb": options.kv_staging_mb},
+    )

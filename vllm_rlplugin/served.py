@@ -296,6 +296,13 @@ class ServedWorker:
         self._check()
         await self.cycle.resume()
 
+    async def kv_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """See :mod:`vllm_rlplugin.kv_commands`. Not while paused: the weights may be changing, the KV not yet."""
+        self._check()
+        if self.cycle.suspended:
+            return {"refused": "updating", "detail": "the engine is paused"}
+        return await self._engine.command(command, arguments)
+
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """vLLM's own; whether it succeeded."""
         self._check()

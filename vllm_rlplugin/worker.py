@@ -21,7 +21,7 @@ Guarantees (``orchestrator.api.RolloutWorker`` says what the methods mean):
 * While weights are fetched or received the engine goes on stepping (PREPARE, RECEIVE), or the worker goes on answering (UPDATE).
 * Only plain records of ``orchestrator.api`` cross this border, errors included: all of them survive pickling.
 
-No threads, no locks: all methods belong to one event loop.
+No locks: all methods belong to one event loop. Threads only where KV is handed out (:mod:`vllm_rlplugin.kv_mover`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from orchestrator.api import (
     Completion,
     CompletionTiming,
     GenerationRequest,
+    KvMove,
+    KvMoved,
     Meeting,
     ReleaseResult,
     RetryableError,
@@ -45,8 +47,9 @@ from orchestrator.api import (
     WorkerStats,
 )
 from vllm_rlplugin.book import RequestBook
-from vllm_rlplugin.engine import Engine, EngineOptions, is_priority
-from vllm_rlplugin.options import PluginOptions
+from vllm_rlplugin.engine import Engine, EngineOptions
+from vllm_rlplugin.kv_mover import KvMover, KvOptions
+from vllm_rlplugin.options import PluginOptions, is_priority
 
 STALL_SECONDS = 2.0  # unfinished work without any progress for this long is reported as stalled
 RATE_SECONDS = 1.0  # shortest window over which tokens_per_s is taken
@@ -93,9 +96,13 @@ class EngineWorker:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         sleep_mode: bool = False,
+        kv: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self.ranks = tensor_parallel_size * pipeline_parallel_size
+        self._mover: KvMover | None = None
+        if kv is not None:  # where this worker hands out KV; needs plugin = {"kv_transfer": true}
+            self._mover = KvMover(KvOptions.from_dict(kv), self._kv_command)
         self._engine = Engine(
             EngineOptions(
                 model=model,
@@ -220,6 +227,22 @@ class EngineWorker:
         """See :class:`orchestrator.api.ReleasingWorker`."""
         await self._call(lambda now: self._engine.reclaim())
 
+    async def kv_place(self) -> str:
+        """See :class:`orchestrator.api.KvWorker`."""
+        self._check()
+        return "" if self._mover is None else self._mover.open()
+
+    async def fetch_kv(self, move: KvMove) -> KvMoved:
+        """See :class:`orchestrator.api.KvWorker`."""
+        self._check()
+        if self._mover is None:
+            return KvMoved(0, 0, 0, 0.0, "off: this worker was started without KV transfer")
+        return await self._mover.fetch(move)
+
+    async def _kv_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._call(lambda now: self._engine.kv_command(command, arguments))
+        return answer
+
     async def stats(self) -> WorkerStats:
         self._check()
         now = asyncio.get_running_loop().time()
@@ -254,6 +277,8 @@ class EngineWorker:
         if self._closed:
             return
         self._closed = True
+        if self._mover is not None:
+            self._mover.close()
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

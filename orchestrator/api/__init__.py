@@ -15,6 +15,7 @@ from orchestrator.api.errors import (
     RunError,
     TrajectoryError,
 )
+from orchestrator.api.kv import KvMove, KvMoved, KvWorker
 from orchestrator.api.ports import (
     BorrowedWorker,
     DemonstratingTask,
@@ -78,6 +79,9 @@ __all__ = [
     "DemonstratingTask",
     "Environment",
     "GenerationRequest",
+    "KvMove",
+    "KvMoved",
+    "KvWorker",
     "ManagedWorker",
     "Meeting",
     "MetadataStore",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from orchestrator.api.kv import KvMoved
 from orchestrator.api.types import (
     Completion,
     CompletionTiming,
@@ -36,6 +37,8 @@ UPDATE = "/rl/update"
 RESUME = "/rl/resume"
 STATS = "/rl/stats"
 STATUS = "/rl/status"
+KV_PLACE = "/rl/kv/place"
+KV_FETCH = "/rl/kv/fetch"
 CONNECT = "/init_weight_transfer_engine"  # vLLM's own name
 
 # Of a model, as named in its config.json: what a server says of the one that it serves.
@@ -103,6 +106,11 @@ def request_to_json(request: GenerationRequest) -> dict[str, Any]:
 def stats_from_json(data: Mapping[str, Any]) -> WorkerStats:
     """What ``dataclasses.asdict`` made of a snapshot. Raises TypeError for a missing or unknown field."""
     return WorkerStats(**data)
+
+
+def kv_moved_from_json(data: Mapping[str, Any]) -> KvMoved:
+    """What ``dataclasses.asdict`` made of a move's outcome. Raises TypeError for a missing or unknown field."""
+    return KvMoved(**data)
 
 
 def update_result_from_json(data: Mapping[str, Any]) -> UpdateResult:

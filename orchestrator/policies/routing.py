@@ -100,6 +100,7 @@ class _Turn:
     line: _Line
     due: int  # from this many grants on it is overtaken no more
     worker: int = -1  # -1: it waits
+    prefix: int = -1  # the other worker that holds its prefix, when it was granted one
 
 
 class TurnRouter:
@@ -249,8 +250,15 @@ class TurnRouter:
         self._grants += 1
         self._queued -= 1
         self._move(worker, 1)
+        holder, life = self._holder.get(turn.trajectory, (-1, 0))
+        turn.prefix = holder if holder not in (-1, worker) and life == self._lives[holder] else -1
         self._holder[turn.trajectory] = (worker, self._lives[worker])
         return request, worker
+
+    def prefix_of(self, request: str) -> int:
+        """The worker that held the prefix of this granted turn, where it is another than the turn's own; -1: none does."""
+        turn = self._turns.get(request)
+        return -1 if turn is None else turn.prefix
 
     def take_back(self, request: str) -> None:
         """Its worker gave it up: it waits again, in its old place."""

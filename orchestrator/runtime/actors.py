@@ -22,6 +22,8 @@ from orchestrator.api import (
     Completion,
     ConfigError,
     GenerationRequest,
+    KvMove,
+    KvMoved,
     Meeting,
     ProcessDied,
     PublishResult,
@@ -262,6 +264,15 @@ class RayWorker:
     async def reclaim(self) -> None:
         """See :class:`orchestrator.api.ReleasingWorker`."""
         await self._actor.call("reclaim")
+
+    async def kv_place(self) -> str:
+        """See :class:`orchestrator.api.KvWorker`."""
+        return str(await self._actor.call("kv_place"))
+
+    async def fetch_kv(self, move: KvMove) -> KvMoved:
+        """See :class:`orchestrator.api.KvWorker`."""
+        moved: KvMoved = await self._actor.call("fetch_kv", move)
+        return moved
 
     async def stats(self) -> WorkerStats:
         """See the protocol."""

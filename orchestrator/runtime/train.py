@@ -54,6 +54,7 @@ from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.checkpoints import BesideTheLoop
 from orchestrator.runtime.keeper import Keeper
+from orchestrator.runtime.kv import kv_arguments
 from orchestrator.runtime.mooncake import MooncakeMaster
 from orchestrator.store import TrajectoryStore, recent_scored
 from orchestrator.streaming import kv_bytes_per_token
@@ -259,11 +260,12 @@ class _Assembly:
         model = await self._model(trainer)
         planner = await self._planner(trainer, model)
         tp = planner.layout.tp if planner is not None else 1
+        kv = kv_arguments(config)
         workers = [
             RayWorker(
                 f"vllm-{index}",
                 WORKER_CLASS,
-                _worker_arguments(config, model, endpoint, index),
+                _worker_arguments(config, model, endpoint, index) | kv,
                 {**engine_environment(config), **rewards.beside},
                 places.get(f"vllm-{index}"),
                 first_device=-1 if planner is None else index,

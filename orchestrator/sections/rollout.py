@@ -39,6 +39,16 @@ class RoutingSection(Section):
     fallback: bool = True  # a task may use the other classes while its own has no room
 
 
+class KvTransferSection(Section):
+    """Prefix KV that is copied to the worker that a turn goes to, not computed anew (Heddle 5.3): docs/kv_transfer.md."""
+
+    enabled: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a shorter one is always computed
+    limit: PositiveSeconds = 10.0  # of a move; then the prefix is computed
+    staging_mb: Positive = 256  # of a worker's host memory, for KV that came and is not loaded yet
+    host: str = "127.0.0.1"  # that the run's own workers hand KV out at; "node": the address of each one's machine
+
+
 class PlannerSection(Section):
     """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2): docs/profile.md."""
 
@@ -132,6 +142,7 @@ class RolloutSection(Section):
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSection = EngineSection()
     routing: RoutingSection = RoutingSection()
+    kv_transfer: KvTransferSection = KvTransferSection()
     planner: PlannerSection = PlannerSection()
     colocation: ColocationSection = ColocationSection()
     rounds: RoundsSection = RoundsSection()

@@ -124,6 +124,17 @@ class Batch:
         self._waiting.clear()
         self._ends.clear()
 
+    def prefix(self, trajectory: str) -> int:
+        """Tokens of its context whose KV is held here, in nobody's use."""
+        return self._prefix.get(trajectory, 0)
+
+    def adopt(self, trajectory: str, tokens: int) -> None:
+        """KV of so many of its tokens came from elsewhere."""
+        held = self._prefix.pop(trajectory, 0)
+        self._prefix[trajectory] = max(held, tokens)
+        self._idle += self._prefix[trajectory] - held
+        self._trim()
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def fill(self, now: float) -> tuple[int, float]:

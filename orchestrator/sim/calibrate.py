@@ -52,6 +52,10 @@ class FittedCosts:
         """See :class:`~orchestrator.sim.costs.EngineCosts`."""
         return tokens * self.token + pairs * self.pair
 
+    def kv_move(self, tokens: int) -> float:
+        """See the protocol. Not its subject either."""
+        return 0.0
+
     def decode(self, running: int) -> tuple[float, float]:
         """See the protocol."""
         return self.step + self.sequence * running, self.context

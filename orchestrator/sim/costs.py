@@ -23,6 +23,7 @@ from orchestrator.api import ConfigError
 from orchestrator.sim.hardware import Device, Model
 
 FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of the linear model
+KV_SHARE = 0.1  # of prefilling a token is moving its KV; likewise
 SEND_SHARE = 0.15  # of them is what the trainer's own workers need to receive it from there; likewise
 
 STEP_SECONDS = (
@@ -31,6 +32,7 @@ STEP_SECONDS = (
 SEQUENCE_SECONDS = 3.5e-5  # around the kernels of a step with 100 sequences
 REDUCE_SECONDS = 1e-5  # latency of one all-reduce over NVLink (NCCL; custom ones take as long for these sizes)
 LINK_EFFICIENCY = 0.8  # of a link's rate in a transfer of many MB
+KV_SECONDS = 2e-3  # to ask for a prefix and to be answered, both engines between two steps; of this model
 MEMORY_SHARE = 0.9  # of a GPU's memory is the engine's (vLLM's default)
 ACTIVATION_BYTES = (
     3e9  # of it: activations, CUDA graphs, the allocator's remainder; what vLLM reports for models of this size
@@ -59,6 +61,10 @@ class EngineCosts(Protocol):
     @property
     def receive_seconds(self) -> float:
         """To receive a version from the trainer itself, beside generation."""
+        ...
+
+    def kv_move(self, tokens: int) -> float:
+        """To copy the KV of so many tokens from another worker, beside generation."""
         ...
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
@@ -126,6 +132,10 @@ class LinearCosts:
     def receive_seconds(self) -> float:
         """See the protocol."""
         return SEND_SHARE * self.update
+
+    def kv_move(self, tokens: int) -> float:
+        """See the protocol."""
+        return KV_SHARE * tokens * self.token
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
         """See the protocol."""
@@ -202,6 +212,11 @@ class Roofline:
     def receive_seconds(self) -> float:
         """See the protocol: a broadcast over the cluster's own network, every rank hears all."""
         return self.model.weight_bytes / (self.device.network_gb_s * 1e9 * LINK_EFFICIENCY)
+
+    def kv_move(self, tokens: int) -> float:
+        """See the protocol: over the network ports of its devices, nobody else's transfer in the way."""
+        rate = self.device.network_gb_s * self.tensor_parallel * 1e9 * LINK_EFFICIENCY
+        return KV_SECONDS + tokens * self.model.kv_bytes / rate
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
         """See the protocol."""
@@ -296,6 +311,10 @@ class Grained:
     def receive_seconds(self) -> float:
         """See the protocol."""
         return self.inner.receive_seconds
+
+    def kv_move(self, tokens: int) -> float:
+        """See the protocol."""
+        return self.inner.kv_move(tokens * self.grain)
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
         """See the protocol."""

@@ -29,6 +29,8 @@ from orchestrator.api import (
     Completion,
     Environment,
     GenerationRequest,
+    KvMove,
+    KvMoved,
     ManagedWorker,
     Meeting,
     Observation,
@@ -230,6 +232,14 @@ class FaultyWorker:
     async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
         """See :class:`orchestrator.api.CollectiveWorker`."""
         return await self._call("receive", lambda: self._inner.receive(version, meetings, place, limit))
+
+    async def kv_place(self) -> str:
+        """See :class:`orchestrator.api.KvWorker`."""
+        return await self._call("kv_place", self._inner.kv_place)
+
+    async def fetch_kv(self, move: KvMove) -> KvMoved:
+        """See :class:`orchestrator.api.KvWorker`."""
+        return await self._call("fetch_kv", lambda: self._inner.fetch_kv(move))
 
     async def update(self, version: int) -> UpdateResult:
         """See the protocol. A crash kills the worker, or leaves it with half-loaded weights."""

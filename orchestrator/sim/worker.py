@@ -27,6 +27,8 @@ from orchestrator.api import (
     CompletionTiming,
     ConfigError,
     GenerationRequest,
+    KvMove,
+    KvMoved,
     Meeting,
     RetryableError,
     UpdateResult,
@@ -52,6 +54,7 @@ class SimWeights:
 
     def __init__(self) -> None:
         self._published: dict[int, None] = {}
+        self.holders: dict[str, SimWorker] = {}  # the workers whose KV may be asked for, by name
         self.sent = -1  # the version that the trainer sends to its own workers, or sent last
 
     def put(self, version: int) -> None:
@@ -92,6 +95,7 @@ class SimWorker:
         self._start_seconds = config.sim.start_seconds
         self._use(costs or engine_costs(config, hardware))
         self._weights = weights
+        weights.holders[name] = self
         self.incarnation = 0
         self._dead = False
         self._closed = False
@@ -252,6 +256,30 @@ class SimWorker:
         self._suspended = False
         self._kick()
         await self._answer()
+
+    async def kv_place(self) -> str:
+        """See :class:`orchestrator.api.KvWorker`."""
+        self._check()
+        return self.name
+
+    async def fetch_kv(self, move: KvMove) -> KvMoved:
+        """See :class:`orchestrator.api.KvWorker`. A move waits for no other one."""
+        self._check()
+        incarnation, loop = self.incarnation, asyncio.get_running_loop()
+        begun, source = loop.time(), self._weights.holders.get(move.source)
+        held = self._batch.prefix(move.trajectory_id)
+        if source is None or source._dead or source._batch.version != self._batch.version:
+            return KvMoved(held, 0, 0, 0.0, "unreachable: it is gone, or has other weights")
+        theirs, life, version = source._batch.prefix(move.trajectory_id), source.incarnation, self._batch.version
+        tokens = min(theirs, len(move.token_ids) - 1)
+        if tokens <= held:
+            return KvMoved(held, 0, 0, 0.0, "" if held else "gone: the prefix is not cached at the source")
+        await asyncio.sleep(min(move.limit, seconds := self._costs.kv_move(tokens - held)))
+        self._check(incarnation)
+        if seconds > move.limit or source.incarnation != life or version != self._batch.version:
+            return KvMoved(held, 0, 0, loop.time() - begun, "timeout: or the source died, or the weights changed")
+        self._batch.adopt(move.trajectory_id, tokens)
+        return KvMoved(tokens, tokens - held, 0, loop.time() - begun)
 
     async def stats(self) -> WorkerStats:
         """See the protocol."""

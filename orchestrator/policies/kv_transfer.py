@@ -1,0 +1,102 @@
+"""Does it pay to copy a prefix's KV to the worker that a turn goes to, or is it computed anew? (Heddle 5.3.)
+
+Both ways are measured as they happen, from the decision to the turn's first token, and each is a line over the length of the
+context: ``fixed + tokens x each`` (least squares; older turns count less and less). The shorter expectation decides. While one
+way has been seen fewer than ``tries`` times it is tried, and every ``explore``-th time the other way than expected, so that
+neither estimate grows old.
+
+Guarantees: below ``min_tokens`` nothing is moved; no clock, no draws; the same observations lead to the same decisions. A move
+that failed costs what it took and what computing took as well, so a way that does not work is given up by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from orchestrator.api.errors import ConfigError
+
+
+@dataclass(slots=True)
+class _Line:
+    """Seconds over tokens: running sums, of which older ones weigh less."""
+
+    count: int = 0
+    weight: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def saw(self, tokens: int, seconds: float, keep: float) -> None:
+        self.count += 1
+        for name, value in (
+            ("weight", 1.0),
+            ("tokens", float(tokens)),
+            ("seconds", seconds),
+            ("squares", float(tokens) * tokens),
+            ("products", tokens * seconds),
+        ):
+            setattr(self, name, keep * getattr(self, name) + value)
+
+    def fit(self) -> tuple[float, float]:
+        """(fixed seconds, seconds a token), neither below 0. Of one length only: all of it is a token's."""
+        if not self.weight:
+            return 0.0, 0.0
+        mean, average = self.tokens / self.weight, self.seconds / self.weight
+        spread = self.squares / self.weight - mean * mean
+        if spread <= 1e-9 * (mean * mean + 1.0):
+            return 0.0, average / mean if mean else 0.0
+        each = (self.products / self.weight - mean * average) / spread
+        if each < 0:
+            return average, 0.0
+        fixed = average - each * mean
+        return (fixed, each) if fixed >= 0 else (0.0, self.products / self.squares)
+
+
+class BreakEven:
+    """One object for a fleet. ``pays`` before, ``saw`` after each turn whose prefix lay elsewhere."""
+
+    def __init__(self, *, min_tokens: int = 0, tries: int = 3, explore: int = 64, memory: float = 200.0) -> None:
+        if min_tokens < 0 or tries < 1 or explore < 2 or not memory > 1:
+            raise ConfigError(
+                "kv_transfer", (min_tokens, tries, explore, memory), "min_tokens >= 0, tries >= 1, explore >= 2"
+            )
+        self._min_tokens, self._tries, self._explore = min_tokens, tries, explore
+        self._keep = 1.0 - 1.0 / memory  # an observation counts as much as the last ``memory`` together
+        self._move, self._compute = _Line(), _Line()
+        self._asked = 0
+
+    def pays(self, tokens: int) -> bool:
+        """Whether to move the KV of a context of so many tokens."""
+        if tokens < max(1, self._min_tokens):
+            return False
+        self._asked += 1
+        if min(self._move.count, self._compute.count) < self._tries:
+            return self._move.count <= self._compute.count
+        expected = self.expected(tokens)
+        better = expected[0] < expected[1]
+        return not better if self._asked % self._explore == 0 else better
+
+    def saw(self, moved: bool, tokens: int, seconds: float) -> None:
+        """A turn took ``seconds`` to its first token, with its prefix moved, or computed. What is no number is ignored."""
+        if tokens > 0 and math.isfinite(seconds) and seconds >= 0:
+            (self._move if moved else self._compute).saw(tokens, seconds, self._keep)
+
+    def expected(self, tokens: int) -> tuple[float, float]:
+        """Seconds to the first token (moved, computed)."""
+        (move_fixed, move_each), (fixed, each) = self._move.fit(), self._compute.fit()
+        return move_fixed + move_each * tokens, fixed + each * tokens
+
+    @property
+    def tokens(self) -> float:
+        """From so many tokens on a move is expected to pay; 0: always, infinite: never (or nothing is known yet)."""
+        if not (self._move.count and self._compute.count):
+            return math.inf
+        (move_fixed, move_each), (fixed, each) = self._move.fit(), self._compute.fit()
+        if each <= move_each:
+            return 0.0 if move_fixed < fixed else math.inf
+        return max(0.0, (move_fixed - fixed) / (each - move_each))
+
+
+__all__ = ["BreakEven"]

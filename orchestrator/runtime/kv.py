@@ -1,0 +1,23 @@
+"""What the run's own workers are told about KV that moves (``rollout.kv_transfer``). The token is made anew for each start of a
+run, and is in no file: it travels with the arguments of the actors, as Ray authenticates them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from orchestrator.config import Config
+from orchestrator.runtime import served
+
+
+def kv_arguments(config: Config) -> dict[str, Any]:
+    """Keywords of every own worker; none when it is off. With served workers all have the servers' token. Raises ConfigError."""
+    settings = config.rollout.kv_transfer
+    if not settings.enabled:
+        return {}
+    token = served.read_token(config, os.environ) if config.rollout.served else secrets.token_hex(32)
+    return {
+        "plugin": {"kv_transfer": True, "kv_staging_mb": settings.staging_mb},
+        "kv": {"token": token, "host": settings.host},
+    }

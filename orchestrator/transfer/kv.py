@@ -1,0 +1,284 @@
+"""Blocks of KV over TCP: who asks proves that it has the token, who answers sends headers in msgpack and raw bytes.
+
+Guarantees:
+
+* Nothing is unpickled, nothing is read beyond what was announced, and nothing is announced beyond what was asked for.
+* The token never travels: both sides prove it by HMAC-SHA256 over a nonce of the other side and their own header. The header of
+  an answer holds the digest of every block (xxh3, 128 bits), so a block that was damaged on its way is never handed on. The
+  payload is not encrypted: keep it inside the cluster, as weights.
+* Every call of :func:`fetch` ends within its time limit, with blocks or with :class:`KvRefused`, whatever the other side does.
+* A client that is slow, silent or hostile costs the server one thread for ``limit`` seconds, and at most ``CLIENTS`` of them.
+
+Frames: four bytes of length (big endian), then a msgpack map. Server: {nonce}. Client: {header, nonce, proof}. Server: {header,
+proof}, then ``blocks`` times ``block_bytes`` raw bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from orchestrator.api import ConfigError
+
+PROTOCOL = 1
+HEADER_BYTES = 4 << 20  # of a frame at most: a million token ids, or digests of 200,000 blocks
+GREETING_BYTES = 256
+CLIENTS = 16  # at a time; further ones wait in the kernel's queue
+DIGEST_BYTES = 16
+_LENGTH = struct.Struct(">I")
+
+Bytes = NDArray[np.uint8]
+
+
+class KvRefused(Exception):
+    """No KV: ``reason`` is a word (unreachable, timeout, refused, damaged, ...), ``detail`` says more."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class KvAsk:
+    """What is wanted: KV of ``token_ids`` (uint32) from block ``first`` on. ``facts`` must be the same on both sides: they say
+    which weights made the KV, and how it is laid out."""
+
+    token_ids: NDArray[np.uint32]
+    first: int
+    facts: Mapping[str, Any]
+    limit: float = 10.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlocks:
+    """``payload``: uint8 of shape (blocks, bytes of a block), from block ``first`` on."""
+
+    first: int
+    payload: Bytes
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+Answer = Callable[[KvAsk], KvBlocks]  # raises KvRefused
+
+
+def digests(payload: Bytes) -> bytes:
+    """Of each row, one after the other."""
+    return b"".join(xxhash.xxh3_128(row).digest() for row in payload)
+
+
+def parse_place(place: str) -> tuple[str, int]:
+    """host:port. Raises KvRefused."""
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise KvRefused("unreachable", f"{place!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def fetch(place: str, token: str, ask: KvAsk, block_bytes: int) -> KvBlocks:
+    """Ask the server at ``place``. ``block_bytes``: of a block, as the asker lays it out. Raises KvRefused, nothing else."""
+    deadline = time.monotonic() + ask.limit
+    try:
+        with socket.create_connection(parse_place(place), timeout=ask.limit) as sock:
+            return _fetch(_Stream(sock, deadline), token, ask, block_bytes)
+    except TimeoutError as error:
+        raise KvRefused("timeout", f"{place} did not answer within {ask.limit:g} s") from error
+    except OSError as error:
+        raise KvRefused("unreachable", f"{place}: {error}") from error
+
+
+def _fetch(stream: _Stream, token: str, ask: KvAsk, block_bytes: int) -> KvBlocks:
+    greeting = stream.read_map(GREETING_BYTES)
+    theirs, ours = _bytes(greeting, "nonce"), secrets.token_bytes(16)
+    header = msgpack.packb(
+        {
+            "protocol": PROTOCOL,
+            "first": ask.first,
+            "facts": dict(ask.facts),
+            "tokens": np.ascontiguousarray(ask.token_ids, np.uint32).tobytes(),
+        }
+    )
+    stream.write({"header": header, "nonce": ours, "proof": _proof(token, b"ask", theirs, header)})
+    answer = stream.read_map(HEADER_BYTES)
+    packed = _bytes(answer, "header")
+    if not hmac.compare_digest(_bytes(answer, "proof"), _proof(token, b"answer", ours, packed)):
+        raise KvRefused("unauthorized", "the other side has another token")
+    found = _unpack(packed)
+    if found.get("refused"):
+        raise KvRefused(str(found["refused"]), str(found.get("detail", "")))
+    count, expected = found.get("blocks"), _bytes(found, "digests")
+    most = len(ask.token_ids)  # a block holds one token at least
+    if type(count) is not int or not 0 <= count <= most or len(expected) != count * DIGEST_BYTES:
+        raise KvRefused("malformed", f"{count!r} blocks, {len(expected)} bytes of digests")
+    if found.get("block_bytes") != block_bytes or found.get("facts") != dict(ask.facts):
+        raise KvRefused("differs", f"blocks of {found.get('block_bytes')!r} bytes; {block_bytes} are expected")
+    payload = np.empty((count, block_bytes), np.uint8)
+    stream.read_into(payload.reshape(-1).data if count else memoryview(b""))
+    if digests(payload) != expected:
+        raise KvRefused("damaged", "a block is not what was sent")
+    return KvBlocks(ask.first, payload, ask.facts)
+
+
+class KvServer:
+    """Hands out blocks on ``host``:``port`` (0: a free one), from threads of its own. ``answer`` is called in them."""
+
+    def __init__(self, answer: Answer, token: str, host: str = "127.0.0.1", port: int = 0, limit: float = 30.0) -> None:
+        if not token:
+            raise ConfigError("kv_transfer.token", "", "KV is handed out to who has the token: give one")
+        self._answer, self._token, self._limit = answer, token, limit
+        try:
+            self._socket = socket.create_server((host, port), backlog=64)
+        except OSError as error:
+            raise ConfigError("kv_transfer.host", f"{host}:{port}", f"cannot listen there: {error}") from error
+        self._host = host
+        self._closed = threading.Event()
+        self._slots = threading.Semaphore(CLIENTS)
+        self._thread = threading.Thread(target=self._accept, name="kv server", daemon=True)
+        self._thread.start()
+
+    @property
+    def place(self) -> str:
+        """host:port."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Take no more clients. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            finally:
+                self._socket.close()
+                self._thread.join(5.0)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            self._slots.acquire()
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                self._slots.release()
+                if self._closed.is_set():
+                    return
+                time.sleep(0.05)  # out of file descriptors, or the client was gone already
+                continue
+            threading.Thread(target=self._serve, args=(client,), name="kv client", daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            with client:
+                self._talk(_Stream(client, time.monotonic() + self._limit))
+        except (OSError, KvRefused):
+            return  # a client that goes away or talks nonsense is told nothing
+        finally:
+            self._slots.release()
+
+    def _talk(self, stream: _Stream) -> None:
+        ours = secrets.token_bytes(16)
+        stream.write({"nonce": ours})
+        message = stream.read_map(HEADER_BYTES)
+        packed, theirs = _bytes(message, "header"), _bytes(message, "nonce")
+        if not hmac.compare_digest(_bytes(message, "proof"), _proof(self._token, b"ask", ours, packed)):
+            raise KvRefused("unauthorized")
+        payload = np.empty((0, 0), np.uint8)
+        try:
+            ask = _asked(_unpack(packed), self._limit)
+            found = self._answer(ask)
+            payload = np.ascontiguousarray(found.payload)
+            answer: dict[str, Any] = {
+                "facts": dict(found.facts),
+                "blocks": len(payload),
+                "block_bytes": payload.shape[1],
+                "digests": digests(payload),
+            }
+        except KvRefused as refusal:
+            answer = {"refused": refusal.reason, "detail": refusal.detail[:500]}
+        header = msgpack.packb(answer)
+        stream.write({"header": header, "proof": _proof(self._token, b"answer", theirs, header)})
+        if len(payload):
+            stream.send(payload.reshape(-1).data)
+
+
+def _asked(header: Mapping[str, Any], limit: float) -> KvAsk:
+    if header.get("protocol") != PROTOCOL:
+        raise KvRefused("protocol", f"{header.get('protocol')!r} asked for, {PROTOCOL} is spoken here")
+    first, facts, tokens = header.get("first"), header.get("facts"), _bytes(header, "tokens")
+    if type(first) is not int or first < 0 or not isinstance(facts, dict) or not tokens or len(tokens) % 4:
+        raise KvRefused("malformed", "first, facts or tokens")
+    return KvAsk(np.frombuffer(tokens, np.uint32), first, facts, limit)
+
+
+def _proof(token: str, role: bytes, nonce: bytes, header: bytes) -> bytes:
+    return hmac.new(token.encode(), role + nonce + header, hashlib.sha256).digest()
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    try:
+        found = msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise KvRefused("malformed", "no msgpack") from error
+    if not isinstance(found, dict):
+        raise KvRefused("malformed", "no map")
+    return found
+
+
+def _bytes(values: Mapping[str, Any], name: str) -> bytes:
+    value = values.get(name)
+    if not isinstance(value, bytes):
+        raise KvRefused("malformed", f"no {name}")
+    return value
+
+
+class _Stream:
+    """A socket with one deadline for all that is read and written. Raises TimeoutError, OSError, KvRefused."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._socket, self._deadline = sock, deadline
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _arm(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        body = msgpack.packb(dict(values))
+        self.send(memoryview(_LENGTH.pack(len(body)) + body))
+
+    def send(self, data: memoryview) -> None:
+        while data:
+            self._arm()
+            data = data[self._socket.send(data[: 1 << 20]) :]
+
+    def read_into(self, buffer: memoryview) -> None:
+        while buffer:
+            self._arm()
+            count = self._socket.recv_into(buffer)
+            if not count:
+                raise KvRefused("unreachable", "the other side closed the connection half-way")
+            buffer = buffer[count:]
+
+    def read_map(self, most: int) -> dict[str, Any]:
+        size = bytearray(_LENGTH.size)
+        self.read_into(memoryview(size))
+        (length,) = _LENGTH.unpack(size)
+        if length > most:
+            raise KvRefused("malformed", f"a header of {length} bytes")
+        body = bytearray(length)
+        self.read_into(memoryview(body))
+        return _unpack(bytes(body))
