@@ -27,9 +27,10 @@ from orchestrator.proxy import LLMProxy
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.costs import SEND_SHARE
 from orchestrator.sim.loop import run
+from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.run import SimResult, simulate
 from orchestrator.sim.twins import SimTrainer
-from orchestrator.sim.worker import RESTART_SECONDS, SimWeights, SimWorker
+from orchestrator.sim.worker import RESTART_SECONDS, SimWorker
 
 PUBLISH, UPDATE, LIMIT = 10.0, 4.0, 20.0
 

@@ -35,7 +35,8 @@ from orchestrator.policies.routing import Seat, TurnRouter
 from orchestrator.proxy import LLMProxy
 from orchestrator.sections import KvTransferSection
 from orchestrator.sim import loop as virtual
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.relay import SimWeights
+from orchestrator.sim.worker import SimWorker
 
 T = TypeVar("T")
 LIMIT = 1.0

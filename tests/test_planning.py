@@ -21,8 +21,9 @@ from orchestrator.runtime import preflight
 from orchestrator.sim import resizing
 from orchestrator.sim import run as sim_run
 from orchestrator.sim.loop import run
+from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.resizing import ResizableSimWorker
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.worker import SimWorker
 
 
 def _load_twins() -> Any:

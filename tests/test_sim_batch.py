@@ -9,7 +9,8 @@ from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.config import Config, load_config
 from orchestrator.sim.batch import Batch, Sequence
 from orchestrator.sim.loop import run
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.relay import SimWeights
+from orchestrator.sim.worker import SimWorker
 
 
 def sequence(number: int, prompt: int, tokens: int, priority: int = 0, trajectory: str = "") -> Sequence:

@@ -16,11 +16,12 @@ from orchestrator.reshaping import ReshapingProxy
 from orchestrator.sim.cluster import engine_costs
 from orchestrator.sim.loop import run
 from orchestrator.sim.moving import Moves
+from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.resizing import ResizableSimWorker, planner_of, roofline_profile
 from orchestrator.sim.run import simulate
 from orchestrator.sim.setups import rollpacker
 from orchestrator.sim.twins import SimTask
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.worker import SimWorker
 
 PLANNED = ("rollout.weights=relay", "rollout.planner.enabled=true", "rollout.planner.max_tp=8")
 

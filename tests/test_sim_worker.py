@@ -13,7 +13,8 @@ from orchestrator.sim.costs import FETCH_SHARE
 from orchestrator.sim.draws import END, response
 from orchestrator.sim.faults import FaultInjector, FaultyWorker
 from orchestrator.sim.loop import run
-from orchestrator.sim.worker import RESTART_SECONDS, SimWeights, SimWorker
+from orchestrator.sim.relay import SimWeights
+from orchestrator.sim.worker import RESTART_SECONDS, SimWorker
 
 STEP, SEQUENCE, PREFILL = 0.02, 0.001, 0.0001
 

@@ -25,7 +25,7 @@ from orchestrator.sim import lending
 from orchestrator.sim import run as sim_run
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.loop import run
-from orchestrator.sim.worker import SimWeights
+from orchestrator.sim.relay import SimWeights
 from orchestrator.streaming import kv_bytes_per_token, training_units
 
 OWNERS: dict[int, list[str]] = {}  # device -> who holds it

@@ -31,9 +31,10 @@ from orchestrator.runtime.checkpoints import BesideTheLoop
 from orchestrator.sandbox import Limits, Sandbox
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.draws import lognormal
+from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.run import SimDisplay
 from orchestrator.sim.twins import SimEnvironment, SimReward, SimTask, SimTrainer
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.worker import SimWorker
 from orchestrator.store import TrajectoryStore
 
 ENVIRONMENTS, SANDBOXED = 2000, 64

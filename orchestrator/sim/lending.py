@@ -22,8 +22,8 @@ from orchestrator.config import Config
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.cluster import engine_costs
 from orchestrator.sim.moving import MovingWorker
+from orchestrator.sim.relay import MODEL_BYTES, SimWeights
 from orchestrator.sim.twins import SimTrainer
-from orchestrator.sim.worker import MODEL_BYTES, SimWeights
 
 
 class LendingWorker(MovingWorker):

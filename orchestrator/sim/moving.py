@@ -11,9 +11,10 @@ from orchestrator.api import VersionSpans, merge_spans
 from orchestrator.config import Config
 from orchestrator.sim import batch
 from orchestrator.sim.costs import EngineCosts
+from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.worker import SimWorker
 
 Said = Callable[[str, int, VersionSpans], None]
 

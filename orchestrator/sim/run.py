@@ -52,12 +52,13 @@ from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, Fau
 from orchestrator.sim.lending import LendingWorker, ResidentSimTrainer
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop, rare_collections
 from orchestrator.sim.moving import Moves
+from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
 from orchestrator.sim.resizing import check_planner, planner_of, resizable, seat
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.worker import SimWorker
 
 FAULTY_LIVES = 4  # after so many lives the orchestrator and the trainer fail no more, after twice as many nothing does
 KILL_CHANCE = 0.5  # that such a life is ended from outside: by kill -9 or by a polite stop

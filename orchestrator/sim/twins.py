@@ -37,8 +37,8 @@ from orchestrator.sections.sim import SimTaskSection
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.cluster import trainer_costs
 from orchestrator.sim.draws import END, PAD, VOCABULARY, lognormal, stream
+from orchestrator.sim.relay import MODEL_BYTES, SimWeights
 from orchestrator.sim.traces import Trace, Traces
-from orchestrator.sim.worker import MODEL_BYTES, SimWeights
 from orchestrator.sim.workload import Workload
 
 TASK = "sim"

@@ -41,33 +41,12 @@ from orchestrator.sim import batch
 from orchestrator.sim.cluster import engine_costs
 from orchestrator.sim.costs import EngineCosts, seconds_of, steps_in
 from orchestrator.sim.draws import END, logprobs
+from orchestrator.sim.relay import MODEL_BYTES, SimWeights
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
 
 REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
 RESTART_SECONDS = 5.0  # sim.start_seconds unless the config says otherwise
-MODEL_BYTES = 1 << 20  # nominal payload of one version
-
-
-class SimWeights:
-    """The relay's twin: which versions have been published."""
-
-    def __init__(self) -> None:
-        self._published: dict[int, None] = {}
-        self.holders: dict[str, SimWorker] = {}  # the workers whose KV may be asked for, by name
-        self.sent = -1  # the version that the trainer sends to its own workers, or sent last
-
-    def put(self, version: int) -> None:
-        """Make a version available."""
-        self._published[version] = None
-
-    def has(self, version: int) -> bool:
-        """Whether a worker can pull it."""
-        return version in self._published
-
-    def content(self, version: int) -> str:
-        """Its checksum, whichever way it came."""
-        return f"{version:016x}"
 
 
 class SimWorker:
