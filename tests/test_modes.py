@@ -211,6 +211,7 @@ def test_the_ledger_closes_in_many_seeded_fault_runs_of_every_mode(mode: tuple[s
         shape = ledger_faults.config_of(seed).model_dump(mode="json")
         shape["run"]["mode"], shape["rollout"]["alpha"] = mode
         shape["environment"]["size"] = 0  # sync needs one for everybody
+        shape["sim"]["tool_concurrency"] = 16  # and one call at a time is refused to all but one, again and again
         result = simulate(Config.model_validate(shape), strict=False)
         assert result.violations == [], f"seed {seed}"
         assert result.unaccounted == 0
