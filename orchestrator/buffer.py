@@ -85,6 +85,7 @@ class SampleBuffer:
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, Group] = {}  # complete groups in order of completion
         self._taken: dict[str, list[Taken]] = {}  # groups in a batch that is not trained yet
+        self._scored: int | None = 0  # what ``scored`` says; None: to be counted anew
         self._changed = asyncio.Event()
         self.version = 0  # the trainer's
 
@@ -105,6 +106,8 @@ class SampleBuffer:
             return True
         del group.live[trajectory.id]
         group.scored.append(trajectory)
+        if self._scored is not None:
+            self._scored += 1
         self._settle(group)
         return False
 
@@ -132,7 +135,7 @@ class SampleBuffer:
             fresh = [t for t in group.scored if self._bound.admissible(version, t.first_version)]
             stale = [t for t in group.scored if not self._bound.admissible(version, t.first_version)]
             if stale:
-                group.scored = fresh
+                group.scored, self._scored = fresh, None
                 for trajectory in stale:
                     self._on_evict(trajectory, "evicted_stale", "")
                 self._settle(group)  # what is left of a complete group keeps its place: an older one is not overtaken
@@ -147,6 +150,7 @@ class SampleBuffer:
         """A group that no batch has taken is not wanted any more: its scored members end so, and it waits for no other."""
         group = self._groups.pop(group_id)
         self._ready.pop(group_id, None)
+        self._scored = None
         for trajectory in group.scored:
             self._on_evict(trajectory, state, cause)
 
@@ -225,7 +229,7 @@ class SampleBuffer:
         """The batch goes into training; ``get_batch`` may collect the next one. The caller keeps it until trained."""
         batch = [taken for members in self._taken.values() for taken in members]
         self._taken.clear()
-        self._filtered = 0
+        self._filtered, self._scored = 0, None
         return batch
 
     def drop_untaken(self, state: str, cause: str) -> None:
@@ -236,6 +240,7 @@ class SampleBuffer:
                 self._on_evict(trajectory, state, cause)
         self._groups.clear()
         self._ready.clear()
+        self._scored = None
 
     def drain(self, state: str, cause: str) -> None:
         """End every scored trajectory, taken ones too (the run ends)."""
@@ -244,13 +249,17 @@ class SampleBuffer:
             for taken in members:
                 self._on_evict(taken.trajectory, state, cause)
         self._taken.clear()
+        self._scored = None
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
     @property
     def scored(self) -> int:
-        """Trajectories scored and not yet handed to training."""
-        return sum(len(group.scored) for group in self._groups.values()) + sum(len(m) for m in self._taken.values())
+        """Trajectories scored and not yet handed to training. Asked at every end of a trajectory: counted once, then kept."""
+        if self._scored is None:
+            waiting = sum(len(group.scored) for group in self._groups.values())
+            self._scored = waiting + sum(len(members) for members in self._taken.values())
+        return self._scored
 
     @property
     def waiting_for(self) -> str:
@@ -296,6 +305,7 @@ class SampleBuffer:
         for trajectory in trajectories:
             group = self._groups.setdefault(trajectory.group_id, Group(trajectory.group_id, trajectory.prompt, 0))
             group.scored.append(trajectory)
+        self._scored = None
         for group in list(self._groups.values()):
             self._settle(group)
         self.set_version(version)
@@ -319,6 +329,7 @@ class SampleBuffer:
 
     def _filter(self, group: Group, cause: str) -> None:
         del self._groups[group.id]
+        self._scored = None
         self._ready.pop(group.id, None)
         for trajectory in group.scored:
             self._on_evict(trajectory, "filtered", cause)

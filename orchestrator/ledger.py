@@ -22,6 +22,7 @@ from orchestrator.api import RunError
 from orchestrator.events import LineSink
 
 LIVE_STATES = ("running", "scoring", "buffered", "taken")
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 END_STATES = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
 
 _ALLOWED = {
@@ -219,7 +220,7 @@ class Ledger:
         record["seq"] = self.sequence
         record["t"] = self._now()
         self.sequence += 1
-        self._sink.write(json.dumps(record, sort_keys=True, separators=(",", ":")) + "\n")
+        self._sink.write(_encode(record) + "\n")
 
 
 def recount(lines: Iterable[str]) -> dict[str, Any]:

@@ -29,7 +29,9 @@ class Store(Protocol):
 
 
 class Display(Protocol):
-    """Who watches (:mod:`orchestrator.progress`)."""
+    """Who watches (:mod:`orchestrator.progress`). ``watched``: somebody does, so it is worth its time."""
+
+    watched: bool
 
     def stage(self, name: str, detail: str = "") -> None: ...
 

@@ -428,6 +428,8 @@ class Pipeline:
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
             self._occupancy.sample(self.rollout.in_flight, self.rollout.proxy.loads())
+            if not self.parts.display.watched:
+                continue
             self.parts.display.waiting(self.waiting_for)
             self.parts.display.update(
                 in_flight=self.rollout.in_flight,

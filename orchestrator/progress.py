@@ -52,6 +52,8 @@ class _Terminal(Console):
 class NullProgress:
     """Shows nothing: for the simulator and for tests."""
 
+    watched = False
+
     def stage(self, name: str, detail: str = "") -> None:
         """Nothing."""
 
@@ -106,6 +108,8 @@ class Progress:
             self._guarded(self._live.start)
 
     # -- what the pipeline calls -------------------------------------------------------------------------------------
+
+    watched = True
 
     def stage(self, name: str, detail: str = "") -> None:
         """The loop enters a stage."""

@@ -199,3 +199,25 @@ def test_lag_weights_reach_the_trainer_and_without_a_decay_all_weigh_one(monkeyp
         expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
         assert step["weight_ess"] == pytest.approx(expected, abs=1e-6)
     assert mixed, "this workload has no batch of several lags"
+
+
+@pytest.mark.parametrize("mode", ["sync_plus", "async"])
+def test_the_count_that_the_buffer_keeps_is_what_it_holds_whatever_leaves_it_and_how(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    kept, wrong = SampleBuffer.scored, []
+
+    def checked(self: SampleBuffer) -> int:
+        assert isinstance(kept, property)
+        assert kept.fget is not None
+        said: int = kept.fget(self)
+        if said != len(self.stored()):
+            wrong.append((said, len(self.stored())))
+        return said
+
+    monkeypatch.setattr(SampleBuffer, "scored", property(checked))
+    lively = ["rollout.dynamic_sampling=true", "rollout.redundant_groups=2.0", "rollout.redundant_members=1.5"]
+    alpha = 1 if mode == "async" else 0
+    for rate in (0.0, 0.03):
+        simulate(config(*lively, f"run.mode={mode}", f"rollout.alpha={alpha}", f"sim.fault_rate={rate}"))
+    assert not wrong

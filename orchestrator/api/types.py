@@ -158,7 +158,11 @@ class Trajectory:
     @property
     def first_version(self) -> int:
         """Version of the first generated token; what the staleness bound alpha is measured from."""
-        return self.versions[0][0]
+        for turn in self.turns:
+            for version, count in turn.versions:
+                if count > 0:
+                    return version
+        return self.versions[0][0]  # there is none
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ _OPEN = ("running", "scoring", "buffered", "taken", "rolled_back")
 _BUSY = ("running", "scoring")
 _ENDS = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
 _ONE_VERSION = {"sync": 0, "sync_plus": 0, "one_off": 1}  # mode -> largest lag when trained (RollArt 7.1)
+_decode = json.JSONDecoder().raw_decode
 _KEEP_VIOLATIONS = 50  # one cause repeats itself; the first few say it
 
 
@@ -106,7 +107,7 @@ class Audit:
         """A complete line of the journal."""
         if self._dead:
             return
-        record = json.loads(line)
+        record, _ = _decode(line)
         name, state, sequence = record["id"], record["state"], record["seq"]
         if sequence != self._sequence + 1:
             self.note(f"journal: number {sequence} after {self._sequence}")
@@ -231,7 +232,10 @@ class Audit:
                 return f"the tokens of turn {turn} are not those that the policy said"
             if tuple(sample.logprobs[position:end]) != logprobs(sample.token_ids[position:end]):
                 return f"the log-probs of turn {turn} are not those of its tokens"
-            said = merge_spans((number, 1) for number in made_by[:count])
+            if made_by[0] == made_by[count - 1]:  # they are in order
+                said: VersionSpans = ((made_by[0], count),)
+            else:
+                said = merge_spans((number, 1) for number in made_by[:count])
             if said not in self.spans.get((sample.trajectory_id, turn), ()):
                 return f"the versions of turn {turn}, {said}, are not those of the engine"
             del made_by[:count]

@@ -98,7 +98,10 @@ class SimResult:
 
 
 class SimDisplay:
-    """Nobody watches."""
+    """Shows nothing. ``watched``: whether the pipeline is to put into words what it waits for, as it does in a real run."""
+
+    def __init__(self, watched: bool = True) -> None:
+        self.watched = watched
 
     def stage(self, name: str, detail: str = "") -> None:
         """See the pipeline's Display."""
@@ -377,7 +380,7 @@ class _Simulation:
             await pool.open()
         audited = _AuditedTrainer(audited, self.audit)
         keeps = checkpoints if self._faulty else None
-        parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(), keeps, pool)
+        parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
         parts.kv_bytes, parts.planner = 0.0 if planner else kv_bytes(config), planner
         return parts, position
 
