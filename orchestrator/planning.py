@@ -2,7 +2,8 @@
 
 Guarantees: every step ends in one event ``plan`` that says what was seen and what was decided, every change in one event
 ``reshape`` with what it cost; a change that fails leaves the layout as it was and is not tried again. Re-profiling is asked
-for in an alarm: the engines of a run are not measured under it.
+for in an alarm: the engines of a run are not measured under it. Until then its times are scaled by what steps take, which the
+event ``profile_scaled`` says.
 """
 
 from __future__ import annotations
@@ -77,9 +78,14 @@ class Planning:
             reason=plan.reason,
             gain=None if plan.gain is None else round(plan.gain, 6),
             cost=round(plan.cost, 6),
+            correction=round(self._planner.correction, 6),
         )
         if plan.reprofile is not None:
             found = f"steps with {plan.reprofile} do not take what the profile says, or lie outside of it"
+            if plan.scaled is not None:
+                total = self._planner.correction
+                found = f"steps with {plan.reprofile} take {plan.scaled:.3g} times what the profile says; it is scaled by that"
+                self._events.emit("profile_scaled", step=step, tp=before.tp, factor=plan.scaled, total=total)
             detail = f"{found}: measure again with `rl-coserve profile`, of a larger grid or on the idle machine"
             self._events.emit("alarm", what="profile", detail=detail)
 

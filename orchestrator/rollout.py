@@ -47,7 +47,7 @@ from orchestrator.policies.filters import (
 )
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, require_resizable
-from orchestrator.rounds import Rounds
+from orchestrator.rounds import Rounds, longest
 
 FAILED_IN_ROW = 100  # trajectories, and
 FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
@@ -247,7 +247,7 @@ class Rollout:
         """The batch goes into training; ``get_batch`` may collect the next one."""
         batch = self.buffer.hand_over()
         if self.rounds is not None:
-            self.rounds.trained(dict.fromkeys(taken.trajectory.group_id for taken in batch))
+            self.rounds.trained(longest(taken.trajectory for taken in batch))
 
     def restore(self, trajectories: list[Trajectory], version: int) -> None:
         """A checkpoint's buffer is put back."""

@@ -2,7 +2,8 @@
 
 Guarantees: the n-th prompt of the task's training stream is number n, before and after a resume, and what a checkpoint says
 about them is refused when it is of another run; a group is started for the number that the planner says, and what becomes of
-the group reaches the planner. Which number goes where is :mod:`orchestrator.policies.rounds`.
+the group reaches the planner. Which number goes where is :mod:`orchestrator.policies.rounds`; what is known of lengths
+beforehand, where anything is, :mod:`orchestrator.lengths`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestrator.api import ConfigError, Prompt, RunError, Task, WorkerStats
+from orchestrator.api import ConfigError, Prompt, RunError, Task, Trajectory, WorkerStats
 from orchestrator.config import Config
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog
+from orchestrator.lengths import Lengths
+from orchestrator.policies.lengths import Predictor
 from orchestrator.policies.rounds import LANES, RoundPlanner, RoundRules, mistake, same_run
 
 _DISCARDED = ("zero_variance",)  # causes for which a complete group is filtered by design
@@ -21,9 +24,16 @@ _DISCARDED = ("zero_variance",)  # causes for which a complete group is filtered
 
 class Rounds:
     """``state``: of a checkpoint, None to begin with the stream's first prompt. Raises ConfigError for what no run could
-    follow, and for the queue of another run."""
+    follow, and for the queue of another run. ``predict``: of lengths; None: what the config says (nothing, as a rule)."""
 
-    def __init__(self, config: Config, task: Task, events: EventLog, state: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        events: EventLog,
+        state: Mapping[str, Any] | None,
+        predict: Predictor | None = None,
+    ) -> None:
         settings = config.rollout
         self._events = events
         self._task = task
@@ -31,6 +41,7 @@ class Rounds:
         if wrong := mistake(rules):
             raise ConfigError(f"rollout.rounds.{wrong[0]}", wrong[1], wrong[2])
         self.planner = RoundPlanner(rules)
+        self._lengths = Lengths(settings.rounds.predict, predict)
         self._run = {
             "task": task.name,
             "seed": config.run.seed,
@@ -61,6 +72,12 @@ class Rounds:
 
     def wanted(self, under_way: int) -> int:
         """Members of the group that may start now; 0: none may. ``under_way``: trajectories in flight."""
+        while self._lengths and (number := self.planner.divertible()) is not None:
+            now = self.planner.round
+            share = 0.0 if now is None else 1 - 1 / now.eta_prompts
+            if not self._lengths.is_long(number, self._prompt(number), share):
+                break
+            self.planner.divert()
         size = self.planner.wanted()
         return size if not self._cap or under_way + size <= self._cap else 0
 
@@ -124,11 +141,12 @@ class Rounds:
         self._forget(group_id)
         self.planner.put_back(number)
 
-    def trained(self, group_ids: Iterable[str]) -> None:
-        """A batch of these groups goes into training."""
+    def trained(self, group_ids: Mapping[str, int]) -> None:
+        """A batch of these groups goes into training; with each, the tokens of its longest response."""
         known = [group for group in group_ids if group in self._numbers]
         self.planner.handed_over([self._numbers[group] for group in known])
         for group in known:
+            self._lengths.seen(self._prompts[self._numbers[group]], group_ids[group])
             self._forget(group)
         self._prune()
 
@@ -152,6 +170,7 @@ class Rounds:
             eta_prompts=now.eta_prompts,
             eta_responses=now.eta_responses,
             launched=now.launched,
+            diverted=now.diverted,
             kept=planner.rules.prompts,
             deferred=now.deferred,
             put_back=now.put_back,
@@ -184,7 +203,8 @@ class Rounds:
         """For a checkpoint; JSON."""
         keys = [[number, self._prompts[number].key] for number in self.planner.outstanding]
         groups = [list(item) for item in self._numbers.items()]
-        return {"run": self._run, "planner": self.planner.state(), "groups": groups, "keys": keys}
+        lengths = {"lengths": self._lengths.state()} if self._lengths else {}
+        return {"run": self._run, "planner": self.planner.state(), "groups": groups, "keys": keys, **lengths}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         if different := same_run(self._run, state["run"]):
@@ -194,6 +214,8 @@ class Rounds:
                 f"is of another run: {', '.join(different)}; resume the run itself",
             )
         self.planner.restore(state["planner"])
+        if self._lengths and "lengths" in state:
+            self._lengths.restore(state["lengths"])
         self._numbers = {str(group): int(number) for group, number in state["groups"]}
         keys = {int(number): str(key) for number, key in state["keys"]}
         for number in range(int(state["planner"]["next"])):
@@ -233,9 +255,9 @@ class Rounds:
         return prompt
 
     def _prune(self) -> None:
-        """Forget prompts that are done with."""
-        outstanding = dict.fromkeys(self.planner.outstanding)
-        self._prompts = {number: prompt for number, prompt in self._prompts.items() if number in outstanding}
+        """Forget prompts that are done with; one that was looked at before it is launched is not."""
+        outstanding, drawn = dict.fromkeys(self.planner.outstanding), self.planner.drawn
+        self._prompts = {n: prompt for n, prompt in self._prompts.items() if n in outstanding or n >= drawn}
 
     def _forget(self, group_id: str) -> None:
         del self._numbers[group_id]
@@ -269,6 +291,14 @@ class Waste:
         self._delivered = delivered
         ended, self.ended = self.ended, 0
         return aborted + ended
+
+
+def longest(batch: Iterable[Trajectory]) -> dict[str, int]:
+    """Of each group, the tokens of its longest trajectory, in the order of the batch."""
+    found: dict[str, int] = {}
+    for trajectory in batch:
+        found[trajectory.group_id] = max(found.get(trajectory.group_id, 0), trajectory.generated_tokens)
+    return found
 
 
 def rules_of(config: Config, task: Task) -> RoundRules:

@@ -12,9 +12,22 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import ConfigError, GenerationRequest, RetryableError, RunError, Sampling, WorkerStats
+from orchestrator.api import (
+    ConfigError,
+    GenerationRequest,
+    Prompt,
+    RetryableError,
+    RunError,
+    Sampling,
+    Trajectory,
+    Turn,
+    WorkerStats,
+)
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.planning import Planning
+from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.policies.profile import PHASES, Layout, Point, Profile
 from orchestrator.report.html import write_report
 from orchestrator.reshaping import Reshaped, ReshapingProxy, require_resizable
 from orchestrator.runtime import preflight
@@ -257,6 +270,42 @@ def test_a_simulated_run_follows_the_planner_and_accounts_for_every_trajectory(
     asked = [plan for plan in later if "no preemption in 4 steps" in plan["reason"]]
     assert asked, "then the rule asks for TP 1"
     assert asked[0]["cost"] == pytest.approx(changes[0]["seconds"], abs=1e-5), "and what it did cost is charged"
+
+
+def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_path: Path) -> None:
+    """The proxy is a stand-in: what is told is how long requests took."""
+
+    class Proxy:
+        lanes, tp, engines = (), 1, 1
+
+        async def stats(self) -> list[Any]:
+            return []
+
+    layout = Layout(1)
+    points = [Point(phase, layout, 1, tokens, 0.01) for phase in PHASES for tokens in (8, 64)]
+    planner = ParallelismPlanner(1, [layout], Profile(points))
+    sink, times = MemorySink(), iter(range(0, 400, 2))
+    proxy: Any = Proxy()
+    planning = Planning(planner, proxy, EventLog(sink, lambda: float(next(times))), 10)
+    turn = Turn(
+        (1,) * 10, (2,) * 20, (0.0,) * 20, ((0, 20),), generate_seconds=1.01
+    )  # 0.05 s a token, 0.01 for the prefill
+    one = Trajectory("t", "g", "sim", Prompt("k", "sim", 1, ""), (turn,), 1.0, "1", 1, False)
+
+    async def steps() -> None:
+        for step in range(5):
+            planning.begin()
+            await planning.end(step, [one])
+
+    asyncio.run(steps())
+    events = [json.loads(line) for line in sink.lines]
+    (scaled,) = (event for event in events if event["kind"] == "profile_scaled")
+    assert (scaled["step"], scaled["tp"]) == (2, 1)
+    assert scaled["factor"] == scaled["total"] == pytest.approx(5.0)
+    (alarm,) = (event for event in events if event["kind"] == "alarm")
+    assert "take 5 times what the profile says; it is scaled by that" in alarm["detail"]
+    assert "rl-coserve profile" in alarm["detail"]
+    assert [event["correction"] for event in events if event["kind"] == "plan"] == [1.0, 1.0, 5.0, 5.0, 5.0]
 
 
 def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreign_profiles(tmp_path: Path) -> None:

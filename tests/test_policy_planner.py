@@ -194,6 +194,44 @@ def test_re_profiling_is_asked_for_once_when_the_engine_leaves_its_profile() -> 
     assert beyond[:3] == [None, None, Layout(1)], "an unprofiled regime, whatever the extrapolation says"
 
 
+def test_until_it_is_measured_again_a_profile_that_is_wrong_is_scaled_by_what_steps_take() -> None:
+    """Three steps on end, by their median; again when that is wrong too; prefills and steps outside of it stay as they are."""
+    layouts = layouts_of(2, 2)
+    profile = table(layouts)
+    near, wide = profile.decode_seconds(8, 1000), profile.decode_seconds(8, 1000, Layout(2))
+    made = ParallelismPlanner(2, layouts, profile)
+
+    def after(times: float, batch: float = 8) -> float | None:
+        return made.after(replace(LOAD, token_seconds=times * near, batch=batch, context=1000)).scaled
+
+    assert [after(times) for times in (2.0, 4.0, 3.0, 3.0, 2.5)] == [None, None, pytest.approx(3.0), None, None]
+    assert made.profile is not None
+    assert made.profile.decode_seconds(8, 1000) == pytest.approx(3.0 * near)
+    assert made.profile.decode_seconds(8, 1000, Layout(2)) == pytest.approx(3.0 * wide)
+    assert made.profile.prefill_seconds(100) == profile.prefill_seconds(100)
+    assert made.profile.shape(Layout(2)) == profile.shape(Layout(2))
+    assert [after(1.0) for _ in range(3)] == [None, None, pytest.approx(1 / 3)], "the machine is idle again"
+    assert made.correction == pytest.approx(1.0)
+    assert [after(50.0, batch=999) for _ in range(9)] == [None] * 9, "nothing was measured there that could be wrong"
+    assert [after(2.0) for _ in range(3)][2] == pytest.approx(2.0)
+    made.reprofiled(profile)
+    assert made.correction == 1.0
+
+
+def test_what_is_expected_of_a_layout_goes_by_the_scaled_profile() -> None:
+    layouts = layouts_of(2, 2)
+    gains = []
+    for times in (1.0, 3.0):
+        made = ParallelismPlanner(2, layouts, table(layouts, start=0.0), rise=1.0)
+        assert made.profile is not None
+        near = made.profile.decode_seconds(8, 1000)
+        for _ in range(3):
+            made.after(replace(LOAD, token_seconds=times * near, batch=8, context=1000))
+        predicted = made.profile.rollout_seconds([200] * 8, 100, Layout(2))
+        gains.append(predicted)
+    assert gains[1] > 2.5 * gains[0]
+
+
 def test_experts_go_whole_to_devices_while_their_load_is_even_and_in_slices_when_it_is_not() -> None:
     layouts = layouts_of(2, 2, experts=True)
     assert layouts == (Layout(1), Layout(2), Layout(2, 2))

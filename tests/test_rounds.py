@@ -332,7 +332,7 @@ def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_thi
         rounds.settled(f"g{index}", "complete")
     rounds.defer("g3", [])
     rounds.end(1, ["g0", "g1", "g2"], [], 0)
-    rounds.trained(["g0", "g1", "g2"])
+    rounds.trained({"g0": 5, "g1": 5, "g2": 5})
     rounds.begin()
     for group in ("late", "early-4", "early-5"):
         rounds.start(group)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.bench import event_loop, learning_parity, ledger_faults, soak, store, trajectory_vs_batch
 from orchestrator.bench.loop_delay import LoopDelay, WatchedSelector, percentiles
+from orchestrator.config import load_config
 
 
 def test_a_callback_that_blocks_is_the_loops_own_delay() -> None:
@@ -71,6 +73,18 @@ def test_parity_is_judged_by_the_interval_and_by_the_time_to_the_target() -> Non
     assert not learning_parity.result(worse, False, {})["holds"]
     slower = [row(variant, seed, 0.80, 60.0 + variant) for variant in range(3) for seed in (0, 1)]
     assert not learning_parity.result(slower, False, {})["holds"]
+    on_policy = [row(variant, seed, 0.80, 60.0 + variant) for variant in (0, 3, 4) for seed in (0, 1)]
+    assert learning_parity.result(on_policy, False, {})["holds"], "the time of on-policy variants is not judged"
+
+
+def test_every_variant_of_parity_is_a_config_that_a_run_takes() -> None:
+    for variant in learning_parity.VARIANTS:
+        config = load_config(
+            Path(__file__).parents[1] / "examples" / "frozenlake.toml", [*learning_parity._RECIPE, *variant.overrides]
+        )
+        assert config.rollout.rounds.enabled == (variant.name == "tail batching")
+        assert config.rollout.colocation.enabled == (variant.name == "shared devices")
+        assert config.trainer.stream, "all variants stream, or the reference is another"
 
 
 def test_ratios_are_of_the_same_repetition() -> None:

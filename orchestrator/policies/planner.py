@@ -14,7 +14,9 @@ Guarantees:
   it, else what the profile predicts, times what measured steps without preemptions took over their predictions. Where
   neither is known, the change is tried: then it is measured. A layout whose start failed is not asked for again.
 * When the engine's step time leaves the profile's by more than ``divergence`` times, or the step lies outside of what was
-  measured, for ``patience`` steps on end, re-profiling is asked for, once until it is done (section 7).
+  measured, for ``patience`` steps on end, re-profiling is asked for (section 7): once until it is done, where the times agree.
+  Where they do not, though all was measured, the decode times of the profile are scaled by the median of what those steps took
+  over what it says, and what is planned from then on goes by that; it is asked for again when the scaled ones diverge too.
 
 Pure: seconds come in as numbers. The same object serves a run, the simulator and a replay.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from orchestrator.policies.profile import Layout, Profile
 
@@ -52,7 +55,8 @@ class StepLoad:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """For the next step. ``reason``: why it changes, or why not although the rule asked; "" where it did not ask. ``gain``:
-    seconds a step expected of it, None: unknown; ``cost``: seconds charged. ``reprofile``: measure this layout again."""
+    seconds a step expected of it, None: unknown; ``cost``: seconds charged. ``reprofile``: measure this layout again;
+    ``scaled``: the profile's decode times were scaled by that now, None: they were not."""
 
     layout: Layout
     changes: bool = False
@@ -60,6 +64,7 @@ class Plan:
     gain: float | None = None
     cost: float = 0.0
     reprofile: Layout | None = None
+    scaled: float | None = None
 
 
 def layouts_of(
@@ -110,8 +115,11 @@ class ParallelismPlanner:
         self._steps = 0
         self._cost: float | None = None  # of a change, measured
         self._failed: dict[Layout, str] = {}
-        self._astray = 0  # steps on end outside of the profile
+        self._astray: list[
+            tuple[float, bool]
+        ] = []  # of steps on end that leave the profile: times over its; measured there
         self._asked = False  # for re-profiling
+        self.correction = 1.0  # what decode times of the profile as it was read have been scaled by
         if not self._candidates():
             raise ValueError("no layout is possible: none divides the devices, or none of them was profiled")
         self.layout = self._candidates()[0]
@@ -134,21 +142,25 @@ class ParallelismPlanner:
         self._measure(load)
         previous, self._previous = self._previous, load.preemptions
         self._calm = 0 if load.preemptions else self._calm + 1
-        reprofile = self._diverges(load)
+        reprofile, scaled = self._diverges(load)
+        plan = self._plan(load, previous, steps_left)
+        return replace(plan, reprofile=reprofile, scaled=scaled)
+
+    def _plan(self, load: StepLoad, previous: int | None, steps_left: int | None) -> Plan:
         target, why = self._asked_for(load, previous)
         if target is None:
             target, other = self._experts(load)
             why = other or why
         if target is None:
-            return Plan(self.layout, reason=why, reprofile=reprofile)
+            return Plan(self.layout, reason=why)
         gain, cost = self._gain(target, load), self._price(target)
         horizon = self._calm_steps if steps_left is None else min(self._calm_steps, steps_left)
         if gain is not None and gain * horizon <= cost:
             found = f"{why}; but {target} would gain {gain:.3g} s a step over {horizon} steps, and costs {cost:.3g} s"
-            return Plan(self.layout, False, found, gain, cost, reprofile)
+            return Plan(self.layout, False, found, gain, cost)
         if not horizon:
-            return Plan(self.layout, False, f"{why}; but no step is left", gain, cost, reprofile)
-        return Plan(target, True, why, gain, cost, reprofile)
+            return Plan(self.layout, False, f"{why}; but no step is left", gain, cost)
+        return Plan(target, True, why, gain, cost)
 
     def changed(self, layout: Layout, seconds: float) -> None:
         """The change was made; ``seconds``: generation stood still for so long."""
@@ -165,7 +177,8 @@ class ParallelismPlanner:
         """What was asked for was measured."""
         self.profile = profile
         self._ratio = None
-        self._astray, self._asked = 0, False
+        self._astray, self._asked = [], False
+        self.correction = 1.0
 
     def _candidates(self) -> list[Layout]:
         known = self.profile.layouts if self.profile is not None else self._layouts
@@ -239,19 +252,28 @@ class ParallelismPlanner:
             ratio = load.seconds / predicted
             self._ratio = ratio if self._ratio is None else _blend(self._ratio, ratio)
 
-    def _diverges(self, load: StepLoad) -> Layout | None:
-        """Whether to profile the present layout anew."""
-        if self.profile is None or not load.token_seconds or self._asked:
-            return None
-        expected = self.profile.decode_seconds(load.batch, load.context, self.layout)
-        ratio = load.token_seconds / expected
+    def _diverges(self, load: StepLoad) -> tuple[Layout | None, float | None]:
+        """(the layout to profile anew, what the profile was scaled by), each None where there is nothing to do."""
+        if self.profile is None or not load.token_seconds:
+            return None, None
+        ratio = load.token_seconds / self.profile.decode_seconds(load.batch, load.context, self.layout)
         known = self.profile.covers(load.batch, load.context, self.layout)
-        inside = known and 1 / self._divergence <= ratio <= self._divergence
-        self._astray = 0 if inside else self._astray + 1
-        if self._astray < self._patience:
-            return None
-        self._asked = True
-        return self.layout
+        if known and self._agrees(ratio):
+            self._astray = []
+            return None, None
+        self._astray = [*self._astray, (ratio, known)][-self._patience :]
+        if len(self._astray) < self._patience:
+            return None, None
+        factor, asked, self._asked = median(found for found, _ in self._astray), self._asked, True
+        if self._agrees(factor) or not all(measured for _, measured in self._astray):
+            return None if asked else self.layout, None
+        self.profile = self.profile.scaled(factor)
+        self.correction *= factor
+        self._astray, self._ratio = [], None
+        return self.layout, factor
+
+    def _agrees(self, ratio: float) -> bool:
+        return 1 / self._divergence <= ratio <= self._divergence
 
 
 def _blend(old: float, new: float) -> float:

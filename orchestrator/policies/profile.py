@@ -83,6 +83,19 @@ class Profile:
             rows = self._curves.setdefault((point.phase, point.layout), {})
             rows.setdefault(point.batch, {})[point.tokens] = point.seconds
 
+    def scaled(self, decode: float) -> Profile:
+        """This one with decode steps that take ``decode`` times as long, in every layout: what was measured of one layout under
+        way says that of the machine. Raises ValueError for what is no factor."""
+        if not 0 < decode < float("inf"):
+            raise ValueError(f"{decode}: a factor is positive and finite")
+        points = [
+            Point(phase, layout, batch, tokens, seconds * (decode if phase == "decode" else 1.0))
+            for (phase, layout), rows in self._curves.items()
+            for batch, row in rows.items()
+            for tokens, seconds in row.items()
+        ]
+        return Profile(points, self.shapes.values())
+
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Those with both phases, in order."""

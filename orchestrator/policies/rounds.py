@@ -20,6 +20,8 @@ What the paper leaves open, decided here:
   in a later short round. Where trajectories cross an update it counts for the next round.
 * Agentic tasks (section 7): with ``isolate``, prompts that were late because of their environment have a queue of their own,
   so that a long round waits for environments or for tokens, not for both.
+* A prompt that is predicted to be long (:mod:`orchestrator.policies.lengths`) is not launched to be put off: :meth:`divert`
+  sends it to the queue at once, in place of one of those that the round would launch beyond P0.
 * DAPO (section 7): a discarded prompt is replaced by another one, within the same target.
 """
 
@@ -64,6 +66,7 @@ class Round:
     closing: bool = False  # the rest of an epoch: without speculation
     over: bool = False
     launched: int = 0
+    diverted: int = 0
     deferred: int = 0
     put_back: int = 0
     lost: int = 0
@@ -140,6 +143,24 @@ class RoundPlanner:
         self._running[number] = lane
         now.launched += 1
         return number
+
+    def divertible(self) -> int | None:
+        """The number that a short round would launch next, if it may go to the queue instead: never played before, and one more
+        than the round needs. None: there is none."""
+        now = self.round
+        if now is None or now.kind != SHORT or now.closing or now.target <= self.rules.prompts:
+            return None
+        return self._next if self._source() == "fresh" else None
+
+    def divert(self) -> None:
+        """What :meth:`divertible` speaks of is predicted to be long: to the long-prompt queue. Raises ValueError."""
+        number, now = self.divertible(), self.round
+        if number is None or now is None:
+            raise ValueError("nothing is to be diverted")
+        self._next += 1
+        self._queue[number] = LANES[0]
+        now.diverted += 1
+        now.target -= 1
 
     def _behind(self) -> bool:
         """Whether a prompt of an epoch before the present one is still to be trained (after a resume)."""

@@ -18,6 +18,9 @@ def parallelism(run: RunLog) -> str:
     spent = sum(float(done["seconds"]) for done in run.reshapes)
     lead = f"{tag('strong', plural(len(made), 'change'))} of tensor parallelism, which cost {tag('strong', duration(spent))} "
     lead += f"of generation; {count(sum(int(plan['preemptions']) for plan in run.plans))} preemptions in all."
+    correction = float(run.plans[-1].get("correction", 1.0))  # not in logs of before
+    if correction != 1.0:
+        lead += f" Steps took {correction:.3g} times what the profile says: it was scaled, and is to be measured again."
     rows = []
     for plan in run.plans:
         step, done = int(plan["step"]), costs.get(int(plan["step"]))

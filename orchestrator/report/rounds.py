@@ -32,6 +32,7 @@ def rounds(run: RunLog) -> str:
     rows = [
         ["Discarded by dynamic sampling (equal rewards)", count(found["discarded"])],
         ["Finished, but not among the first: played again", count(found["put_back"])],
+        *([["Predicted to be long: queued unplayed", count(found["diverted"])]] if found["diverted"] else []),
         ["Launched again because their group failed", count(found["lost"])],
         ["Given up (rollout.rounds.tries)", count(found["given_up"])],
         *([f"Seconds a prompt with eta {eta}", f"{cost:.3f}"] for eta, cost in found["search"].items()),

@@ -92,6 +92,7 @@ def rounds_of(run: RunLog) -> dict[str, Any] | None:
     return {
         "kinds": kinds,
         **totals,
+        "diverted": sum(event.get("diverted", 0) for event in run.rounds),  # not in logs of before
         "queue": last["queue"],
         "discarded": last["discarded_ever"],
         "given_up": last["given_up"],

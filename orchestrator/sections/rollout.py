@@ -88,6 +88,10 @@ class RoundsSection(Section):
     tries: Positive = 16  # a prompt whose groups failed so often is given up, and counted
     isolate_environments: bool = False  # prompts that their environment made late wait in a queue of their own
     max_active: Positive | None = None  # trajectories in flight for each worker at most (DAPO with rounds)
+    predict: Annotated[str, Field(pattern=r"^(history|[\w.]+:\w+)?$")] = (
+        ""  # who says which prompts are long: the prompts'
+    )
+    # own lengths in earlier epochs, or a function of a prompt; they wait for a long round unplayed. Empty: nobody
 
     @model_validator(mode="after")
     def _etas(self) -> RoundsSection:

@@ -68,12 +68,14 @@ class SimTask:
         self.tools: Tools = SimTools(config)
         self.max_context_tokens = config.rollout.engine.max_model_len
         self.open_environments = 0
+        self.epoch_prompts = config.sim.data_set
 
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol."""
         number = 0
         while split == "train" or number < HELDOUT_PROMPTS:
-            key = f"{split}-{seed}-{number}" if split == "train" else f"{split}-{number}"
+            place = number % self.epoch_prompts if self.epoch_prompts else number
+            key = f"{split}-{seed}-{place}" if split == "train" else f"{split}-{number}"
             kind = number % self.costs.kinds
             task = f"{TASK}-{kind + 1}" if kind else TASK
             task = task if self.workload is None else self.workload.assign(key)

@@ -1,0 +1,75 @@
+"""What short and long rounds know of the lengths of prompts beforehand: `rollout.rounds.predict`.
+
+Guarantees: off (the default) nothing is asked, kept or written; each prompt is asked for once; a predictor of the user that
+raises or says no number ends the run with its name, as silence would look like prompts that are all short.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from orchestrator.api import ConfigError, Prompt, RunError
+from orchestrator.policies.lengths import LengthHistory, LongPrompts, Predictor
+
+HISTORY = "history"
+FIELD = "rollout.rounds.predict"
+
+
+class Lengths:
+    """``setting``: "" for nothing, "history" for the prompts' own lengths in earlier epochs, or ``module:function`` of a
+    predictor; ``given`` instead of it. False as a condition where nothing is predicted. Raises ConfigError."""
+
+    def __init__(self, setting: str, given: Predictor | None = None) -> None:
+        self._name = setting or "predictor"
+        self._history = LengthHistory() if setting == HISTORY and given is None else None
+        predict = given or self._history or (imported(setting) if setting else None)
+        self._long = None if predict is None else LongPrompts(predict)
+        self._asked = -1  # the last number that was asked for, and what was said
+        self._answer = False
+
+    def __bool__(self) -> bool:
+        return self._long is not None
+
+    def is_long(self, number: int, prompt: Prompt, share: float) -> bool:
+        """Whether prompt ``number`` is among the longest ``share``. Raises RunError for a predictor that fails."""
+        if self._long is None:
+            return False
+        if number != self._asked:
+            try:
+                self._answer = self._long.is_long(prompt, share)
+            except Exception as error:  # whatever a function of others raises
+                raise RunError(f"{FIELD} = {self._name!r} failed for prompt {prompt.key}: {error!r}") from error
+            self._asked = number
+        return self._answer
+
+    def seen(self, prompt: Prompt, tokens: int) -> None:
+        """It was trained; its longest response had so many tokens."""
+        if self._history is not None:
+            self._history.seen(prompt, tokens)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; JSON. With a history it grows with the data set, a number a prompt."""
+        history = {} if self._history is None else self._history.state()
+        return {"history": history, "window": [] if self._long is None else self._long.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        if self._history is not None:
+            self._history.restore(state["history"])
+        if self._long is not None:
+            self._long.restore(state["window"])
+        self._asked = -1
+
+
+def imported(target: str) -> Predictor:
+    """``module:function``. Raises ConfigError."""
+    module, _, name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(FIELD, target, f"cannot be imported ({error}); write module:function, or history") from error
+    if not callable(found):
+        raise ConfigError(FIELD, target, "is not callable: a function of a prompt, to tokens or None")
+    return cast(Predictor, found)

@@ -1,0 +1,93 @@
+"""Which prompts are expected to be long before they are played (our addition to RollPacker 3, which finds it out by playing).
+
+A **predictor** is any callable from a prompt to the tokens of its longest response, None where it does not know.
+:class:`LengthHistory` is one: what the prompt itself took when it was last trained, as epochs repeat prompts.
+:class:`LongPrompts` decides who is long: the share of prompts that a short round would put off anyway.
+
+Guarantees: nothing is long before ``LEAST`` predictions were seen, nothing of which nothing is predicted, and nothing where all
+predictions are alike; what is kept is bounded by the window and by the prompts of the data set. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from orchestrator.api import Prompt
+
+WINDOW = 256  # newest predictions that a new one is compared with
+LEAST = 8
+_MEMORY = 0.5  # weight of the newest of several lengths of one prompt
+
+
+class Predictor(Protocol):
+    """``predict``: tokens of the prompt's longest response, None: not known. It must be fast: it is asked in the event loop."""
+
+    def __call__(self, prompt: Prompt, /) -> float | None: ...
+
+
+class LengthHistory:
+    """A predictor: of each prompt, by key, the longest of the responses that it was trained with, the newest weighed most."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+
+    def __call__(self, prompt: Prompt, /) -> float | None:
+        """See :class:`Predictor`."""
+        return self._tokens.get(prompt.key)
+
+    def seen(self, prompt: Prompt, tokens: int) -> None:
+        """It was trained; its longest response had so many."""
+        known = self._tokens.get(prompt.key, float(tokens))
+        self._tokens[prompt.key] = (1 - _MEMORY) * known + _MEMORY * tokens
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint; JSON."""
+        return dict(self._tokens)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        self._tokens = {str(key): float(tokens) for key, tokens in state.items()}
+
+
+class LongPrompts:
+    """Asks ``predict`` and compares with what it said of the last :data:`WINDOW` prompts."""
+
+    def __init__(self, predict: Predictor) -> None:
+        self.predict = predict
+        self._newest: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def is_long(self, prompt: Prompt, share: float) -> bool:
+        """Whether it is expected to be longer than all but ``share`` of the prompts. Raises ValueError for a prediction that is
+        no number of tokens. Ask once a prompt: what was predicted is kept."""
+        tokens = self.predict(prompt)
+        if tokens is None:
+            return False
+        if not (math.isfinite(tokens) and tokens >= 0):
+            raise ValueError(f"{tokens!r} tokens are predicted for prompt {prompt.key}: a finite number, or None")
+        long = False
+        if len(self._sorted) >= LEAST and share > 0:
+            place = min(len(self._sorted) - 1, max(0, math.ceil((1 - share) * len(self._sorted)) - 1))
+            long = tokens > self._sorted[place]
+        self._note(float(tokens))
+        return long
+
+    def _note(self, tokens: float) -> None:
+        self._newest.append(tokens)
+        insort(self._sorted, tokens)
+        if len(self._newest) > WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._newest.popleft())]
+
+    def state(self) -> list[float]:
+        """For a checkpoint; JSON."""
+        return list(self._newest)
+
+    def restore(self, state: list[float]) -> None:
+        """Go on from :meth:`state`."""
+        self._newest, self._sorted = deque(), []
+        for tokens in state:
+            self._note(float(tokens))
