@@ -23,8 +23,15 @@ def fleet(config: Config) -> list[str]:
     return [name for name, count in config.sim.fleet.items() for _ in range(count)]
 
 
-def engine_costs(config: Config, hardware_class: str = "") -> EngineCosts:
-    """Of one rollout worker on devices of a class; "": of ``sim.device``. Raises ConfigError for an unknown name."""
+def degree_of(config: Config, worker: str) -> int:
+    """Devices of a worker by its name, ``sim-INDEX``."""
+    degrees, index = config.sim.degrees, worker.rpartition("-")[2]
+    return degrees[int(index)] if degrees and index.isdigit() else config.sim.tensor_parallel
+
+
+def engine_costs(config: Config, hardware_class: str = "", degree: int = 0) -> EngineCosts:
+    """Of one rollout worker on devices of a class; "": of ``sim.device``; ``degree`` of them, 0: ``sim.tensor_parallel``. Raises
+    ConfigError for an unknown name."""
     sim = config.sim
     if sim.costs == "linear":
         costs: EngineCosts = LinearCosts(
@@ -38,7 +45,8 @@ def engine_costs(config: Config, hardware_class: str = "") -> EngineCosts:
         field = "sim.fleet" if hardware_class else "sim.device"
         device = hardware.device(hardware_class or sim.device, field)
         model = hardware.model(sim.model)
-        costs = Roofline(device, model, sim.tensor_parallel, sim.pull_gb_s, kv_limit=sim.kv_tokens)
+        ranks = degree or sim.tensor_parallel
+        costs = Roofline(device, model, ranks, sim.pull_gb_s, kv_limit=sim.kv_tokens)
     return costs if sim.grain == 1 else Grained(costs, sim.grain)
 
 

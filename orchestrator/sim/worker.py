@@ -36,7 +36,7 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.sim import batch
-from orchestrator.sim.cluster import engine_costs
+from orchestrator.sim.cluster import degree_of, engine_costs
 from orchestrator.sim.costs import EngineCosts, seconds_of, steps_in
 from orchestrator.sim.draws import END, logprobs
 from orchestrator.sim.speech import Speech
@@ -87,7 +87,7 @@ class SimWorker:
         self.ranks = 1
         self._said = said
         self._speech = speech or Speech(config, traces)
-        self._costs: EngineCosts = engine_costs(config, hardware)
+        self._costs: EngineCosts = engine_costs(config, hardware, degree_of(config, name))
         self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
         self._engine = config.rollout.engine
         if self._costs.kv_tokens is not None and self._costs.kv_tokens < self._engine.max_model_len:
@@ -303,6 +303,14 @@ class SimWorker:
         self._ended.clear()
         self._news.set()
         self._end_step()
+
+    def give_prefix(self, trajectory: str, to: SimWorker) -> int:
+        """Another worker has the KV that is held of a trajectory from now on; tokens of it. None across weight versions."""
+        if self._dead or to._dead or self._batch.version != to._batch.version:
+            return 0
+        tokens = self._batch.take_prefix(trajectory)
+        to._batch.put_prefix(trajectory, tokens)
+        return tokens
 
     def spoil(self) -> None:
         """An update fails while it is applied: the weights are unusable from now on."""
