@@ -99,6 +99,13 @@ class Config(Section):
             raise ValueError("resources.rollout names classes of resources.pools: name the pools too")
         if self.sim.fleet and sum(self.sim.fleet.values()) != self.rollout.workers:
             raise ValueError("sim.fleet must name the class of each worker: its numbers must add up to rollout.workers")
+        known = self.sim.tasks and not self.sim.trace
+        if self.rollout.prediction.enabled and self.rollout.prediction.predictor == "oracle" and not known:
+            raise ValueError(
+                "rollout.prediction.predictor = 'oracle' knows lengths that are drawn from sim.tasks only: take another one"
+            )
+        if self.sim.degrees and len(self.sim.degrees) != self.rollout.workers:
+            raise ValueError("sim.degrees must name the devices of each worker: as many numbers as rollout.workers")
         if self.rollout.environments < self.group_members:
             raise ValueError(
                 f"rollout.environments must be at least {self.group_members}, the members that "

@@ -29,6 +29,7 @@ from orchestrator.api import (
 from orchestrator.context import Context, Setup, no_room
 from orchestrator.environments.checks import observation_of, step_of, told
 from orchestrator.environments.source import EnvironmentSource, FreshEnvironments
+from orchestrator.forecasting import Forecasts
 from orchestrator.lockstep import Lockstep
 from orchestrator.policies.context import ContextRules
 from orchestrator.proxy import LLMProxy
@@ -92,6 +93,7 @@ class EnvManager:
         contexts: Mapping[str, Setup] | None = None,
     ) -> None:
         self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
+        self.forecasts: Forecasts | None = None  # set where lengths are predicted
         self._task = task
         self._proxy = proxy
         self._step_timeout = step_timeout
@@ -109,6 +111,17 @@ class EnvManager:
         def waiting(reason: str) -> None:
             episode.waiting_for = reason
 
+        complete = False
+        if self.forecasts is not None:
+            self.forecasts.begin(episode.id, episode.prompt)
+        try:
+            await self._play(episode, sampling, waiting)
+            complete = True
+        finally:
+            if self.forecasts is not None:
+                self.forecasts.ended(episode.trajectory(0.0), complete)
+
+    async def _play(self, episode: Episode, sampling: Sampling, waiting: Callable[[str], None]) -> None:
         environment = await self.source.acquire(waiting)  # its time is the pool's, not the trajectory's
         try:
             async with asyncio.timeout(self._trajectory_timeout) as limit:
@@ -141,6 +154,8 @@ class EnvManager:
                     raise TrajectoryError("environment_output", "the first observation fills the context")
                 episode.truncated = True
                 return
+            if self.forecasts is not None:
+                self.forecasts.observed(episode.id, episode.prompt, episode.turns, observation.token_ids)
             await self._in_step(episode, "generation", limit)
             asked = loop.time()
             completion = await self._generate(episode, context, sampling, room)
@@ -149,6 +164,9 @@ class EnvManager:
             answered = loop.time()
             if completion.finish_reason in ("error", "abort") or not completion.token_ids:
                 raise TrajectoryError(f"generation_{completion.finish_reason}", completion.error)
+            if self.forecasts is not None:
+                turns, said = episode.turns, completion.token_ids
+                self.forecasts.turn_over(episode.id, episode.prompt, turns, observation.token_ids, said)
             await self._in_step(episode, "environment step", limit)
             begun = loop.time()
             result = step_of(await self._ask(episode, environment, "step", completion.token_ids))
@@ -189,6 +207,8 @@ class EnvManager:
             task=episode.prompt.task,
             group_id=episode.group_id,
         )
+        if self.forecasts is not None:
+            request = await self.forecasts.rank(request)
         completion = await self._proxy.generate(request)
         episode.requests += 1
         return completion

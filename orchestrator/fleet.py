@@ -37,6 +37,7 @@ def plan(settings: RoutingSection, names: Sequence[str], placed: Sequence[str], 
         seats,
         settings.policy,
         imbalance=settings.imbalance,
+        skew=settings.skew,
         affinity=settings.affinity,
         fallback=settings.fallback,
     )

@@ -62,6 +62,8 @@ class Pipeline:
             trajectories=self.position.trajectories,
             environments=parts.environments,
             rounds=self.position.rounds,
+            predictor=parts.predictor,
+            mover=parts.mover,
         )
         self.turns = turns_of(config, parts, self.rollout)
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)

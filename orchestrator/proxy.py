@@ -66,7 +66,7 @@ class LLMProxy:
         self._stall_timeout = stall_timeout
         self._restarts = restarts
         self._current_only = current_only  # no request goes to a worker with older weights
-        self._router = router or TurnRouter([Seat()] * len(workers))
+        self.router = router or TurnRouter([Seat()] * len(workers))
         self._kv = kv or KvMoves()
         self._on_fatal = on_fatal
         self._pending: dict[str, Pending] = {}
@@ -108,7 +108,7 @@ class LLMProxy:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One turn. Cancelling the caller aborts the request in its worker. RunError: no worker is left for its task."""
-        self._router.ask(request.request_id, request.trajectory_id, request.task)
+        self.router.ask(request.request_id, request.trajectory_id, request.task)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         pending = self._pending[request.request_id] = Pending(request, answer)
         self._dispatch()
@@ -121,22 +121,22 @@ class LLMProxy:
                 lane.aborts.append(pending.sent_as)
                 lane.wake.set()
                 lane.unanswered = asyncio.get_running_loop().time() - lane.last_progress
-            self._router.leave(request.request_id)
+            self.router.leave(request.request_id)
             self._dispatch()  # its slot is free
 
     def forget(self, trajectory_id: str) -> None:
         """The trajectory ended: its prefix location is of no use any more."""
-        self._router.forget(trajectory_id)
+        self.router.forget(trajectory_id)
 
     def _dispatch(self) -> None:
         """Send what waits and can go; the rest goes when a worker is there, or has room."""
-        while not self._suspended and (granted := self._router.grant()) is not None:
+        while not self._suspended and (granted := self.router.grant()) is not None:
             self._send_to(self.lanes[granted[1]], self._pending[granted[0]])
 
     def _send_to(self, lane: Lane, pending: Pending) -> None:
         request = rest(pending.request, pending.parts, pending.moves)
         if request is None or pending.answer.done():  # nothing is left to generate, or it was cancelled in this tick
-            self._router.leave(pending.request.request_id)
+            self.router.leave(pending.request.request_id)
             if not pending.answer.done():
                 pending.answer.set_result(joined(pending.request, pending.parts, None))
             return
@@ -145,13 +145,13 @@ class LLMProxy:
         pending.worker = lane
         pending.sent_as = request.request_id
         lane.sent[pending.sent_as] = pending
-        self._kv.send(lane, request, self.lanes, self._router.prefix_of(pending.request.request_id))
+        self._kv.send(lane, request, self.lanes, self.router.prefix_of(pending.request.request_id))
 
     def _requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
         pending.worker = None
         if not pending.answer.done():
-            self._router.take_back(pending.request.request_id)
+            self.router.take_back(pending.request.request_id)
 
     # -- the six-step protocol's commands ----------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class LLMProxy:
                     if lane.moving and completion.finish_reason == "abort":
                         self._move(pending, completion)
                         continue
-                    self._router.leave(pending.request.request_id)
+                    self.router.leave(pending.request.request_id)
                     if pending.moves:
                         completion = joined(pending.request, pending.parts, completion)
                     pending.answer.set_result(completion)
@@ -390,7 +390,7 @@ class LLMProxy:
         if not lane.alive:
             return
         lane.alive = False
-        self._router.close(lane.index, cache_lost=True)
+        self.router.close(lane.index, cache_lost=True)
         self.note_fault(f"worker {lane.worker.name}", why)
         for pending in lane.give_up():
             self._requeue(pending)
@@ -421,7 +421,7 @@ class LLMProxy:
                 continue
             lane.restarts += 1
             if isinstance(lane.worker, PlacedWorker) and lane.worker.hardware:  # it may have moved to another pool
-                self._tell_stranded(self._router.reseat(lane.index, lane.worker.hardware))
+                self._tell_stranded(self.router.reseat(lane.index, lane.worker.hardware))
             self._open_lane(lane)
             lane.wake.set()
             how, seconds = f"restart {lane.restarts}", loop.time() - begun
@@ -434,12 +434,12 @@ class LLMProxy:
         if all(other.removed for other in self.lanes):
             self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}"))
         else:
-            self._tell_stranded(self._router.retire(lane.index))
+            self._tell_stranded(self.router.retire(lane.index))
 
     def _tell_stranded(self, requests: Sequence[str]) -> None:
         """Nobody is left who may serve them."""
         if requests:
-            self._on_fatal(self._router.nobody(self._pending[requests[0]].request.task))
+            self._on_fatal(self.router.nobody(self._pending[requests[0]].request.task))
 
     async def _bring_up(self, lane: Lane) -> None:
         """Restart a worker, and give it the present weights."""
@@ -467,13 +467,13 @@ class LLMProxy:
     def _seat(self, lane: Lane) -> None:
         """Tell the router whether it may be given requests."""
         if lane.usable and lane.version == self.version:
-            self._router.open(lane.index)
+            self.router.open(lane.index)
         elif (
             lane.usable and not self._current_only
         ):  # no trajectory with tokens of the new weights goes on with old ones
-            self._router.keep(lane.index)
+            self.router.keep(lane.index)
         else:
-            self._router.close(lane.index)
+            self.router.close(lane.index)
 
     def loads(self) -> list[int]:
         """Requests without an answer at each worker that can be given any."""

@@ -111,7 +111,7 @@ class ReshapingProxy(LLMProxy):
         for pending in lane.give_up():
             self._requeue(pending)
         lane.alive = False
-        self._router.close(lane.index, cache_lost=True)
+        self.router.close(lane.index, cache_lost=True)
 
     async def _start_all(self, *, give_up: bool) -> str:
         """Start those that are to run; returns why one did not come up. ``give_up``: then the caller goes another way, else

@@ -21,6 +21,7 @@ from orchestrator.policies.features import (
     boundaries,
     encode,
     make_bends,
+    progress_of,
 )
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Oracle, Outcome, Progressive, sound
 from orchestrator.policies.regression import Conformal, Ridge
@@ -163,7 +164,7 @@ def test_what_is_no_saved_predictor_is_refused_and_changes_nothing() -> None:
     assert predictor.forecast(outcome.before[1]) == before
 
 
-def test_boundaries_are_what_was_known_before_each_turn() -> None:
+def test_boundaries_are_what_was_known_when_the_forecasts_were_made() -> None:
     turns = (
         Turn(tuple(range(300)), (1, 2, 3), (0.0,) * 3, ((0, 3),), environment_seconds=0.5),
         Turn((9,), (4, 5), (0.0,) * 2, ((0, 2),), environment_seconds=0.25),
@@ -174,9 +175,12 @@ def test_boundaries_are_what_was_known_before_each_turn() -> None:
     assert first == Progress("t1", "task", "p1", tuple(range(44, 300)), tuple(range(204, 300)), (300,), (), ())
     assert len(first.prompt_ids) == PROMPT_TOKENS
     assert len(first.tail_ids) == TAIL_TOKENS
-    assert (second.said, second.heard, second.tool_seconds) == ((3,), (300, 1), (0.5,))
-    assert second.tail_ids[-4:] == (1, 2, 3, 9)
-    assert third.tail_ids == (77, 78, 8)  # the context began anew
+    assert (second.said, second.heard, second.tool_seconds) == ((3,), (300,), ())  # the environment is at work
+    assert second.tail_ids[-4:] == (299, 1, 2, 3)
+    assert (third.said, third.heard, third.tool_seconds) == ((3, 2), (300, 1), (0.5,))
+    assert third.tail_ids[-6:] == (1, 2, 3, 9, 4, 5)
+    begun = progress_of("t1", trajectory.prompt, turns, 3)
+    assert begun.tail_ids == (77, 78, 8, 6)  # the context began anew
     assert outcome_of(trajectory).said == (3, 2, 1)
 
 

@@ -76,13 +76,13 @@ def _dialogue(number: int, row: dict[str, Any]) -> Outcome:
             since += tokens
             continue
         opening = opening or tuple(since[-PROMPT_TOKENS:])
+        context += [] if said else since
+        tail, prompt = tuple(context[-TAIL_TOKENS:]), str(row["task_id"])
+        times = (0.0,) * max(0, len(said) - 1)
+        known = tuple(heard) or (len(since),)
+        before.append(Progress(str(number), "tau-bench", prompt, opening, tail, known, tuple(said), times))
         heard.append(len(since))
-        context += since
-        tail = tuple(context[-TAIL_TOKENS:])
-        times = (0.0,) * len(said)
-        prompt = str(row["task_id"])
-        before.append(Progress(str(number), "tau-bench", prompt, opening, tail, tuple(heard), tuple(said), times))
-        context += tokens
+        context += [*(since if said else []), *tokens]
         said.append(max(1, len(tokens)))
         since = []
     return Outcome(tuple(before), tuple(said), True)

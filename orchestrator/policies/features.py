@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.api import Trajectory
+from orchestrator.api import Prompt, Trajectory, Turn
 
 VERSION = 1  # of the vector: a model of another one is not loaded
 PROMPT_TOKENS, TAIL_TOKENS = 256, 96  # that are looked at: of the first observation's end, of the context's end
@@ -68,39 +68,33 @@ class Past:
 
 
 def boundaries(trajectory: Trajectory) -> list[Progress]:
-    """What was known of a finished trajectory before each of its turns."""
-    found: list[Progress] = []
+    """What was known of a finished trajectory before its first turn, and after each but the last, while the environment worked:
+    when its forecasts were made."""
+    turns = trajectory.turns
+    return [progress_of(trajectory.id, trajectory.prompt, turns[: after + 1], after) for after in range(len(turns))]
+
+
+def progress_of(trajectory: str, prompt: Prompt, turns: Sequence[Turn], over: int) -> Progress:
+    """After ``over`` turns of these. The first observation is known then, whether the turn that it belongs to is over or not."""
+    done = turns[:over]
     context: list[int] = []
-    heard: list[int] = []
-    said: list[int] = []
-    seconds: list[float] = []
-    for turn in trajectory.turns:
-        context = context if turn.context is None else list(turn.context.token_ids)
-        context += turn.observation_ids
-        heard.append(len(turn.observation_ids))
-        first = trajectory.turns[0].observation_ids[-PROMPT_TOKENS:]
-        found.append(
-            Progress(
-                trajectory.id,
-                trajectory.task,
-                trajectory.prompt.key,
-                tuple(first),
-                tuple(context[-TAIL_TOKENS:]),
-                tuple(heard),
-                tuple(said),
-                tuple(seconds),
-            )
-        )
-        context += turn.action_ids
-        said.append(len(turn.action_ids))
-        seconds.append(turn.environment_seconds)
-    return found
-
-
-def remaining(trajectory: Trajectory) -> list[int]:
-    """Tokens that were still to come before each of its turns."""
-    said = [len(turn.action_ids) for turn in trajectory.turns]
-    return [sum(said[turn:]) for turn in range(len(said))]
+    for turn in reversed(done):
+        context[:0] = [*turn.observation_ids, *turn.action_ids]
+        if turn.context is not None:
+            context[:0] = turn.context.token_ids
+        if turn.context is not None or len(context) >= TAIL_TOKENS:
+            break
+    first = turns[0].observation_ids
+    return Progress(
+        trajectory,
+        prompt.task,
+        prompt.key,
+        tuple(first[-PROMPT_TOKENS:]),
+        tuple(context[-TAIL_TOKENS:] if done else first[-TAIL_TOKENS:]),
+        tuple(len(turn.observation_ids) for turn in done) or (len(first),),
+        tuple(len(turn.action_ids) for turn in done),
+        tuple(turn.environment_seconds for turn in done[:-1]),
+    )
 
 
 def encode(progress: Progress, past: Past, bends: Vector) -> Vector:

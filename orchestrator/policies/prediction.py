@@ -228,6 +228,7 @@ class Progressive:
             "prompts": self.memory.prompts,
             "tasks": self.memory.tasks,
             "residuals": [list(values) for values in self._conformal.residuals],
+            "sorted": [values.tolist() for values in self._conformal.sorted],
         }
         text = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
         file = io.BytesIO()
@@ -249,7 +250,8 @@ class Progressive:
             version, new = int(meta["version"]), int(meta["new"])
             prompts, tasks = dict(meta["prompts"]), dict(meta["tasks"])
             residuals = [[float(value) for value in values] for values in meta["residuals"]]
-            if len(residuals) != STAGES:
+            ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
+            if not len(residuals) == len(ordered) == STAGES:
                 raise ValueError(f"{len(residuals)} stages instead of {STAGES}")
         except (
             OSError,
@@ -269,6 +271,7 @@ class Progressive:
             self._conformal.residuals[kind].clear()
             self._conformal.residuals[kind].extend(values)
         self._conformal.refresh()
+        self._conformal.sorted = ordered
 
 
 def prompt_only(prior_tokens: float, *, coverage: float = 0.8, seed: int = 0) -> Progressive:

@@ -88,14 +88,16 @@ class Conformal:
     def __init__(self, classes: int, window: int) -> None:
         self.residuals: list[deque[float]] = [deque(maxlen=window) for _ in range(classes)]
         self._known: dict[tuple[int, float], tuple[float, float]] = {}
+        self.sorted: list[Array] = [np.zeros(0) for _ in range(classes)]  # that bounds are of
 
     def add(self, kind: int, residual: float) -> None:
         """What came, less what was predicted."""
         self.residuals[kind].append(residual)
 
     def refresh(self) -> None:
-        """Bounds are computed anew from now on."""
+        """Bounds are those of all residuals so far from now on, and do not change until this is called again."""
         self._known.clear()
+        self.sorted = [np.sort(np.array(values)) for values in self.residuals]
 
     def bounds(self, kind: int, coverage: float) -> tuple[float, float]:
         """What is to be added to a prediction for an interval with that coverage. Infinite while there are too few residuals
@@ -107,8 +109,8 @@ class Conformal:
 
     def _bounds(self, kind: int, coverage: float) -> tuple[float, float]:
         tail = (1.0 - coverage) / 2.0
-        for other in sorted(range(len(self.residuals)), key=lambda one: abs(one - kind)):
-            values = np.sort(np.array(self.residuals[other]))
+        for other in sorted(range(len(self.sorted)), key=lambda one: abs(one - kind)):
+            values = self.sorted[other]
             rank = math.floor(tail * (len(values) + 1) + 1e-9)  # the finite sample's correction
             if rank >= 1:
                 return float(values[rank - 1]), float(values[len(values) - rank])

@@ -107,8 +107,10 @@ class TurnRouter:
     """One object for a fleet: ``ask`` for each turn, then ``grant`` until it gives nothing, ``leave`` when it is done.
 
     ``affinity``: task -> hardware class, with "default" for the others. ``fallback``: whether a turn may go to another class
-    while its own has no room. A class that no seat has is a ConfigError. ``patience``: grants to others that a waiting turn
-    may see, over twice the number of turns that waited when it asked, before prefixes count less than its age.
+    while its own has no room. ``skew``: above it, in place of ``imbalance``, turns go to the least busy: the most over the
+    least loaded worker of a pool (SGLang's router, in Heddle 7). A class that no seat has is a ConfigError. ``patience``: grants
+    to others that a waiting turn may see, over twice the number of turns that waited when it asked, before prefixes count less
+    than its age.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class TurnRouter:
         rule: str = CACHE_AFFINE,
         *,
         imbalance: int = 16,
+        skew: float = 0.0,
         affinity: Mapping[str, str] | None = None,
         fallback: bool = True,
         patience: int = 64,
@@ -126,6 +129,7 @@ class TurnRouter:
         self._seats = list(seats)
         self._rule = rule
         self._imbalance = imbalance
+        self._skew = skew
         self._affinity = dict(affinity or {})
         self._fallback = fallback
         self._patience = patience
@@ -135,6 +139,7 @@ class TurnRouter:
         self._retired = [False] * len(seats)
         self._lives = [0] * len(seats)  # counts the losses of what a worker has cached
         self._holder: dict[str, tuple[int, int]] = {}  # trajectory -> (worker, its life)
+        self._placed: dict[str, int] = {}  # trajectory -> worker that it was placed on
         self._turns: dict[str, _Turn] = {}
         self._heirs: list[list[tuple[int, str]]] = [[] for _ in seats]  # worker -> heap of turns whose prefix it holds
         self._numbers = 0
@@ -281,6 +286,20 @@ class TurnRouter:
     def forget(self, trajectory: str) -> None:
         """The trajectory ended: who holds its prefix is of no use any more."""
         self._holder.pop(trajectory, None)
+        self._placed.pop(trajectory, None)
+
+    def place(self, trajectory: str, worker: int) -> None:
+        """Its turns go to this worker from now on, whatever the rule says, while it may serve them."""
+        self._placed[trajectory] = worker
+
+    def eligible(self, task: str) -> list[int]:
+        """The open workers that a placement of the task's trajectories is over: of the class it asks for, or of all; borrowed
+        ones where there are no others."""
+        first = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ""))
+        usable = [worker for worker in range(len(self._seats)) if self._open[worker]]
+        meant = [worker for worker in usable if first in ("", self._seats[worker].hardware)]
+        meant = meant or (usable if self._fallback else [])
+        return [worker for worker in meant if not self._tiers[worker]] or meant
 
     @property
     def queued(self) -> int:
@@ -290,6 +309,13 @@ class TurnRouter:
     # -- the choice --------------------------------------------------------------------------------------------------
 
     def _choose(self, turn: _Turn) -> int:
+        placed = self._placed.get(turn.trajectory, -1)
+        if (
+            placed >= 0
+            and self._pool_of[placed].free >> placed & 1
+            and self._seats[placed].hardware in turn.line.classes
+        ):
+            return placed
         if self._rule == CACHE_AFFINE:
             worker, life = self._holder.get(turn.trajectory, (-1, 0))
             if worker >= 0 and life == self._lives[worker]:
@@ -297,7 +323,7 @@ class TurnRouter:
                     return worker
                 pool = self._pool_of[worker]
                 allowed = pool.free >> worker & 1 and self._seats[worker].hardware in turn.line.classes
-                if allowed and self._load[worker] <= _lowest(pool.loads) + self._imbalance:
+                if allowed and self._balanced(pool, worker):
                     return worker
         pools = turn.line.pools
         pool = next(pool for pool in pools if pool.free)
@@ -306,6 +332,11 @@ class TurnRouter:
             tier = pools[:ends] if any(one.free for one in pools[:ends]) else pools[ends:]
             pool = min((one for one in tier if one.free), key=lambda one: one.loads & -one.loads)
         return pool.following() if self._rule == ROUND_ROBIN else pool.least()
+
+    def _balanced(self, pool: _Pool, worker: int) -> bool:
+        if self._skew:
+            return pool.loads.bit_length() - 1 <= self._skew * max(1, _lowest(pool.loads))
+        return self._load[worker] <= _lowest(pool.loads) + self._imbalance
 
     def _heir(self, worker: int, oldest: _Turn) -> str | None:
         """The oldest waiting turn whose prefix this worker holds, if it may go before the oldest of all."""

@@ -17,6 +17,8 @@ from orchestrator.api import RewardFunction, Task
 from orchestrator.config import Config
 from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog
+from orchestrator.forecasting import Predictor
+from orchestrator.foresight import make_predictor
 from orchestrator.policies.timeouts import AdaptiveTimeouts
 from orchestrator.rewards.client import HttpReward
 from orchestrator.rewards.judge import LLMJudge
@@ -26,6 +28,7 @@ from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import judge as judges
 from orchestrator.runtime import rewards as scoring
 from orchestrator.runtime.keeper import Keeper
+from orchestrator.runtime.predictor import PredictorProcess
 from orchestrator.tasks import registry
 
 
@@ -102,6 +105,19 @@ async def _function(
         seed=config.run.seed,
         patience=patience,
     )
+
+
+async def start_predictor(config: Config, task: Task, stack: AsyncExitStack, folder: RunFolder) -> Predictor | None:
+    """The process that predicts lengths; None: none is wanted. Raises ConfigError and RunError."""
+    settings = config.rollout.prediction
+    if not settings.enabled or settings.in_process:
+        return None
+    prior, seed = float(task.max_response_tokens), config.run.seed
+    make_predictor(settings, prior, seed)  # a bad file is said here, before there is a process
+    process = PredictorProcess(settings, prior, seed, folder.path / "predictor.npz", folder.logs / "predictor.log")
+    await process.start()
+    stack.push_async_callback(process.stop)
+    return process
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from orchestrator.sections.base import Section
 from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSection
 from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
+from orchestrator.sections.prediction import PlacementSection, PredictionSection
 from orchestrator.sections.rewards import AdaptiveTimeoutSection, JudgeSection, RewardSection, ServeSection
 from orchestrator.sections.rollout import (
     ColocationSection,
@@ -46,7 +47,9 @@ __all__ = [
     "KvTransferSection",
     "MemorySection",
     "ModelSection",
+    "PlacementSection",
     "PlannerSection",
+    "PredictionSection",
     "RaySection",
     "RelaySection",
     "ResourcesSection",

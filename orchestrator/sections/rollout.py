@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from orchestrator.api import urls
 from orchestrator.policies.rounds import speculated
 from orchestrator.sections.base import Fraction, Positive, PositiveSeconds, Section, violation
+from orchestrator.sections.prediction import PlacementSection, PredictionSection
 
 
 class EngineSection(Section):
@@ -26,6 +27,7 @@ class RoutingSection(Section):
 
     policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
     imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
+    skew: Annotated[float, Field(ge=0)] = 0.0  # in its place: largest over smallest load that it may come to; 0: off
     cap: Annotated[int, Field(ge=0)] = (
         0  # requests a dedicated worker has at a time; the others go to served workers, or wait
     )
@@ -150,6 +152,8 @@ class RolloutSection(Section):
     planner: PlannerSection = PlannerSection()
     colocation: ColocationSection = ColocationSection()
     rounds: RoundsSection = RoundsSection()
+    prediction: PredictionSection = PredictionSection()
+    placement: PlacementSection = PlacementSection()
 
     @model_validator(mode="after")
     def _fleet(self) -> RolloutSection:
@@ -179,6 +183,9 @@ class RolloutSection(Section):
             found.append(("planner", "enabled", fix))
         if self.rounds.enabled:
             found += self._with_rounds()
+        if self.placement.enabled and not self.prediction.enabled:
+            fix = "places by predicted lengths: set rollout.prediction.enabled to true too"
+            found.append(("placement", "enabled", fix))
         if found:
             raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
         return self

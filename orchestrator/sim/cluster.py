@@ -23,10 +23,16 @@ def fleet(config: Config) -> list[str]:
     return [name for name, count in config.sim.fleet.items() for _ in range(count)]
 
 
-def engine_costs(config: Config, hardware_class: str = "", ranks: int = 1) -> EngineCosts:
-    """Of one rollout worker on devices of a class; "": of ``sim.device``; ``ranks``: over so many times the devices that a
-    worker has (a linear one then holds so many times the KV). Raises ConfigError for an unknown name, and for a model that
-    does not fit."""
+def degree_of(config: Config, worker: str) -> int:
+    """Devices of a worker by its name, ``sim-INDEX``."""
+    degrees, index = config.sim.degrees, worker.rpartition("-")[2]
+    return degrees[int(index)] if degrees and index.isdigit() else config.sim.tensor_parallel
+
+
+def engine_costs(config: Config, hardware_class: str = "", ranks: int = 1, degree: int = 0) -> EngineCosts:
+    """Of one rollout worker on devices of a class; "": of ``sim.device``; ``degree`` of them, 0: ``sim.tensor_parallel``;
+    ``ranks``: over so many times these (a linear one then holds so many times the KV). Raises ConfigError for an unknown name,
+    and for a model that does not fit."""
     sim = config.sim
     if sim.costs == "linear":
         costs: EngineCosts = LinearCosts(
@@ -41,7 +47,7 @@ def engine_costs(config: Config, hardware_class: str = "", ranks: int = 1) -> En
         device = hardware.device(hardware_class or sim.device, field)
         model = hardware.model(sim.model)
         limit = None if sim.kv_tokens is None else sim.kv_tokens * ranks
-        costs = Roofline(device, model, sim.tensor_parallel * ranks, sim.pull_gb_s, kv_limit=limit)
+        costs = Roofline(device, model, (degree or sim.tensor_parallel) * ranks, sim.pull_gb_s, kv_limit=limit)
     return costs if sim.grain == 1 else Grained(costs, sim.grain)
 
 

@@ -46,9 +46,10 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
-from orchestrator.sim.cluster import fleet, kv_bytes
+from orchestrator.sim.cluster import fleet
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
+from orchestrator.sim.foresight import equip
 from orchestrator.sim.lending import LendingWorker, ResidentSimTrainer
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop, rare_collections
 from orchestrator.sim.moving import Moves
@@ -66,8 +67,7 @@ DAMAGE_CHANCE = 0.15  # that a resume finds its newest checkpoint damaged
 STANDSTILL = 3600.0  # virtual seconds without event, journal line or generated token that count as standing still
 MAX_CALLBACKS = 20_000_000  # of one faulty life
 _MEMORY_DISK = Path("/dev/shm")  # checkpoints are synced to disk, which in a simulation costs time and proves nothing
-# Ends of a run that faults may cause.
-EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left", "no environment can be started")
+EXPECTED_ERRORS = ("the trainer failed in", "no rollout worker left", "no environment can be started")  # of faults
 
 
 class SimulationFailed(SimulationError, RunError):
@@ -381,7 +381,9 @@ class _Simulation:
         audited = _AuditedTrainer(audited, self.audit)
         keeps = checkpoints if self._faulty else None
         parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
-        parts.kv_bytes, parts.planner = 0.0 if planner else kv_bytes(config), planner
+        equip(parts, config, self._workers)
+        if planner is not None:
+            parts.kv_bytes, parts.planner = 0.0, planner
         return parts, position
 
     def _damage(self, checkpoints: SimCheckpoints, events: EventLog) -> None:

@@ -38,7 +38,7 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.sim import batch
-from orchestrator.sim.cluster import engine_costs
+from orchestrator.sim.cluster import degree_of, engine_costs
 from orchestrator.sim.costs import EngineCosts, seconds_of, steps_in
 from orchestrator.sim.draws import END, logprobs
 from orchestrator.sim.relay import MODEL_BYTES, SimWeights
@@ -72,7 +72,7 @@ class SimWorker:
         self._speech = speech or Speech(config, traces)
         self._engine = config.rollout.engine
         self._start_seconds = config.sim.start_seconds
-        self._use(costs or engine_costs(config, hardware))
+        self._use(costs or engine_costs(config, hardware, degree=degree_of(config, name)))
         self._weights = weights
         weights.holders[name] = self
         self.incarnation = 0
@@ -317,6 +317,14 @@ class SimWorker:
         self._ended.clear()
         self._news.set()
         self._end_step()
+
+    def give_prefix(self, trajectory: str, to: SimWorker) -> int:
+        """Another worker has the KV that is held of a trajectory from now on; tokens of it. None across weight versions."""
+        if self._dead or to._dead or self._batch.version != to._batch.version:
+            return 0
+        tokens = self._batch.take_prefix(trajectory)
+        to._batch.put_prefix(trajectory, tokens)
+        return tokens
 
     def spoil(self) -> None:
         """An update fails while it is applied: the weights are unusable from now on."""

@@ -1,0 +1,71 @@
+"""Prediction and placement of a run, put together from its config."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from orchestrator.api import ConfigError, Task
+from orchestrator.config import Config
+from orchestrator.events import EventLog
+from orchestrator.forecasting import Forecasts, Predictor, prioritize
+from orchestrator.placing import Mover, Placing, speed_of
+from orchestrator.policies.features import Progress
+from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
+from orchestrator.proxy import LLMProxy
+from orchestrator.sections import PredictionSection
+
+
+def make_predictor(settings: PredictionSection, prior: float, seed: int) -> LengthPredictor:
+    """The policy that ``rollout.prediction`` names. Raises ConfigError for the oracle, and for a file that cannot be used."""
+    prior = settings.prior_tokens or prior
+    if settings.predictor == "oracle":
+        fix = "nobody knows the lengths of trajectories that are yet to be made: it is for simulated runs"
+        raise ConfigError("rollout.prediction.predictor", "oracle", fix)
+    if settings.predictor == "history":
+        return History(prior)
+    make = prompt_only if settings.predictor == "prompt-only" else Progressive
+    made = make(prior, coverage=settings.coverage, seed=seed)
+    if settings.start:
+        try:
+            made.load(Path(settings.start).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError("rollout.prediction.start", settings.start, f"cannot be used: {error}") from error
+    return made
+
+
+class InProcess:
+    """A predictor without a process of its own."""
+
+    def __init__(self, policy: LengthPredictor) -> None:
+        self._policy = policy
+
+    async def forecast(self, progress: Progress) -> Forecast:
+        """See the protocol."""
+        return self._policy.forecast(progress)
+
+    def learn(self, outcome: Outcome) -> None:
+        """See the protocol."""
+        self._policy.learn(outcome)
+
+
+def forecasts_of(
+    config: Config, task: Task, predictor: Predictor | None, proxy: LLMProxy, events: EventLog, mover: Mover | None
+) -> Forecasts | None:
+    """None: lengths are not predicted. Raises ConfigError."""
+    rollout = config.rollout
+    if not rollout.prediction.enabled:
+        return None
+    prior = float(task.max_response_tokens)
+    if predictor is None:
+        predictor = InProcess(make_predictor(rollout.prediction, prior, config.run.seed))
+    placer = None
+    if rollout.placement.enabled:
+        names = [lane.worker.name for lane in proxy.lanes]
+        unknown = [name for name in rollout.placement.speeds if name not in names]
+        if unknown:
+            fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
+            raise ConfigError("rollout.placement.speeds", unknown[0], fix)
+        speed = speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
+        placer = Placing(rollout.placement, proxy.router, events, speed, mover)
+    return Forecasts(rollout.prediction, predictor, events, prior, partial(prioritize, proxy), placer)

@@ -1,0 +1,115 @@
+"""When a trajectory moves to another worker, and in which order what it needs is sent (Heddle 5.3).
+
+Guarantees: the worker of a rank is that of the last placement, its group sizes scaled by how many trajectories are still active
+(so nothing is placed anew for every forecast); a trajectory whose own forecast is uncertain stays while its worker is within that
+uncertainty; a move is only worth it when what it gains is more than what it costs; of the transmissions that are under way no two
+share a sender or a receiver, and the longest trajectory's goes first.
+
+Pure: the caller knows the time. Beyond the paper: the uncertainty, and the break-even of a move.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+How = Literal["stay", "transfer", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """``workers`` in the order of the placement, fastest first, and the ``sizes`` of their groups when it was made."""
+
+    workers: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def worker_of(self, rank: int, active: int) -> int:
+        """Who serves the trajectory of that rank (0: the longest) among ``active`` ones. Raises ValueError without workers."""
+        if not self.workers or len(self.workers) != len(self.sizes):
+            raise ValueError("workers: at least one, each with the size of its group")
+        total = sum(self.sizes)
+        if not total:
+            return self.workers[0]
+        scale = active / total  # group i ends at rank scale x (sizes of it and those before it)
+        ends = list(accumulate(self.sizes))
+        place = bisect_right(ends, rank / scale if scale else 0.0)
+        return self.workers[min(place, _last(self.sizes))]
+
+    def target(self, current: int, rank: int, least: int, most: int, active: int) -> int:
+        """Where a trajectory of ``rank`` belongs. ``least`` and ``most``: the ranks that it might have by its forecast's
+        interval, ``least`` the one of the longest. ``current``: where it is, -1: nowhere yet."""
+        wanted = self.worker_of(rank, active)
+        if current < 0 or current == wanted or current not in self.workers:
+            return wanted
+        place = self.workers.index(current)
+        first = self.workers.index(self.worker_of(min(least, rank), active))
+        last = self.workers.index(self.worker_of(max(most, rank), active))
+        return current if first <= place <= last else wanted
+
+
+def _last(sizes: Sequence[int]) -> int:
+    return max(index for index, size in enumerate(sizes) if size)
+
+
+def decide(gain: float, transfer: float | None, recompute: float, gap: float = 0.0) -> How:
+    """Whether a move pays, all in seconds. ``gain``: that the trajectory ends sooner on its new worker; ``transfer``: to send its
+    KV there, None: it cannot be sent; ``recompute``: to prefill its context there; ``gap``: that the environment still takes,
+    in which a transfer costs nothing. The break-even of the two is where ``transfer - gap = recompute``."""
+    sent = None if transfer is None else max(0.0, transfer - gap)
+    cost = recompute if sent is None else min(sent, recompute)
+    if gain <= cost:
+        return "stay"
+    return "transfer" if sent is not None and sent <= recompute else "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """``length``: predicted tokens, the longest goes first."""
+
+    trajectory: str
+    source: int
+    target: int
+    length: float
+
+
+class Transmissions:
+    """The transmission scheduler: :meth:`ask`, then :meth:`start` whenever something changed, :meth:`end` for each."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Move] = {}
+        self._running: dict[str, Move] = {}
+
+    def ask(self, move: Move) -> None:
+        """A trajectory is to be moved; a request of it that still waits is replaced."""
+        if move.trajectory in self._running:
+            raise ValueError(f"{move.trajectory} is being sent")
+        self._waiting[move.trajectory] = move
+
+    def start(self) -> list[Move]:
+        """Those that begin now: longest first, none with an endpoint of another that begins or runs."""
+        busy = {end for move in self._running.values() for end in (move.source, move.target)}
+        begun = []
+        for move in sorted(self._waiting.values(), key=lambda one: (-one.length, one.trajectory)):
+            if move.source not in busy and move.target not in busy:
+                busy |= {move.source, move.target}
+                begun.append(move)
+        for move in begun:
+            self._running[move.trajectory] = self._waiting.pop(move.trajectory)
+        return begun
+
+    def end(self, trajectory: str) -> None:
+        """It was sent, or could not be, or is not wanted any more. Unknown ones are ignored."""
+        self._running.pop(trajectory, None)
+        self._waiting.pop(trajectory, None)
+
+    def running(self, trajectory: str) -> bool:
+        """Whether it is under way."""
+        return trajectory in self._running
+
+    @property
+    def pending(self) -> int:
+        """That wait or run."""
+        return len(self._waiting) + len(self._running)

@@ -1,0 +1,108 @@
+"""What the simulator has in place of the predictor's process and of the network between workers.
+
+The predictor is the run's own policy, asked with the latency that Heddle printed; its oracle plays an episode to its end in its
+head, as environments and speech are functions of what they are asked. KV moves at ``sim.kv_gb_s``, between equal weight versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from array import array
+from collections.abc import Sequence
+
+from orchestrator.config import Config
+from orchestrator.foresight import make_predictor
+from orchestrator.parts import Parts
+from orchestrator.policies.features import Progress
+from orchestrator.policies.prediction import Forecast, LengthPredictor, Outcome
+from orchestrator.sim import hardware
+from orchestrator.sim.cluster import kv_bytes
+from orchestrator.sim.draws import stream
+from orchestrator.sim.worker import SimWorker
+from orchestrator.sim.workload import Workload
+
+
+def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
+    """Give a simulated run its predictor and what moves KV, where its config asks for them. Raises ConfigError."""
+    parts.kv_bytes = kv_bytes(config)
+    settings = config.rollout.prediction
+    if not settings.enabled:
+        return
+    policy: LengthPredictor
+    if settings.predictor == "oracle":
+        policy = SimOracle(config)
+    else:
+        policy = make_predictor(settings, float(parts.task.max_response_tokens), config.run.seed)
+    parts.predictor = LatePredictor(policy, config.sim.prediction_seconds)
+    if config.rollout.placement.enabled and config.sim.kv_gb_s:
+        parts.mover = SimMover(config, workers)
+
+
+class LatePredictor:
+    """Answers after so many seconds."""
+
+    def __init__(self, policy: LengthPredictor, seconds: float) -> None:
+        self._policy = policy
+        self._seconds = seconds
+
+    async def forecast(self, progress: Progress) -> Forecast:
+        """See the protocol."""
+        await asyncio.sleep(self._seconds)
+        return self._policy.forecast(progress)
+
+    def learn(self, outcome: Outcome) -> None:
+        """See the protocol."""
+        self._policy.learn(outcome)
+
+
+class SimOracle:
+    """Knows what ``sim.tasks`` will draw, but for contexts that run out of room."""
+
+    def __init__(self, config: Config) -> None:
+        self._workload = Workload(config)
+        self._said: dict[str, tuple[int, ...]] = {}
+
+    def forecast(self, progress: Progress) -> Forecast:
+        """See the protocol."""
+        said = self._said.get(progress.trajectory)
+        if said is None:
+            said = self._said[progress.trajectory] = self._play(progress)
+        left = said[progress.turns :]
+        tokens = float(sum(left))
+        return Forecast(tokens, tokens, tokens, float(len(left)), "oracle")
+
+    def learn(self, outcome: Outcome) -> None:
+        """It forgets."""
+        self._said.pop(outcome.before[0].trajectory, None)
+
+    def _play(self, progress: Progress) -> tuple[int, ...]:
+        workload, seed = self._workload, zlib.crc32(progress.prompt.encode())
+        task, said, history, turn = workload.of(progress.task), [], seed, 0
+        while True:
+            spoken = workload.response(progress.prompt_ids, progress.trajectory, turn, workload.response_max)
+            said.append(len(spoken))
+            history, turn = zlib.crc32(array("i", spoken).tobytes(), history), turn + 1
+            rng = stream(seed, "step", turn, history)
+            if task.step_seconds:
+                workload.seconds(task, rng, task.step_seconds, task.step_sigma)
+            if turn >= task.turns_max or (turn >= task.turns_min and rng.random() * (task.turns_max - turn + 1) < 1.0):
+                return tuple(said)
+
+
+class SimMover:
+    """The network: each worker's port is its own."""
+
+    def __init__(self, config: Config, workers: Sequence[SimWorker]) -> None:
+        bytes_per_token = hardware.model(config.sim.model).kv_bytes * config.sim.grain
+        self._token_seconds = bytes_per_token / (config.sim.kv_gb_s * 1e9)
+        self._workers = workers
+
+    def seconds(self, source: int, target: int, tokens: int) -> float | None:
+        """See the protocol."""
+        return tokens * self._token_seconds
+
+    async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
+        """See the protocol."""
+        await asyncio.sleep(tokens * self._token_seconds)
+        return self._workers[source].give_prefix(trajectory, self._workers[target]) > 0
