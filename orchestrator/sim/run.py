@@ -479,8 +479,8 @@ def simulate(
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
         raise ConfigError("environment.backend", config.environment.backend, fix)
     if config.rollout.planner.enabled and not hasattr(SimWorker, "resize"):
-        fix = "simulated workers have no layout to change: set it to false"
-        raise ConfigError("rollout.planner.enabled", True, fix)
+        raise ConfigError("rollout.planner.enabled", True, "simulated workers have no layout: set it to false")
+    fleet(config)  # raises where its workers cannot play the config
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
