@@ -8,19 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.api import BorrowedWorker, ConfigError, PlacedWorker, RolloutWorker
-from orchestrator.policies.routing import ANY, Seat, TurnRouter
-from orchestrator.sections import RoutingSection
+from orchestrator.policies.routing import ANY, DECODE, PREFILL, Seat, TurnRouter
+from orchestrator.sections import DisaggregationSection, RoutingSection
 
 
-def router(settings: RoutingSection, workers: Sequence[RolloutWorker]) -> TurnRouter:
+def router(
+    settings: RoutingSection, workers: Sequence[RolloutWorker], parts: DisaggregationSection | None = None
+) -> TurnRouter:
     """The router of these workers. Two workers of one name, a class that nobody has: ConfigError."""
     names = [worker.name for worker in workers]
     placed = [worker.hardware if isinstance(worker, PlacedWorker) else "" for worker in workers]
     borrowed = [isinstance(worker, BorrowedWorker) for worker in workers]
-    return plan(settings, names, placed, borrowed)
+    return plan(settings, names, placed, borrowed, parts or DisaggregationSection())
 
 
-def plan(settings: RoutingSection, names: Sequence[str], placed: Sequence[str], borrowed: Sequence[bool]) -> TurnRouter:
+def plan(
+    settings: RoutingSection,
+    names: Sequence[str],
+    placed: Sequence[str],
+    borrowed: Sequence[bool],
+    parts: DisaggregationSection | None = None,
+) -> TurnRouter:
     """The same before the workers are there. ``placed``: the class of each one's pool, "" where it has none."""
     for place, name in enumerate(names):
         if name in names[:place]:
@@ -40,4 +48,18 @@ def plan(settings: RoutingSection, names: Sequence[str], placed: Sequence[str], 
         skew=settings.skew,
         affinity=settings.affinity,
         fallback=settings.fallback,
+        phases=phases(parts or DisaggregationSection(), [seat.hardware for seat in seats]),
     )
+
+
+def phases(settings: DisaggregationSection, classes: Sequence[str]) -> dict[str, str]:
+    """Phase -> class, for the router; empty when it is off. Raises ConfigError for a class that no worker is of."""
+    if not settings.enabled:
+        return {}
+    for name in ("prefill", "decode"):
+        wanted = getattr(settings, name)
+        if wanted not in classes:
+            have = ", ".join(dict.fromkeys(classes)) or "none"
+            fix = f"no rollout worker is of this class (there are: {have}); say it in rollout.routing.hardware"
+            raise ConfigError(f"rollout.disaggregation.{name}", wanted, fix)
+    return {PREFILL: settings.prefill, DECODE: settings.decode}

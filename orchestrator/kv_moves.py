@@ -48,6 +48,7 @@ class KvMoves:
         self._held: dict[str, tuple[Lane, GenerationRequest]] = {}  # by id in the worker
         self._elsewhere: dict[str, _Elsewhere] = {}
         self._places: dict[int, tuple[int, str]] = {}  # worker -> (its life, where it hands out KV)
+        self.sources: dict[str, int] = {}  # request -> the worker whose KV it needs, whatever it costs; -1: nobody's
         self._tasks: set[asyncio.Task[None]] = set()
         self.moves = self.tokens = self.bytes = 0  # that came about
         self.failures: Counter[str] = Counter()  # by kind
@@ -59,10 +60,13 @@ class KvMoves:
 
     def send(self, lane: Lane, request: GenerationRequest, lanes: Sequence[Lane], holder: int) -> None:
         """Send a turn to its worker, now or when its KV is there. ``holder``: which other one has its prefix, -1: none."""
-        if self._policy is not None and holder >= 0:
+        needed = self.sources.get(request.request_id)
+        holder = holder if needed is None else needed
+        if self._policy is not None and holder >= 0 and lanes[holder] is not lane:
             source = lanes[holder]
             tokens = len(request.token_ids)
-            moves = self._can(lane) and self._can(source) and source.usable and self._policy.pays(tokens)
+            moves = self._can(lane) and self._can(source) and source.usable
+            moves = moves and (needed is not None or self._policy.pays(tokens))
             self._elsewhere[request.request_id] = _Elsewhere(tokens, moves)
             if len(self._elsewhere) > REMEMBERED:  # of those that never ended: their worker died
                 del self._elsewhere[next(iter(self._elsewhere))]

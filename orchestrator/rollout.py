@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator import fleet
+from orchestrator import disaggregation, fleet
 from orchestrator.api import (
     ManagedWorker,
     Prompt,
@@ -48,7 +48,6 @@ from orchestrator.policies.filters import (
     Similarity,
     TrajectoryFilter,
 )
-from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, require_resizable
 from orchestrator.rounds import Rounds, longest
 
@@ -108,7 +107,7 @@ class Rollout:
         )
         if settings.planner.enabled:
             require_resizable(workers)
-        self.proxy = (ReshapingProxy if settings.planner.enabled else LLMProxy)(
+        self.proxy = (ReshapingProxy if settings.planner.enabled else disaggregation.proxy(settings.disaggregation))(
             workers,
             events,
             stall_timeout=settings.stall_timeout,
@@ -116,7 +115,7 @@ class Rollout:
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,
             current_only=not self.mode.carries_over,
-            router=fleet.router(settings.routing, workers),
+            router=fleet.router(settings.routing, workers, settings.disaggregation),
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=fail,
         )

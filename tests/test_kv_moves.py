@@ -27,7 +27,7 @@ from orchestrator.api import (
     UpdateResult,
     WorkerStats,
 )
-from orchestrator.config import parse_config
+from orchestrator.config import load_config, parse_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.kv_moves import KvMoves, kv_moves
 from orchestrator.policies.kv_transfer import BreakEven
@@ -36,6 +36,7 @@ from orchestrator.proxy import LLMProxy
 from orchestrator.sections import KvTransferSection
 from orchestrator.sim import loop as virtual
 from orchestrator.sim.relay import SimWeights
+from orchestrator.sim.run import simulate
 from orchestrator.sim.worker import SimWorker
 
 T = TypeVar("T")
@@ -366,3 +367,28 @@ def test_a_simulated_move_takes_the_link_s_time_and_is_not_prefilled() -> None:
         assert (await b.fetch_kv(KvMove("u", context, "a", 5.0))).why.startswith("unreachable")
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("faults", "seeds"), [(0.0, 1), pytest.param(0.01, 3, marks=pytest.mark.long)])
+def test_simulated_runs_move_kv_and_lose_nothing(faults: float, seeds: int) -> None:
+    moved = 0
+    for seed in range(seeds):
+        result = simulate(
+            load_config(
+                None,
+                [
+                    "rollout.kv_transfer.enabled=true",
+                    "rollout.kv_transfer.min_tokens=1",
+                    "rollout.routing.policy=least-loaded",
+                    "rollout.workers=4",
+                    "run.steps=4",
+                    "rollout.groups_per_step=4",
+                    "rollout.environments=32",
+                    f"sim.fault_rate={faults}",
+                    f"run.seed={seed}",
+                ],
+            )
+        )
+        assert result.unaccounted == 0
+        moved += result.events.count(b'"kind":"kv_moved"')
+    assert moved > 0

@@ -34,6 +34,7 @@ _PACKED = "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast"
 _PYNCCL = "vllm.distributed.device_communicators.pynccl"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 
 HOOKS: dict[str, tuple[str, ...]] = {
     # The command line and the plugin loader.
@@ -135,6 +136,34 @@ HOOKS: dict[str, tuple[str, ...]] = {
     # The KV cache of an engine in a pool.
     "vllm.v1.worker.utils:allocate_kv_cache": ("kv_cache_config", "device", "layout", "kernel_block_sizes"),
     "vllm.config:get_current_vllm_config": (),
+    # KV that comes from other engines.
+    f"{_CONNECTOR}.__init__": ("self", "vllm_config", "role", "kv_cache_config"),
+    f"{_CONNECTOR}.get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
+    f"{_CONNECTOR}.update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
+    f"{_CONNECTOR}.build_connector_meta": ("self", "scheduler_output"),
+    f"{_CONNECTOR}.update_connector_output": ("self", "connector_output"),
+    f"{_CONNECTOR}.reset_cache": ("self",),
+    f"{_CONNECTOR}.register_kv_caches": ("self", "kv_caches"),
+    f"{_CONNECTOR}.start_load_kv": ("self", "forward_context"),
+    f"{_CONNECTOR}.get_block_ids_with_load_errors": ("self",),
+    f"{_CONNECTOR}.wait_for_layer_load": ("self", "layer_name"),
+    f"{_CONNECTOR}.save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata"),
+    f"{_CONNECTOR}.wait_for_save": ("self",),
+    "vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group": (),
+    "vllm.v1.core.kv_cache_utils:get_request_block_hasher": ("hash_block_size", "caching_hash_fn"),
+    "vllm.utils.hashing:get_hash_fn_by_name": ("hash_fn_name",),
+    f"{_POOL}.get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
+    "vllm.v1.request:Request.__init__": (
+        "self",
+        "request_id",
+        "prompt_token_ids",
+        "sampling_params",
+        "pooling_params",
+        "cache_salt",
+        "block_hasher",
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids": ("self",),
+    "vllm.config.model:ModelConfig.get_total_num_kv_heads": ("self",),
     # Weights.
     f"{_WORKER}.init_weight_transfer_engine": ("self", "init_info"),
     f"{_WORKER}.start_weight_update": ("self",),
@@ -172,16 +201,24 @@ _ENGINE_ARGUMENTS = (
     "weight_transfer_config",
     "additional_config",
     "logprobs_mode",
+    "kv_transfer_config",
 )
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_ARGS}:EngineArgs": _ENGINE_ARGUMENTS,
     "vllm.config:WeightTransferConfig": ("backend",),
+    "vllm.config:KVTransferConfig": (
+        "kv_connector",
+        "kv_connector_module_path",
+        "kv_role",
+        "kv_load_failure_policy",
+        "kv_connector_extra_config",
+    ),
     f"{_ENDPOINTS}:EndpointPlugin": ("name", "required_tasks"),
     f"{_FACTORY}:WeightTransferEngineFactory": ("_registry",),
     _LLM: ("engine_core", "output_processor", "model_config"),
     f"{_OUTPUT}:OutputProcessor": ("request_states", "parent_requests"),
     _ASYNC: ("engine_core", "output_handler", "errored", "vllm_config"),
-    _CORE: ("scheduler", "batch_queue"),
+    _CORE: ("scheduler", "batch_queue", "model_executor", "vllm_config"),
     _SCHEDULER: (
         "running",
         "waiting",
@@ -203,6 +240,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "deferred_frees",
         "scheduler_reserve_full_isl",
         "aux_output_connector",
+        "connector",
+        "hash_block_size",
+        "vllm_config",
     ),
     _KV: ("block_pool", "watermark_blocks", "enable_kv_cache_events", "num_kv_cache_groups"),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_rlplugin import BACKEND, PLUGIN, is_cpu_build, status
 from vllm_rlplugin.hookpoints import check_all
-from vllm_rlplugin.options import SCHEDULER, WORKER_EXTENSION
+from vllm_rlplugin.options import SCHEDULER, WORKER_EXTENSION, PluginOptions, engine_arguments
 from vllm_rlplugin.patches import REGISTER
 
 ENDPOINTS = "vllm.endpoint_plugins"  # the entry-point group
@@ -76,6 +76,16 @@ def _worker_extension() -> None:
         raise _Broken(f"vLLM's worker has {', '.join(clash)} itself")  # vLLM would refuse it when it starts
 
 
+def _kv_connector() -> None:
+    """As vLLM finds it: by the configuration that ``kv_transfer`` makes."""
+    options = PluginOptions(kv_transfer=True)
+    config = engine_arguments(options)["kv_transfer_config"]
+    factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    connector = factory.get_connector_class(config)
+    if missing := sorted(connector.__abstractmethods__):
+        raise _Broken(f"{connector.__name__} lacks {', '.join(missing)}, which this vLLM asks for")
+
+
 def _patches() -> None:
     from orchestrator.hooks import VLLM, check
 
@@ -101,6 +111,7 @@ _LOOKS: dict[str, Callable[[], None]] = {
     "control endpoints": _endpoints,
     "scheduler": _scheduler,
     "worker extension": _worker_extension,
+    "KV connector": _kv_connector,
     "patches": _patches,
     "hooks": _hooks,
 }

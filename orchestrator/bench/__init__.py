@@ -35,6 +35,7 @@ _MODULES = {
     "delta-speed": "orchestrator.bench.delta_speed",
     "transfer-limit": "orchestrator.bench.transfer_limit",
     "delta-peers": "orchestrator.bench.delta_peers",
+    "kv-migrate": "orchestrator.bench.kv_migrate",
     "sim-error": "orchestrator.bench.sim_error",
     "modes": "orchestrator.bench.modes",
     "affinity": "orchestrator.bench.affinity",

@@ -27,6 +27,7 @@ from orchestrator.api.errors import ConfigError, RunError
 CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN = "cache-affine", "least-loaded", "round-robin"
 RULES = (CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN)
 ANY = "any"  # the class of a worker of which nothing was said
+PREFILL, DECODE = "pd:prefill", "pd:decode"  # as tasks: the two parts of a turn (orchestrator.disaggregation)
 DEFAULT_TASK = "default"  # names the class for tasks without one of their own (RollArt, Listing 1)
 
 
@@ -110,7 +111,8 @@ class TurnRouter:
     while its own has no room. ``skew``: above it, in place of ``imbalance``, turns go to the least busy: the most over the
     least loaded worker of a pool (SGLang's router, in Heddle 7). A class that no seat has is a ConfigError. ``patience``: grants
     to others that a waiting turn may see, over twice the number of turns that waited when it asked, before prefixes count less
-    than its age.
+    than its age. ``phases``: class by part of a turn (PREFILL, DECODE), which a part never leaves; a trajectory has a worker in
+    each.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class TurnRouter:
         affinity: Mapping[str, str] | None = None,
         fallback: bool = True,
         patience: int = 64,
+        phases: Mapping[str, str] | None = None,
     ) -> None:
         if rule not in RULES:
             raise ConfigError("rollout.routing.policy", rule, f"must be one of {', '.join(RULES)}")
@@ -131,6 +134,8 @@ class TurnRouter:
         self._imbalance = imbalance
         self._skew = skew
         self._affinity = dict(affinity or {})
+        self._phases = dict(phases or {})
+        self._affinity |= self._phases
         self._fallback = fallback
         self._patience = patience
         self._load = [0] * len(seats)
@@ -229,7 +234,7 @@ class TurnRouter:
         if request in self._turns:
             raise ValueError(f"request {request} was asked for twice")
         due = self._grants + 2 * self._queued + self._patience
-        turn = self._turns[request] = _Turn(self._numbers, trajectory, task, line, due)
+        turn = self._turns[request] = _Turn(self._numbers, self._key(trajectory, task), task, line, due)
         self._numbers += 1
         self._queue(request, turn)
 
@@ -285,8 +290,9 @@ class TurnRouter:
 
     def forget(self, trajectory: str) -> None:
         """The trajectory ended: who holds its prefix is of no use any more."""
-        self._holder.pop(trajectory, None)
         self._placed.pop(trajectory, None)
+        for task in ("", *self._phases):
+            self._holder.pop(self._key(trajectory, task), None)
 
     def place(self, trajectory: str, worker: int) -> None:
         """Its turns go to this worker from now on, whatever the rule says, while it may serve them."""
@@ -300,6 +306,24 @@ class TurnRouter:
         meant = [worker for worker in usable if first in ("", self._seats[worker].hardware)]
         meant = meant or (usable if self._fallback else [])
         return [worker for worker in meant if not self._tiers[worker]] or meant
+
+    def holder(self, trajectory: str, task: str) -> int:
+        """Who served the trajectory's last turn, of this phase if it is one, and still holds its prefix; -1: nobody."""
+        worker, life = self._holder.get(self._key(trajectory, task), (-1, 0))
+        return worker if worker >= 0 and life == self._lives[worker] else -1
+
+    def has(self, phase: str) -> bool:
+        """Whether a worker of this phase's class is there."""
+        wanted = self._phases.get(phase)
+        return any(is_open and seat.hardware == wanted for seat, is_open in zip(self._seats, self._open, strict=True))
+
+    def serves(self, task: str) -> bool:
+        """Whether a worker is left, or may come back, for a task or phase."""
+        return not self._line(task).classes.isdisjoint(self._left)
+
+    def _key(self, trajectory: str, task: str) -> str:
+        """In each phase a trajectory has a worker of its own."""
+        return f"{trajectory}\0{task}" if task in self._phases else trajectory
 
     @property
     def queued(self) -> int:
@@ -368,7 +392,8 @@ class TurnRouter:
             fix = f"no rollout worker is of that class (there are: {have}); name one of these, or add such a worker"
             raise ConfigError(f"rollout.routing.affinity.{task}", first, fix)
         usual = self._affinity.get(DEFAULT_TASK, "")
-        others = [usual, *self._classes] if self._fallback or not first else []
+        free = not first or (self._fallback and task not in self._phases)
+        others = [usual, *self._classes] if free else []
         order = tuple(dict.fromkeys(name for name in (first, *others) if name))
         key = order if first else ("", *order)
         line = self._lines.get(key)

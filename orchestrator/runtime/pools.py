@@ -66,4 +66,5 @@ def check(config: Config) -> None:
         placed = [places[name].bind().hardware for name in names]
     served = [url.rstrip("/") for url in config.rollout.served]
     borrowed = [False] * len(names) + [True] * len(served)
-    fleet.plan(config.rollout.routing, [*names, *served], [*placed, *([""] * len(served))], borrowed)
+    hardware = [*placed, *([""] * len(served))]
+    fleet.plan(config.rollout.routing, [*names, *served], hardware, borrowed, config.rollout.disaggregation)

@@ -51,6 +51,16 @@ class KvTransferSection(Section):
     host: str = "127.0.0.1"  # that the run's own workers hand KV out at; "node": the address of each one's machine
 
 
+class DisaggregationSection(Section):
+    """Prefill and decode on workers of two classes (RollArt 6.3): docs/kv_transfer.md. Needs kv_transfer."""
+
+    enabled: bool = False
+    prefill: str = ""  # class of the workers that prefill, as in routing.hardware or a pool
+    decode: str = ""  # of those that decode
+    tasks: tuple[str, ...] = ()  # that are served so; empty: all
+    min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a turn with a shorter one is served whole
+
+
 class PlannerSection(Section):
     """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2): docs/profile.md."""
 
@@ -149,6 +159,7 @@ class RolloutSection(Section):
     engine: EngineSection = EngineSection()
     routing: RoutingSection = RoutingSection()
     kv_transfer: KvTransferSection = KvTransferSection()
+    disaggregation: DisaggregationSection = DisaggregationSection()
     planner: PlannerSection = PlannerSection()
     colocation: ColocationSection = ColocationSection()
     rounds: RoundsSection = RoundsSection()
@@ -186,9 +197,25 @@ class RolloutSection(Section):
         if self.placement.enabled and not self.prediction.enabled:
             fix = "places by predicted lengths: set rollout.prediction.enabled to true too"
             found.append(("placement", "enabled", fix))
+        if self.disaggregation.enabled:
+            found += self._disaggregated()
         if found:
             raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
         return self
+
+    def _disaggregated(self) -> list[tuple[str, object, str]]:
+        """What prefill on other workers than decode needs."""
+        settings, found = self.disaggregation, list[tuple[str, object, str]]()
+        if not self.kv_transfer.enabled:
+            fix = "decode needs the KV of the prefill: set rollout.kv_transfer.enabled = true"
+            found.append(("disaggregation.enabled", True, fix))
+        if not settings.prefill or not settings.decode or settings.prefill == settings.decode:
+            fix = "name two classes of workers, prefill and decode (rollout.routing.hardware says which worker is of which)"
+            found.append(("disaggregation.prefill", settings.prefill, fix))
+        if self.planner.enabled or self.colocation.enabled:
+            fix = "keeps its workers: leave out rollout.planner and rollout.colocation"
+            found.append(("disaggregation.enabled", True, fix))
+        return found
 
     def _with_rounds(self) -> list[tuple[str, object, str]]:
         """What rounds do themselves, and what they cannot do."""

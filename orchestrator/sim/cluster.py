@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.sim import hardware
 from orchestrator.sim.costs import (
@@ -17,7 +18,10 @@ from orchestrator.sim.costs import (
 
 
 def fleet(config: Config) -> list[str]:
-    """The class of each rollout worker, in order; "" without a fleet."""
+    """The class of each rollout worker, in order; "" without a fleet. Raises ConfigError for what they cannot play."""
+    if config.rollout.disaggregation.enabled:
+        fix = "a simulated response is one draw, which two workers cannot share: set it to false"
+        raise ConfigError("rollout.disaggregation.enabled", True, fix)
     if not config.sim.fleet:
         return [""] * config.rollout.workers
     return [name for name, count in config.sim.fleet.items() for _ in range(count)]

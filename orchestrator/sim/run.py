@@ -475,6 +475,7 @@ def simulate(
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
         raise ConfigError("environment.backend", config.environment.backend, fix)
     check_planner(config)
+    fleet(config)  # raises where its workers cannot play the config
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

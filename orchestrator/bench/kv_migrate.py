@@ -1,0 +1,58 @@
+"""Seconds until a turn's first token on another worker: its prefix's KV moved there, over computing it anew (Heddle 5.3).
+
+Two real engines, a process each, loopback TCP: ``vllm_rlplugin.kv_probe``. The value is the ratio at the longest prefix, the
+detail has all lengths and the break-even, as the run's own policy (:class:`orchestrator.policies.kv_transfer.BreakEven`) derives
+it from these figures. Every move is compared bit for bit with the engine that the trajectory came from.
+``--quick``: 256 and 1,024 tokens.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from typing import Any
+
+from orchestrator.bench.probe import run_probe
+from orchestrator.policies.kv_transfer import BreakEven
+from orchestrator.runfolder import describe_machine
+
+NAME = "kv-migrate"
+_QUICK = [("256,1024", 1)]
+_FULL = [("256,512,1024,2048,4096", 3), ("8192", 1)]  # (lengths, rounds), each in processes of its own
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Raises RunError when a probe fails, as it does for a move that changed anything."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    parts = _QUICK if quick else _FULL
+    probes = [run_probe("kv", ["--lengths", lengths, "--rounds", str(rounds)]) for lengths, rounds in parts]
+    rows = [row for probe in probes for row in probe["rows"]]
+    policy = BreakEven()
+    for row in rows:
+        policy.saw(True, row["tokens"], row["move"])
+        policy.saw(False, row["tokens"], row["recompute"])
+    longest = rows[-1]
+    value = longest["move"] / longest["recompute"]
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": value,
+        "unit": f"seconds to the first token with {longest['tokens']} tokens moved, over computing them",
+        "reference": "recomputation",
+        "reference_value": 1.0,
+        "bar": "< 1 at the longest prefix, every move bit for bit",
+        "holds": value < 1.0,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            "rows": rows,
+            "break_even_tokens": policy.tokens if math.isfinite(policy.tokens) else None,
+            "shortest_that_paid": next((row["tokens"] for row in rows if row["move"] < row["recompute"]), None),
+            "megabytes_per_s": [row["bytes"] / row["transfer"] / 1e6 for row in rows],
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid(), *(int(probe["pid"]) for probe in probes)],
+            "nonce": nonce,
+        },
+    }
