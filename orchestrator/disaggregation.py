@@ -53,13 +53,13 @@ class DisaggregatingProxy(LLMProxy):
     async def _part(self, request: GenerationRequest, phase: str, other: str) -> Completion:
         """One of the two, with the KV that the worker of the other phase has."""
         self._tasks[request.request_id] = request.task
-        self._kv.sources[request.request_id] = self.router.holder(request.trajectory_id, other)
+        self.kv.sources[request.request_id] = self.router.holder(request.trajectory_id, other)
         try:
             part = replace(request, task=phase) if self.router.serves(phase) else request  # its class is gone for good
             return await super().generate(part)
         finally:
             del self._tasks[request.request_id]
-            self._kv.sources.pop(request.request_id, None)
+            self.kv.sources.pop(request.request_id, None)
 
     def _applies(self, request: GenerationRequest) -> bool:
         settings = self._settings

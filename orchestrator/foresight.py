@@ -9,6 +9,7 @@ from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts, Predictor, prioritize
+from orchestrator.kv_gaps import GapMover
 from orchestrator.placing import Mover, Placing, speed_of
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
@@ -67,5 +68,7 @@ def forecasts_of(
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", unknown[0], fix)
         speed = speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
+        if mover is None and rollout.kv_transfer.enabled:
+            mover = GapMover(proxy.kv, proxy.lanes, proxy.router)
         placer = Placing(rollout.placement, proxy.router, events, speed, mover)
     return Forecasts(rollout.prediction, predictor, events, prior, partial(prioritize, proxy), placer)

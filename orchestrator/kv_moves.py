@@ -27,7 +27,7 @@ from orchestrator.lanes import Lane
 from orchestrator.policies.kv_transfer import BreakEven
 from orchestrator.sections import KvTransferSection
 
-REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended
+REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
 _LOST = (RetryableError, CommandError, ConfigError)
 
 
@@ -49,6 +49,7 @@ class KvMoves:
         self._elsewhere: dict[str, _Elsewhere] = {}
         self._places: dict[int, tuple[int, str]] = {}  # worker -> (its life, where it hands out KV)
         self.sources: dict[str, int] = {}  # request -> the worker whose KV it needs, whatever it costs; -1: nobody's
+        self._contexts: dict[str, GenerationRequest] | None = None  # by trajectory, its last turn
         self._tasks: set[asyncio.Task[None]] = set()
         self.moves = self.tokens = self.bytes = 0  # that came about
         self.failures: Counter[str] = Counter()  # by kind
@@ -60,6 +61,11 @@ class KvMoves:
 
     def send(self, lane: Lane, request: GenerationRequest, lanes: Sequence[Lane], holder: int) -> None:
         """Send a turn to its worker, now or when its KV is there. ``holder``: which other one has its prefix, -1: none."""
+        if self._contexts is not None:
+            self._contexts.pop(request.trajectory_id, None)
+            self._contexts[request.trajectory_id] = request
+            if len(self._contexts) > REMEMBERED:
+                del self._contexts[next(iter(self._contexts))]
         needed = self.sources.get(request.request_id)
         holder = holder if needed is None else needed
         if self._policy is not None and holder >= 0 and lanes[holder] is not lane:
@@ -92,12 +98,47 @@ class KvMoves:
         waited = max(0.0, completion.timing.first_token - completion.timing.queued)
         self._policy.saw(seen.moved, seen.tokens, seen.seconds + waited)
 
+    # -- between two turns -------------------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Keep the contexts of trajectories, for :meth:`bring`."""
+        self._contexts = {} if self._contexts is None else self._contexts
+
+    def expected(self, source: Lane, lane: Lane, tokens: int) -> float | None:
+        """Seconds that a move takes, as far as is known; None: it cannot be."""
+        if self._policy is None or not (self._can(source) and self._can(lane) and source.usable and lane.usable):
+            return None
+        return self._policy.expected(tokens)[0] if tokens >= self._policy.least else None
+
+    async def bring(self, trajectory: str, source: Lane, lane: Lane) -> bool:
+        """Have the prefix of a trajectory's last turn moved; whether all of it is there now."""
+        request = (self._contexts or {}).get(trajectory)
+        if request is None or self._policy is None:
+            return False
+        moved, why, seconds = await self._attempt(lane, request, source)
+        self._policy.saw(True, len(request.token_ids), seconds)
+        return moved is not None and not why
+
     def _can(self, lane: Lane) -> bool:
         return isinstance(lane.worker, KvWorker)
 
     async def _move(self, lane: Lane, request: GenerationRequest, source: Lane) -> None:
+        life = lane.lives
+        _, _, seconds = await self._attempt(lane, request, source)
+        if (seen := self._elsewhere.get(request.request_id)) is not None:
+            seen.seconds = seconds
+        if self._held.pop(request.request_id, None) is None:
+            return  # it was taken back
+        if lane.lives == life and request.request_id in lane.sent:
+            lane.outbox.append(request)
+            lane.wake.set()
+        else:
+            self._elsewhere.pop(request.request_id, None)
+
+    async def _attempt(self, lane: Lane, request: GenerationRequest, source: Lane) -> tuple[KvMoved | None, str, float]:
+        """(what the worker says, what went wrong, seconds); noted."""
         loop = asyncio.get_running_loop()
-        begun, moved, life = loop.time(), None, lane.lives
+        begun, moved = loop.time(), None
         try:
             async with asyncio.timeout(2 * self._limit):  # its own limit is kept by the worker, while that answers
                 moved = await self._fetch(lane, request, source)
@@ -108,15 +149,7 @@ class KvMoves:
             why = f"timeout: no answer for {2 * self._limit:g} s"
         seconds = loop.time() - begun
         self._note(lane, request, source, moved, why, seconds)
-        if (seen := self._elsewhere.get(request.request_id)) is not None:
-            seen.seconds = seconds
-        if self._held.pop(request.request_id, None) is None:
-            return  # it was taken back
-        if lane.lives == life and request.request_id in lane.sent:
-            lane.outbox.append(request)
-            lane.wake.set()
-        else:
-            self._elsewhere.pop(request.request_id, None)
+        return moved, why, seconds
 
     async def _fetch(self, lane: Lane, request: GenerationRequest, source: Lane) -> KvMoved:
         assert isinstance(lane.worker, KvWorker)

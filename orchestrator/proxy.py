@@ -67,7 +67,7 @@ class LLMProxy:
         self._restarts = restarts
         self._current_only = current_only  # no request goes to a worker with older weights
         self.router = router or TurnRouter([Seat()] * len(workers))
-        self._kv = kv or KvMoves()
+        self.kv = kv or KvMoves()
         self._on_fatal = on_fatal
         self._pending: dict[str, Pending] = {}
         self._suspended = False
@@ -99,7 +99,7 @@ class LLMProxy:
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
         watch = [self._watch] if self._watch else []
-        alive = [*watch, *self._kv.tasks, *(task for lane in self.lanes for task in lane.tasks)]
+        alive = [*watch, *self.kv.tasks, *(task for lane in self.lanes for task in lane.tasks)]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
@@ -145,7 +145,7 @@ class LLMProxy:
         pending.worker = lane
         pending.sent_as = request.request_id
         lane.sent[pending.sent_as] = pending
-        self._kv.send(lane, request, self.lanes, self.router.prefix_of(pending.request.request_id))
+        self.kv.send(lane, request, self.lanes, self.router.prefix_of(pending.request.request_id))
 
     def _requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
@@ -246,7 +246,7 @@ class LLMProxy:
 
     async def _move_requests(self, lane: Lane) -> int:
         """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
-        for request in [*lane.outbox, *self._kv.take(lane)]:
+        for request in [*lane.outbox, *self.kv.take(lane)]:
             if (pending := lane.sent.pop(request.request_id, None)) is not None:
                 self._requeue(pending)
         lane.outbox.clear()
@@ -341,7 +341,7 @@ class LLMProxy:
                     lane.last_progress, lane.unanswered = loop.time(), 0.0
                     if lane.borrowed:
                         lane.restarts = 0
-                    self._kv.answered(completion)
+                    self.kv.answered(completion)
                     pending = lane.sent.pop(completion.request_id, None)
                     if not lane.sent:
                         lane.emptied.set()

@@ -92,7 +92,7 @@ def test_a_turn_is_one_completion_of_two_workers_and_only_the_new_tokens_travel(
         assert await fleet_of.generated("p") == 3  # one token a turn
         used = [name for name, worker in fleet_of.workers.items() if (await worker.stats()).generated]
         assert len(used) == 2  # the trajectory stayed with its worker of either class
-        moves = fleet_of.proxy._kv
+        moves = fleet_of.proxy.kv
         assert moves.moves == 5
         assert moves.tokens < len(context)  # each token travels once a direction at most
         await fleet_of.proxy.close()

@@ -14,6 +14,8 @@ from orchestrator.api import ConfigError, GenerationRequest, Prompt, RetryableEr
 from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.forecasting import SAME, Forecasts
+from orchestrator.kv_moves import KvMoves
+from orchestrator.lanes import Lane
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, Outcome
 from orchestrator.sections import PredictionSection
@@ -83,6 +85,36 @@ def test_faults_of_every_part_lose_no_trajectory_while_kv_moves() -> None:
         faulty = ("sim.fault_rate=0.01", f"run.seed={seed}", "run.steps=2", "rollout.workers=3")
         found.update(simulate(config(*PLACED, *limits, *faulty, "sim.kv_gb_s=25")).injected)
     assert found.total() > 20
+
+
+def test_a_trajectory_that_is_placed_anew_brings_its_kv_along_in_the_gap_between_two_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the port that real workers have; without it the new worker computes the prefix again."""
+    brought, bring = [], KvMoves.bring
+
+    async def noted(self: KvMoves, trajectory: str, source: Lane, lane: Lane) -> bool:
+        brought.append(await bring(self, trajectory, source, lane))
+        return brought[-1]
+
+    monkeypatch.setattr(KvMoves, "bring", noted)
+    moved, computed = (
+        simulate(config(*PLACED, "rollout.placement.prefill_seconds=0.01", f"rollout.kv_transfer.enabled={on}"))
+        for on in ("true", "false")
+    )
+    moves = events_of(moved, "kv_moved")
+    assert sum(brought) > len(moves) / 2, "most of them in gaps"
+    assert moves
+    assert not events_of(computed, "kv_moved")
+    limits = ("rollout.trajectory_timeout=300", "rollout.environment_step_timeout=30", "rollout.stall_timeout=30")
+    faulty = (
+        "sim.fault_rate=0.02",
+        "run.seed=3",
+        "run.steps=2",
+        "rollout.workers=3",
+        "rollout.kv_transfer.enabled=true",
+    )
+    assert simulate(config(*PLACED, *limits, *faulty)).injected
 
 
 def test_the_oracle_knows_what_will_be_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ def test_with_the_section_off_every_turn_goes_at_once() -> None:
     async def scenario() -> None:
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
         fleet = Fleet()
-        fleet.proxy._kv = kv_moves(KvTransferSection(), events)
+        fleet.proxy.kv = kv_moves(KvTransferSection(), events)
         await (await fleet.send_elsewhere())
         assert not fleet.workers[1].moves
         await fleet.close()

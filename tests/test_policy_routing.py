@@ -351,3 +351,19 @@ def test_a_class_that_its_last_worker_left_is_named() -> None:
         router.ask("c", "c", "maths")
     router.open(0)
     assert router.grant() == ("b", 0)
+
+
+def test_a_prefix_that_was_brought_to_another_worker_is_known_to_lie_there() -> None:
+    router = TurnRouter([Seat(), Seat()])
+    for worker in (0, 1):
+        router.open(worker)
+    router.ask("r0", "t", "")
+    first = router.grant()
+    assert first is not None
+    router.leave("r0")
+    other = 1 - first[1]
+    router.place("t", other)
+    router.brought("t", other)
+    router.ask("r1", "t", "")
+    assert router.grant() == ("r1", other)
+    assert router.prefix_of("r1") == -1, "nothing is left to be fetched"

@@ -153,7 +153,7 @@ def test_prefill_on_one_engine_and_decode_on_the_other_is_bit_for_bit_what_one_e
             assert decoded == BLOCK, number  # not one token of the context
             new = len(context) - (len(turns[number - 1][0]) + BLOCK if number else 0)
             assert prefilled == new, number  # nor what the decode worker had generated in whole blocks
-        assert proxy._kv.moves == 5
+        assert proxy.kv.moves == 5
         await proxy.close()
 
     pair.run(scenario())

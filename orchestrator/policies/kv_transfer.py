@@ -62,14 +62,15 @@ class BreakEven:
             raise ConfigError(
                 "kv_transfer", (min_tokens, tries, explore, memory), "min_tokens >= 0, tries >= 1, explore >= 2"
             )
-        self._min_tokens, self._tries, self._explore = min_tokens, tries, explore
+        self.least = max(1, min_tokens)  # tokens of a context that is ever moved
+        self._tries, self._explore = tries, explore
         self._keep = 1.0 - 1.0 / memory  # an observation counts as much as the last ``memory`` together
         self._move, self._compute = _Line(), _Line()
         self._asked = 0
 
     def pays(self, tokens: int) -> bool:
         """Whether to move the KV of a context of so many tokens."""
-        if tokens < max(1, self._min_tokens):
+        if tokens < self.least:
             return False
         self._asked += 1
         if min(self._move.count, self._compute.count) < self._tries:

@@ -298,6 +298,10 @@ class TurnRouter:
         """Its turns go to this worker from now on, whatever the rule says, while it may serve them."""
         self._placed[trajectory] = worker
 
+    def brought(self, trajectory: str, worker: int) -> None:
+        """Between two turns its prefix was copied to this worker."""
+        self._holder[trajectory] = (worker, self._lives[worker])
+
     def eligible(self, task: str) -> list[int]:
         """The open workers that a placement of the task's trajectories is over: of the class it asks for, or of all; borrowed
         ones where there are no others."""
