@@ -57,6 +57,9 @@ class SimSection(Section):
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
     trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference
+    feed_once: Fraction = (
+        0.0  # a streamed step is fed once only, at most so much of a batch (RollPacker, table 4); 0: as it comes
+    )
     pull_gb_s: Annotated[float, Field(ge=0)] = 0.0  # a worker from the relay; 0: its devices' network
     push_gb_s: Annotated[float, Field(ge=0)] = 0.0  # the trainer to the relay; 0: its devices' network
     kv_tokens: Positive | None = None  # that a worker has room for; None: what its devices have, linear: any number

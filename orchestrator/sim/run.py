@@ -57,7 +57,7 @@ from orchestrator.sim.resizing import check_planner, planner_of, resizable, seat
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
-from orchestrator.sim.worker import SimWeights, SimWorker
+from orchestrator.sim.worker import SimWeights, SimWorker, Watch
 
 FAULTY_LIVES = 4  # after so many lives the orchestrator and the trainer fail no more, after twice as many nothing does
 KILL_CHANCE = 0.5  # that such a life is ended from outside: by kill -9 or by a polite stop
@@ -161,8 +161,14 @@ class _Simulation:
     """One run, over all its lives."""
 
     def __init__(
-        self, config: Config, folder: Path, sink: Callable[[str], object] | None, traces: Traces | None
+        self,
+        config: Config,
+        folder: Path,
+        sink: Callable[[str], object] | None,
+        traces: Traces | None,
+        watch: Watch | None,
     ) -> None:
+        self._watch_requests = watch
         self.config = config
         self.folder = folder
         self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else traces
@@ -359,7 +365,7 @@ class _Simulation:
             make(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
             for index, name in enumerate(fleet(config))
         ]
-        seat(self._workers, planner)
+        seat(self._workers, planner, self._watch_requests)
         task: Task = self._task
         reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
@@ -461,10 +467,12 @@ def simulate(
     *,
     strict: bool = True,
     traces: Traces | None = None,
+    watch: Watch | None = None,
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
-    with faults (one without needs none); ``events_sink`` sees each line of the event log; ``strict``: raise SimulationFailed when
-    anything is wrong; ``traces``: episodes to play where ``sim.trace`` names none. ConfigError: it needs servers or processes."""
+    with faults (one without needs none); ``events_sink`` sees each line of the event log; ``strict``: raise SimulationFailed
+    when anything is wrong; ``traces``: episodes to play where ``sim.trace`` names none; ``watch`` is shown each request that
+    ended in a worker. Raises ConfigError for what needs servers or processes."""
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
@@ -476,7 +484,7 @@ def simulate(
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         with rare_collections():
-            result = _Simulation(config, path, events_sink, traces).run()
+            result = _Simulation(config, path, events_sink, traces, watch).run()
         (path / "config.json").write_text(to_json(config) + "\n", encoding="utf-8")
         (path / "events.jsonl").write_bytes(result.events)
         (path / "ledger.jsonl").write_bytes(result.journal)
@@ -485,7 +493,7 @@ def simulate(
     else:
         memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-", dir=memory) as temporary, rare_collections():
-            result = _Simulation(config, Path(temporary), events_sink, traces).run()
+            result = _Simulation(config, Path(temporary), events_sink, traces, watch).run()
     if strict and result.violations:
         raise SimulationFailed(result)
     return result
