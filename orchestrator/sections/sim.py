@@ -53,6 +53,9 @@ class SimSection(Section):
     model: str = "Qwen3-8B"  # of orchestrator/sim/hardware.py
     device: str = "H800"  # class of every rollout worker's devices, where there is no fleet
     fleet: dict[str, Positive] = {}  # class -> workers of it, rollout.workers in all, in this order
+    prefill: dict[
+        str, Positive
+    ] = {}  # class -> engines that prefill only; the workers then decode (RollArt 7.4); {}: none
     tensor_parallel: Positive = 1  # devices of a worker
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8

@@ -47,6 +47,7 @@ from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.cluster import fleet, kv_bytes
+from orchestrator.sim.disaggregated import check_prefill, disaggregated
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
 from orchestrator.sim.lending import LendingWorker, ResidentSimTrainer
@@ -286,7 +287,7 @@ class _Simulation:
         style = self._draw_end(rng)
         after = rng.randrange(1, 12 * config.batch_trajectories) if style == "kill" else -1
         self.audit.resume()
-        self.remains.live(after, rng, lambda: _cancel(task))
+        self.remains.live(after, rng, task.cancel)
         last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
         events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
         ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
@@ -360,7 +361,7 @@ class _Simulation:
         self._task = SimTask(config, self.traces)
         planner = planner_of(config, self._task)
         make: Callable[..., SimWorker] = SimWorker if planner is None else resizable(config, planner)
-        make = partial(LendingWorker, moves=Moves()) if lends else make
+        make = partial(LendingWorker, moves=Moves()) if lends else disaggregated(config) or make
         self._workers = [
             make(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
             for index, name in enumerate(fleet(config))
@@ -450,10 +451,6 @@ class _Simulation:
         }
 
 
-def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-
-
 def _score(scores: list[dict[str, Any]], phase: str) -> float | None:
     """As reports show it: the newest evaluation of a phase."""
     found = [event for event in scores if event["phase"] == phase]
@@ -476,10 +473,11 @@ def simulate(
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
-    if config.environment.backend in ("subprocess", "kubernetes"):
+    if (backend := config.environment.backend) in ("subprocess", "kubernetes"):
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
-        raise ConfigError("environment.backend", config.environment.backend, fix)
+        raise ConfigError("environment.backend", backend, fix)
     check_planner(config)
+    check_prefill(config)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

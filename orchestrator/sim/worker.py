@@ -379,10 +379,13 @@ class SimWorker:
         self._numbers += 1
         self._known[request.request_id] = sequence
         if tokens:
-            self._batch.add(sequence)
+            self._admit(sequence)
         else:
             error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
             self._finish(sequence, "error", error)
+
+    def _admit(self, sequence: batch.Sequence) -> None:
+        self._batch.add(sequence)
 
     def _finish(self, sequence: batch.Sequence, reason: str, error: str = "") -> None:
         self._batch.remove(sequence)
