@@ -10,6 +10,7 @@ from orchestrator.api import ConfigError
 from orchestrator.bench import describe
 from orchestrator.bench.rollpacker_figures import (
     OVER_RLHFUSE,
+    PLANNER,
     SIZES,
     TABLE_2,
     Played,
@@ -60,9 +61,9 @@ def test_a_period_weighs_rounds_as_they_come_up() -> None:
 
 def test_each_printed_number_of_table_2_has_its_row() -> None:
     one = Played({"short": [10.0], "long": [10.0]}, {"short": [5.0]}, {"": 1.0, "short": 4.0, "long": 1.0})
-    rows = table_2({size: dict.fromkeys(RUNGS, one) for size in SIZES})
-    assert [row["printed"] for row in rows[:9]] == [f"{number}" for printed in TABLE_2.values() for number in printed]
-    assert [row["printed"] for row in rows[9:12]] == [f"{number}" for number in OVER_RLHFUSE]
+    rows = table_2({size: dict.fromkeys((*RUNGS, PLANNER), one) for size in SIZES})
+    assert [row["printed"] for row in rows[:12]] == [f"{number}" for printed in TABLE_2.values() for number in printed]
+    assert [row["printed"] for row in rows[12:15]] == [f"{number}" for number in OVER_RLHFUSE]
     assert all(row["simulated"] == 1.0 for row in rows)
     assert "rollpacker-figures" in dict(describe())
 
@@ -88,6 +89,6 @@ def test_adaptive_timeouts_cut_what_runs_on_after_right_answers_and_earn_nothing
 def test_the_quick_form_has_all_its_rungs() -> None:
     result = run(quick=True, nonce="n")
     assert result["kind"] == "simulated"
-    assert set(result["detail"]["ladder"]["7B/8k"]) == set(RUNGS)
+    assert set(result["detail"]["ladder"]["7B/8k"]) == {*RUNGS, PLANNER}
     assert result["detail"]["simulator_error"]["step_time"]
     assert [row["printed"] for row in figure_14c()] == ["1.6"]

@@ -28,9 +28,9 @@ class Remains:
         self._audit = audit
         self._kill_at = -1
         self._rng = random.Random(0)
-        self._on_kill: Callable[[], None] | None = None
+        self._on_kill: Callable[[], object] | None = None
 
-    def live(self, kill_after: int, rng: random.Random, on_kill: Callable[[], None]) -> None:
+    def live(self, kill_after: int, rng: random.Random, on_kill: Callable[[], object]) -> None:
         """A process begins; it will be killed at its ``kill_after``-th durable operation (-1: never)."""
         self.dead = False
         self._kill_at = self.operations + kill_after if kill_after >= 0 else -1

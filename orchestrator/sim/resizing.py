@@ -21,7 +21,7 @@ from orchestrator.policies.profile import EngineShape, Layout, Phase, Point, Pro
 from orchestrator.sim import hardware
 from orchestrator.sim.cluster import engine_costs, fleet
 from orchestrator.sim.moving import Moves, MovingWorker
-from orchestrator.sim.worker import SimWorker
+from orchestrator.sim.worker import SimWorker, Watch
 
 
 class ResizableSimWorker(MovingWorker):
@@ -85,8 +85,10 @@ def resizable(config: Config, planner: ParallelismPlanner) -> Callable[..., SimW
     return partial(ResizableSimWorker, moves=Moves(), costs=costs)
 
 
-def seat(workers: Sequence[SimWorker], planner: ParallelismPlanner | None) -> None:
-    """Before they start: every so many-th over its devices, the others parked."""
+def seat(workers: Sequence[SimWorker], planner: ParallelismPlanner | None, watch: Watch | None) -> None:
+    """Before they start: who watches them; with a planner every so many-th over its devices, the others parked."""
+    for worker in workers:
+        worker.watch = watch
     tp = planner.layout.tp if planner is not None else 1
     for index, worker in enumerate(workers if planner is not None else ()):
         worker.ranks = tp if index % tp == 0 else 0

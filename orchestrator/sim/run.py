@@ -47,6 +47,7 @@ from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.cluster import fleet
+from orchestrator.sim.disaggregated import check_prefill, disaggregated
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
 from orchestrator.sim.foresight import equip
@@ -59,7 +60,7 @@ from orchestrator.sim.resizing import check_planner, planner_of, resizable, seat
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
-from orchestrator.sim.worker import SimWorker
+from orchestrator.sim.worker import SimWorker, Watch
 
 FAULTY_LIVES = 4  # after so many lives the orchestrator and the trainer fail no more, after twice as many nothing does
 KILL_CHANCE = 0.5  # that such a life is ended from outside: by kill -9 or by a polite stop
@@ -162,8 +163,14 @@ class _Simulation:
     """One run, over all its lives."""
 
     def __init__(
-        self, config: Config, folder: Path, sink: Callable[[str], object] | None, traces: Traces | None
+        self,
+        config: Config,
+        folder: Path,
+        sink: Callable[[str], object] | None,
+        traces: Traces | None,
+        watch: Watch | None,
     ) -> None:
+        self._watch_requests = watch
         self.config = config
         self.folder = folder
         self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else traces
@@ -281,7 +288,7 @@ class _Simulation:
         style = self._draw_end(rng)
         after = rng.randrange(1, 12 * config.batch_trajectories) if style == "kill" else -1
         self.audit.resume()
-        self.remains.live(after, rng, lambda: _cancel(task))
+        self.remains.live(after, rng, task.cancel)
         last = max((json.loads(line)["t"] for line in self.remains.events[-20:] if line.strip()), default=0.0)
         events = EventLog(EventSink(self.remains, self._sink), loop.time, last)
         ledger = self._ledger = Ledger(JournalSink(self.remains), events.time)
@@ -355,12 +362,12 @@ class _Simulation:
         self._task = SimTask(config, self.traces)
         planner = planner_of(config, self._task)
         make: Callable[..., SimWorker] = SimWorker if planner is None else resizable(config, planner)
-        make = partial(LendingWorker, moves=Moves()) if lends else make
+        make = partial(LendingWorker, moves=Moves()) if lends else disaggregated(config) or make
         self._workers = [
             make(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
             for index, name in enumerate(fleet(config))
         ]
-        seat(self._workers, planner)
+        seat(self._workers, planner, self._watch_requests)
         task: Task = self._task
         reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
@@ -447,10 +454,6 @@ class _Simulation:
         }
 
 
-def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-
-
 def _score(scores: list[dict[str, Any]], phase: str) -> float | None:
     """As reports show it: the newest evaluation of a phase."""
     found = [event for event in scores if event["phase"] == phase]
@@ -464,32 +467,36 @@ def simulate(
     *,
     strict: bool = True,
     traces: Traces | None = None,
+    watch: Watch | None = None,
 ) -> SimResult:
     """Run ``config`` in virtual time. ``folder``: where config, logs and summary are kept, and the checkpoints of a run
-    with faults (one without needs none); ``events_sink`` sees each line of the event log; ``strict``: raise SimulationFailed when
-    anything is wrong; ``traces``: episodes to play where ``sim.trace`` names none. ConfigError: it needs servers or processes."""
+    with faults (one without needs none); ``events_sink`` sees each line of the event log; ``strict``: raise SimulationFailed
+    when anything is wrong; ``traces``: episodes to play where ``sim.trace`` names none; ``watch`` is shown each request that
+    ended in a worker. Raises ConfigError for what needs servers or processes."""
     if config.rollout.served:
         fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
         raise ConfigError("rollout.served", list(config.rollout.served), fix)
-    if config.environment.backend in ("subprocess", "kubernetes"):
+    if (backend := config.environment.backend) in ("subprocess", "kubernetes"):
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
-        raise ConfigError("environment.backend", config.environment.backend, fix)
+        raise ConfigError("environment.backend", backend, fix)
     check_planner(config)
     fleet(config)  # raises where its workers cannot play the config
+    check_prefill(config)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         with rare_collections():
-            result = _Simulation(config, path, events_sink, traces).run()
+            result = _Simulation(config, path, events_sink, traces, watch).run()
         (path / "config.json").write_text(to_json(config) + "\n", encoding="utf-8")
         (path / "events.jsonl").write_bytes(result.events)
         (path / "ledger.jsonl").write_bytes(result.journal)
-        summary = json.dumps(result.summary, indent=2, sort_keys=True)
-        (path / "summary.json").write_text(summary + "\n", encoding="utf-8")
+        (path / "summary.json").write_text(
+            json.dumps(result.summary, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
     else:
         memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-", dir=memory) as temporary, rare_collections():
-            result = _Simulation(config, Path(temporary), events_sink, traces).run()
+            result = _Simulation(config, Path(temporary), events_sink, traces, watch).run()
     if strict and result.violations:
         raise SimulationFailed(result)
     return result

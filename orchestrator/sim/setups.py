@@ -79,8 +79,10 @@ def rollart_fleet(model: str, h800: int, h20: int) -> list[str]:
     return found + (list(_SWE) if model == "32B" else [])
 
 
-_ONE_CLASS = [  # on H800 alone: no affinity, weights over NCCL inside the cluster
+_ONE_CLASS = [  # on H800 alone: no affinity, weights over NCCL inside the cluster, no Mooncake across Ethernet (table 4)
     "rollout.routing.affinity={}",
+    "sim.push_gb_s=0",
+    "sim.pull_gb_s=0",
     "rollout.weights=collective",
     "rollout.collective_timeout=3600.0",
 ]

@@ -299,6 +299,7 @@ class SimTrainer:
         self._weights = weights
         self._audit = audit
         self._stream = config.trainer.stream
+        self._once = round(config.sim.feed_once * config.batch_trajectories)
         self._dead = False
         self._fed: list[TrainSample] = []  # at the present version
         self.version = 0
@@ -306,6 +307,8 @@ class SimTrainer:
     async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
         """See the protocol."""
         self._check()
+        if self._once:
+            samples = () if self._fed else samples[: self._once]
         if version == self.version:
             self._fed += samples
             await self._compute(samples)

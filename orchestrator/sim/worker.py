@@ -47,12 +47,16 @@ from orchestrator.sim.traces import Traces
 
 REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
 RESTART_SECONDS = 5.0  # sim.start_seconds unless the config says otherwise
+Watch = Callable[[GenerationRequest, Completion], None]
 
 
 class SimWorker:
     """A ManagedWorker without a process. ``die`` and ``spoil`` are for the fault injector; ``said(trajectory, turn,
     versions)`` is told of each response that ends by itself. ``incarnation`` changes with each death. ``hardware``:
-    the class of its devices, "" for ``sim.device``; ``costs``: of its engine, None: as the config says."""
+    the class of its devices, "" for ``sim.device``; ``costs``: of its engine, None: as the config says. ``watch`` is shown
+    every request that ended and how."""
+
+    watch: Watch | None = None
 
     def __init__(
         self,
@@ -390,10 +394,13 @@ class SimWorker:
         self._numbers += 1
         self._known[request.request_id] = sequence
         if tokens:
-            self._batch.add(sequence)
+            self._admit(sequence)
         else:
             error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
             self._finish(sequence, "error", error)
+
+    def _admit(self, sequence: batch.Sequence) -> None:
+        self._batch.add(sequence)
 
     def _finish(self, sequence: batch.Sequence, reason: str, error: str = "") -> None:
         self._batch.remove(sequence)
@@ -422,6 +429,8 @@ class SimWorker:
                 error,
             )
         )
+        if self.watch is not None:
+            self.watch(sequence.request, self._finished[-1])
         if self._said is not None and reason in ("stop", "length"):
             request = sequence.request
             self._said(request.trajectory_id, request.turn, self._finished[-1].versions)
