@@ -29,6 +29,7 @@ _MODULES = {
     "placement": "orchestrator.bench.placement",
     "allocation": "orchestrator.bench.allocation",
     "stream-equality": "orchestrator.bench.stream_equality",
+    "stream-step": "orchestrator.bench.stream_step",
     "merge-control": "orchestrator.bench.merge_control",
     "delta-bytes": "orchestrator.bench.delta_bytes",
     "delta-speed": "orchestrator.bench.delta_speed",
