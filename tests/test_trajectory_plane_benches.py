@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.bench import event_loop, learning_parity, ledger_faults, soak, store, trajectory_vs_batch
+from orchestrator.bench import event_loop, learning_parity, ledger_faults, soak, store, stream_step, trajectory_vs_batch
 from orchestrator.bench.loop_delay import LoopDelay, WatchedSelector, percentiles
 from orchestrator.config import load_config
 
@@ -110,6 +110,26 @@ def test_shapes_of_fault_runs_cover_what_there_is() -> None:
     assert any(config.rollout.group_timeout and config.rollout.redundant_members > 1 for config in configs)
 
 
+def test_streamed_steps_are_compared_in_pairs_and_the_first_step_is_left_out() -> None:
+    def events(seconds: float) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for step, end in enumerate((99.0, 99.0 + seconds, 99.0 + 2 * seconds)):
+            found.append({"kind": "stage", "stage": "get_batch", "step": step, "end": end - 0.25})
+            found.append({"kind": "step", "step": step, "t": end, "metrics": {"stream_fed": 0.5}, "tokens": 10})
+        return found
+
+    assert stream_step.times(events(2.0))["seconds"] == [2.0, 2.0]
+    rows = [
+        {"streamed": streamed, "pair": pair, **stream_step.times(events(2.0 if streamed else 3.0))}
+        for pair in range(3)
+        for streamed in (True, False)
+    ]
+    found = stream_step.result([*rows, {**rows[0], "pair": 7}], False, {})
+    assert (found["value"], found["holds"], found["reference_value"]) == (1.5, True, 3.0)
+    assert found["detail"]["after_batch"] == {"whole": 0.25, "streamed": 0.25}
+    assert not stream_step.result(rows[:4], False, {})["holds"], "two pairs are no figure"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("bench", [event_loop, store])
 def test_the_quick_form_measures_afresh(bench: Any) -> None:
@@ -127,7 +147,7 @@ def test_the_quick_form_measures_afresh(bench: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.engine
-@pytest.mark.parametrize("bench", [trajectory_vs_batch, learning_parity])
+@pytest.mark.parametrize("bench", [trajectory_vs_batch, learning_parity, stream_step])
 def test_the_quick_form_runs_on_real_engines(bench: Any) -> None:
     found = bench.run(quick=True, nonce="test")
     assert found["kind"] == "real"

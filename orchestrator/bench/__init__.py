@@ -30,6 +30,7 @@ _MODULES = {
     "allocation": "orchestrator.bench.allocation",
     "prediction": "orchestrator.bench.prediction",
     "stream-equality": "orchestrator.bench.stream_equality",
+    "stream-step": "orchestrator.bench.stream_step",
     "merge-control": "orchestrator.bench.merge_control",
     "delta-bytes": "orchestrator.bench.delta_bytes",
     "delta-speed": "orchestrator.bench.delta_speed",
