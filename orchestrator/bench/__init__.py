@@ -29,6 +29,7 @@ _MODULES = {
     "placement": "orchestrator.bench.placement",
     "allocation": "orchestrator.bench.allocation",
     "prediction": "orchestrator.bench.prediction",
+    "heddle": "orchestrator.bench.heddle",
     "stream-equality": "orchestrator.bench.stream_equality",
     "merge-control": "orchestrator.bench.merge_control",
     "delta-bytes": "orchestrator.bench.delta_bytes",

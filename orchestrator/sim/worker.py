@@ -85,9 +85,10 @@ class SimWorker:
         self.name = name
         self.hardware = hardware
         self.ranks = 1
+        self.degree = degree_of(config, name)
         self._said = said
         self._speech = speech or Speech(config, traces)
-        self._costs: EngineCosts = engine_costs(config, hardware, degree_of(config, name))
+        self._costs: EngineCosts = engine_costs(config, hardware, self.degree)
         self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
         self._engine = config.rollout.engine
         if self._costs.kv_tokens is not None and self._costs.kv_tokens < self._engine.max_model_len:
