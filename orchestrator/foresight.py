@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from orchestrator.forecasting import Forecasts, Predictor, prioritize
 from orchestrator.kv_gaps import GapMover
 from orchestrator.placing import Mover, Placing, speed_of
 from orchestrator.policies.features import Progress
+from orchestrator.policies.placement import Speed
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
 from orchestrator.proxy import LLMProxy
 from orchestrator.sections import PredictionSection
@@ -50,14 +53,24 @@ class InProcess:
         self._policy.learn(outcome)
 
 
+@dataclass
+class Foresight:
+    """``predictor`` None: one in this process. ``mover`` of KV between workers, None: it is computed anew. ``speeds`` of worker
+    and number, None: as the config says."""
+
+    predictor: Predictor | None = None
+    mover: Mover | None = None
+    speeds: Callable[[int, int], Speed] | None = None
+
+
 def forecasts_of(
-    config: Config, task: Task, predictor: Predictor | None, proxy: LLMProxy, events: EventLog, mover: Mover | None
+    config: Config, task: Task, proxy: LLMProxy, events: EventLog, given: Foresight | None
 ) -> Forecasts | None:
     """None: lengths are not predicted. Raises ConfigError."""
-    rollout = config.rollout
+    rollout, given = config.rollout, given or Foresight()
     if not rollout.prediction.enabled:
         return None
-    prior = float(task.max_response_tokens)
+    prior, predictor = float(task.max_response_tokens), given.predictor
     if predictor is None:
         predictor = InProcess(make_predictor(rollout.prediction, prior, config.run.seed))
     placer = None
@@ -67,7 +80,8 @@ def forecasts_of(
         if unknown:
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", unknown[0], fix)
-        speed = speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
+        speed = given.speeds or speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
+        mover = given.mover
         if mover is None and rollout.kv_transfer.enabled:
             mover = GapMover(proxy.kv, proxy.lanes, proxy.router)
         placer = Placing(rollout.placement, proxy.router, events, speed, mover)

@@ -10,10 +10,9 @@ from orchestrator.api import ManagedWorker, RewardFunction, Task, Trainer, Traje
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.environments.source import EnvironmentSource
 from orchestrator.events import EventLog
-from orchestrator.forecasting import Predictor
+from orchestrator.foresight import Foresight
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import Gpus
-from orchestrator.placing import Mover
 from orchestrator.policies.planner import ParallelismPlanner
 from orchestrator.policies.timeouts import AdaptiveTimeouts
 
@@ -64,8 +63,7 @@ class Parts:
     gpus: Gpus | None = None
     away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
     kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
-    predictor: Predictor | None = None  # of lengths, where they are predicted; None: one in this process
-    mover: Mover | None = None  # of KV between workers; None: it is computed anew
+    foresight: Foresight = field(default_factory=Foresight)  # what predicts lengths, and what moves trajectories
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
 
 

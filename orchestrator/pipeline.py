@@ -62,8 +62,7 @@ class Pipeline:
             trajectories=self.position.trajectories,
             environments=parts.environments,
             rounds=self.position.rounds,
-            predictor=parts.predictor,
-            mover=parts.mover,
+            foresight=parts.foresight,
         )
         self.turns = turns_of(config, parts, self.rollout)
         self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)

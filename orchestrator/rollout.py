@@ -32,12 +32,10 @@ from orchestrator.context import rules_of
 from orchestrator.environments.source import EnvironmentSource
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
-from orchestrator.forecasting import Predictor
-from orchestrator.foresight import forecasts_of
+from orchestrator.foresight import Foresight, forecasts_of
 from orchestrator.kv_moves import kv_moves
 from orchestrator.ledger import Ledger
 from orchestrator.lockstep import Lockstep
-from orchestrator.placing import Mover
 from orchestrator.policies import modes
 from orchestrator.policies.filters import (
     Balance,
@@ -74,8 +72,7 @@ class Rollout:
         trajectories: int,
         environments: EnvironmentSource | None = None,
         rounds: Mapping[str, Any] | None = None,
-        predictor: Predictor | None = None,
-        mover: Mover | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
         settings = config.rollout
         self._config = config
@@ -135,7 +132,7 @@ class Rollout:
             part.name: Sampling(part.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
             for part in (task, *parts_of(task).values())
         }
-        self.forecasts = self.environments.forecasts = forecasts_of(config, task, predictor, self.proxy, events, mover)
+        self.forecasts = self.environments.forecasts = forecasts_of(config, task, self.proxy, events, foresight)
         self.rounds = Rounds(config, task, events, rounds) if settings.rounds.enabled else None
         self._prompts = task.prompts("train", config.run.seed)
         for _ in range(groups if self.rounds is None else 0):

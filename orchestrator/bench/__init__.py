@@ -29,6 +29,7 @@ _MODULES = {
     "placement": "orchestrator.bench.placement",
     "allocation": "orchestrator.bench.allocation",
     "prediction": "orchestrator.bench.prediction",
+    "heddle": "orchestrator.bench.heddle",
     "stream-equality": "orchestrator.bench.stream_equality",
     "stream-step": "orchestrator.bench.stream_step",
     "merge-control": "orchestrator.bench.merge_control",

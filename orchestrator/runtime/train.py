@@ -309,7 +309,7 @@ class _Assembly:
         parts.rewards, parts.timeouts = rewards.counters, rewards.timeouts
         parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
         parts.planner = planner
-        parts.predictor = await hosts.start_predictor(config, self.task, self.stack, self.folder)
+        parts.foresight.predictor = await hosts.start_predictor(config, self.task, self.stack, self.folder)
         parts.kv_bytes = kv_bytes_per_token(_shape(model), config.model.dtype)
         position = resumed.position if resumed is not None else Position()
         if version != position.version:

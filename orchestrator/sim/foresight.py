@@ -10,14 +10,16 @@ import asyncio
 import zlib
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 
 from orchestrator.config import Config
 from orchestrator.foresight import make_predictor
 from orchestrator.parts import Parts
 from orchestrator.policies.features import Progress
+from orchestrator.policies.placement import Speed
 from orchestrator.policies.prediction import Forecast, LengthPredictor, Outcome
 from orchestrator.sim import hardware
-from orchestrator.sim.cluster import kv_bytes
+from orchestrator.sim.cluster import engine_costs, kv_bytes
 from orchestrator.sim.draws import stream
 from orchestrator.sim.worker import SimWorker
 from orchestrator.sim.workload import Workload
@@ -34,9 +36,49 @@ def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
         policy = SimOracle(config)
     else:
         policy = make_predictor(settings, float(parts.task.max_response_tokens), config.run.seed)
-    parts.predictor = LatePredictor(policy, config.sim.prediction_seconds)
+    parts.foresight.predictor = LatePredictor(policy, config.sim.prediction_seconds)
+    if config.rollout.placement.enabled and config.sim.tasks:
+        speeds = Speeds(config)
+        parts.foresight.speeds = lambda worker, most: speeds.of(workers[worker].hardware, workers[worker].degree, most)
     if config.rollout.placement.enabled and config.sim.kv_gb_s:
-        parts.mover = SimMover(config, workers)
+        parts.foresight.mover = SimMover(config, workers)
+
+
+class Speeds:
+    """What the cost model says of so many sequences at once, at the workload's mean context: the profiler's twin. Beyond what
+    slots and KV hold, the others wait: whole rounds of them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._made: dict[tuple[str, int, int], Speed] = {}
+        weights = [task.weight for task in config.sim.tasks.values()]
+        means = [
+            task.prompt_tokens
+            + (task.turns_min + task.turns_max) / 4 * (task.observation_tokens + task.response_tokens)
+            for task in config.sim.tasks.values()
+        ]
+        mean = sum(weight * one for weight, one in zip(weights, means, strict=True)) / sum(weights)
+        self.context = mean / config.sim.grain  # halfway through
+
+    def of(self, hardware_class: str, degree: int, most: int) -> Speed:
+        """Up to ``most`` sequences on a worker of that many devices."""
+        size = 1 << max(0, most - 1).bit_length()
+        found = self._made.get((hardware_class, degree, size))
+        if found is None:
+            costs = engine_costs(self._config, hardware_class, degree)
+            slots = float(self._config.rollout.engine.max_num_seqs)
+            if costs.kv_tokens is not None:
+                slots = min(slots, costs.kv_tokens / self.context)
+
+            def step(number: int) -> float:
+                running = max(1, min(number, int(slots)))
+                fixed, growing = costs.decode(running)
+                return (fixed + growing * running * self.context) * max(1.0, number / slots)
+
+            alone = step(1)
+            table = [step(number) / alone for number in range(1, size + 1)]
+            found = self._made[hardware_class, degree, size] = Speed(alone, tuple(accumulate(table, max)))
+        return found
 
 
 class LatePredictor:

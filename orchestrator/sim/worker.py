@@ -72,11 +72,12 @@ class SimWorker:
         self.name = name
         self.hardware = hardware
         self.ranks = 1
+        self.degree = degree_of(config, name)
         self._said = said
         self._speech = speech or Speech(config, traces)
         self._engine = config.rollout.engine
         self._start_seconds = config.sim.start_seconds
-        self._use(costs or engine_costs(config, hardware, degree=degree_of(config, name)))
+        self._use(costs or engine_costs(config, hardware, degree=self.degree))
         self._weights = weights
         weights.holders[name] = self
         self.incarnation = 0
