@@ -203,8 +203,10 @@ def test_a_move_that_fails_or_hangs_costs_its_limit_and_is_said_once(outcome: An
         begun = asyncio.get_running_loop().time()
         assert (await turn).token_ids == (5, 1)
         assert asyncio.get_running_loop().time() - begun <= 2 * LIMIT + 0.1
-        await fleet.turn("other", 0)  # b is free again; its prefix is b's
-        assert fleet.moves.failures[kind] == 1
+        a, b = fleet.proxy.lanes
+        again = GenerationRequest("again", "again", 1, (1, 2), Sampling(8), "task")
+        await fleet.moves._move(b, again, a)
+        assert fleet.moves.failures[kind] == 2
         assert len([event for event in fleet.events_of("fault") if event["cause"] == "kv"]) == 1
         assert not fleet.fatal
         await fleet.close()
@@ -381,9 +383,9 @@ def test_simulated_runs_move_kv_and_lose_nothing(faults: float, seeds: int) -> N
                     "rollout.kv_transfer.min_tokens=1",
                     "rollout.routing.policy=least-loaded",
                     "rollout.workers=4",
-                    "run.steps=4",
-                    "rollout.groups_per_step=4",
-                    "rollout.environments=32",
+                    "run.steps=2",
+                    "rollout.groups_per_step=2",
+                    "rollout.environments=16",
                     f"sim.fault_rate={faults}",
                     f"run.seed={seed}",
                 ],

@@ -232,7 +232,7 @@ def test_more_blocks_than_tokens_are_refused_before_memory_is_taken_for_them() -
         body = b""
         while len(body) < size:
             body += client.recv(size - len(body))
-        header = msgpack.packb({"facts": FACTS, "blocks": 1 << 40, "block_bytes": WIDTH, "digests": b""})
+        header = msgpack.packb({"facts": FACTS, "blocks": 1000, "block_bytes": WIDTH, "digests": bytes(16_000)})
         proof = kv._proof(TOKEN, b"answer", msgpack.unpackb(body)["nonce"], header)
         send(client, {"header": header, "proof": proof})
 

@@ -196,6 +196,7 @@ def test_wrong_kv_would_be_seen_in_the_tokens(source: Source, there: Destination
     assert not same(there.say(next(names), source.context), source.turn)
 
 
+@pytest.mark.long
 def test_only_what_is_missing_travels(source: Source, there: Destination) -> None:
     short = source.context[: 3 * BLOCK + 1]
     with Handing(source) as place:
@@ -205,6 +206,18 @@ def test_only_what_is_missing_travels(source: Source, there: Destination) -> Non
     assert second.tokens == third.tokens == 7 * BLOCK
     assert (second.moved, third.moved, third.bytes) == (4 * BLOCK, 0, 0)
     assert same(there.say(next(names), source.context), source.turn)
+
+
+@pytest.mark.long
+def test_what_was_forgotten_and_came_again_is_there(source: Source, there: Destination) -> None:
+    with Handing(source) as place:
+        assert there.fetch(place, source.context).moved
+        there.empty()
+        assert there.fetch(place, source.context).moved
+    there.say(next(names), (7,) * 40)  # a step in between
+    there.computed = 0
+    assert same(there.say(next(names), source.context), source.turn)
+    assert there.computed < BLOCK + len(OBSERVATION) + NEW
 
 
 def spoilt(source: Source, ask: KvAsk) -> KvBlocks:
@@ -224,6 +237,7 @@ def test_without_any_source_the_prefix_is_recomputed_and_it_is_said_once(
     assert there.computed == len(source.context) + NEW - 1  # all of it
 
 
+@pytest.mark.long
 def test_a_prefix_that_is_gone_and_a_slow_source_are_recomputed(source: Source, there: Destination) -> None:
     import time
 

@@ -79,6 +79,9 @@ class PrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
         room = self._capacity // max(1, block_bytes)
         if len(names) > room:
             return [], []
+        if self._next.drops:  # what is staged anew must not be dropped with the next step
+            again = set(names)
+            self._next.drops = [name for name in self._next.drops if name not in again]
         for name in names:
             self._names[name] = None
             self._names.move_to_end(name)

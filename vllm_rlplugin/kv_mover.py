@@ -95,8 +95,6 @@ class KvMover:
                     "payload": taken.tobytes(),
                 }
                 moved = int(_checked(await self._command("kv_stage", staged))["blocks"])
-                if have + moved < asked["blocks"]:
-                    why = f"short: {asked['blocks'] - have - moved} blocks are not cached at the source"
         except KvRefused as refusal:
             why = str(refusal)
             self._note(refusal, move)

@@ -63,7 +63,6 @@ async def measure(source: Child, target: Child, lengths: list[int], rounds: int,
             before = await say(source, f"{name}-before", prompt, SAID)
             extra = tuple(rng.randrange(vocabulary) for _ in range(OBSERVATION))
             context = (*prompt, *before.token_ids, *extra)
-            stayed = await say(source, f"{name}-stayed", context, NEW_TOKENS)
             await target.forget()
             recomputed = await say(target, f"{name}-recompute", context, NEW_TOKENS)
             await target.forget()
@@ -72,6 +71,7 @@ async def measure(source: Child, target: Child, lengths: list[int], rounds: int,
             transfer = time.monotonic() - begun
             after = await say(target, f"{name}-move", context, NEW_TOKENS)
             computed = await target.computed() - counted
+            stayed = await say(source, f"{name}-stayed", context, NEW_TOKENS)
             cached = await say(target, f"{name}-cached", context, NEW_TOKENS)
             blocks, size = moved.moved // BLOCK, moved.bytes
             if moved.why or moved.moved < length - 2 * BLOCK:

@@ -19,7 +19,7 @@ from orchestrator.runfolder import describe_machine
 
 NAME = "kv-migrate"
 _QUICK = [("256,1024", 1)]
-_FULL = [("256,512,1024,2048,4096", 3), ("8192", 1)]  # (lengths, rounds), each in processes of its own
+_FULL = [("256,512,1024,2048,4096", 3), ("256,8192", 1)]  # (lengths, rounds), each in processes of its own
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
@@ -27,7 +27,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     parts = _QUICK if quick else _FULL
     probes = [run_probe("kv", ["--lengths", lengths, "--rounds", str(rounds)]) for lengths, rounds in parts]
-    rows = [row for probe in probes for row in probe["rows"]]
+    found = {row["tokens"]: row for probe in reversed(probes) for row in probe["rows"]}
+    rows = [found[tokens] for tokens in sorted(found)]
     policy = BreakEven()
     for row in rows:
         policy.saw(True, row["tokens"], row["move"])
