@@ -17,6 +17,17 @@ from orchestrator.sim.costs import (
 )
 
 
+def check_cluster(config: Config) -> None:
+    """Raises ConfigError for what the simulator cannot play."""
+    if config.rollout.served:
+        fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
+        raise ConfigError("rollout.served", list(config.rollout.served), fix)
+    if (backend := config.environment.backend) in ("subprocess", "kubernetes"):
+        fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
+        raise ConfigError("environment.backend", backend, fix)
+    fleet(config)
+
+
 def fleet(config: Config) -> list[str]:
     """The class of each rollout worker, in order; "" without a fleet. Raises ConfigError for what they cannot play."""
     if config.rollout.disaggregation.enabled:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import (
-    ConfigError,
     ManagedWorker,
     Meeting,
     PublishResult,
@@ -46,7 +45,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
-from orchestrator.sim.cluster import fleet
+from orchestrator.sim.cluster import check_cluster, fleet
 from orchestrator.sim.disaggregated import check_prefill, disaggregated
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
@@ -473,14 +472,8 @@ def simulate(
     with faults (one without needs none); ``events_sink`` sees each line of the event log; ``strict``: raise SimulationFailed
     when anything is wrong; ``traces``: episodes to play where ``sim.trace`` names none; ``watch`` is shown each request that
     ended in a worker. Raises ConfigError for what needs servers or processes."""
-    if config.rollout.served:
-        fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
-        raise ConfigError("rollout.served", list(config.rollout.served), fix)
-    if (backend := config.environment.backend) in ("subprocess", "kubernetes"):
-        fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
-        raise ConfigError("environment.backend", backend, fix)
+    check_cluster(config)
     check_planner(config)
-    fleet(config)  # raises where its workers cannot play the config
     check_prefill(config)
     if folder is not None:
         path = Path(folder)
