@@ -35,6 +35,7 @@ _MODULES = {
     "transfer-limit": "orchestrator.bench.transfer_limit",
     "delta-peers": "orchestrator.bench.delta_peers",
     "sim-error": "orchestrator.bench.sim_error",
+    "sim-speed": "orchestrator.bench.sim_speed",
     "modes": "orchestrator.bench.modes",
     "affinity": "orchestrator.bench.affinity",
     "rollart-figures": "orchestrator.bench.rollart_figures",
