@@ -15,7 +15,7 @@ from orchestrator.bench.affinity import FLEETS, config_of, config_of_task
 from orchestrator.bench.simulated_page import page
 from orchestrator.config import Config, load_config
 from orchestrator.sim.ablate import FEATURES, SYNCHRONOUS, Feature, ablate, draw, table
-from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, rollout_seconds
+from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
 from orchestrator.sim.cluster import engine_costs, fleet
 from orchestrator.sim.costs import seconds_of
 from orchestrator.sim.setups import LADDER, measure, rollart, rollpacker, scenario
@@ -134,6 +134,14 @@ def test_a_fit_recovers_the_costs_and_predicts_sizes_it_has_not_seen() -> None:
     assert 0 < max(map(abs, errors(noisy, held))) < 0.15
 
 
+def test_a_size_that_is_left_out_is_predicted_by_the_others_and_a_wrong_one_shows() -> None:
+    sizes = [measured([size]) for size in ((1, 32), (16, 32), (64, 32), (1, 256), (16, 256))]
+    assert max(map(abs, left_out(sizes))) < 1e-6
+    step = sizes[2][1]
+    sizes[2][1] = Step(step.sequences, step.context, step.prefill, 1.3 * step.seconds)
+    assert max(map(abs, left_out(sizes))) > 0.1
+
+
 def test_no_fitted_cost_is_negative() -> None:
     rows = [Step(count, 10.0, 0, 1.0 + 0.1 * count - 1e-4 * count * 10) for count in (1, 2, 4, 8, 16, 32)]
     found = fit(rows)
@@ -169,7 +177,7 @@ def test_the_papers_table_counts_only_rows_that_no_constant_came_from() -> None:
 def test_a_row_says_how_far_it_is_outside_of_the_printed_range() -> None:
     inside, above, below = (simulated.row("x", "1 to 2", 1.0, 2.0, ours, "s") for ours in (1.5, 3.0, 0.5))
     assert (inside["off"], above["off"], below["off"]) == (0.0, 0.5, -0.5)
-    assert {"modes", "affinity", "sim-error", "rollart-figures"} <= {name for name, _ in describe()}
+    assert {"modes", "affinity", "sim-error", "sim-speed", "rollart-figures"} <= {name for name, _ in describe()}
 
 
 def test_the_page_of_simulated_figures_is_what_its_files_say() -> None:

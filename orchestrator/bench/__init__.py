@@ -39,6 +39,7 @@ _MODULES = {
     "delta-peers": "orchestrator.bench.delta_peers",
     "kv-migrate": "orchestrator.bench.kv_migrate",
     "sim-error": "orchestrator.bench.sim_error",
+    "sim-speed": "orchestrator.bench.sim_speed",
     "modes": "orchestrator.bench.modes",
     "affinity": "orchestrator.bench.affinity",
     "rollart-figures": "orchestrator.bench.rollart_figures",

@@ -100,6 +100,7 @@ def _figure_14b() -> tuple[dict[str, float], list[dict[str, Any]]]:
         "rollout.alpha=0",
         "rollout.weights=collective",
         "rollout.collective_timeout=3600.0",
+        "sim.push_gb_s=0",
         "rollout.routing.affinity={}",
         "run.steps=5",
         "rollout.workers=32",

@@ -42,6 +42,7 @@ SWEEP = {"responses": (1.25, 1.5), "prompts": (1.25, 1.5), "both": (1.1, 1.25, 1
 _SWEEP_SCALE = 4
 _NO_REWARD = [f"sim.tasks.{task}.reward_seconds=0" for task in ("math", "code", "judged")]
 NOT_PLAYED = {
+    "figure 11a": "a curve without printed numbers; figure 15b measures the same",
     "figure 14a": (
         "what two processes on one GPU do to each other without MPS is not in the cost model: any figure would be its assumption"
     ),

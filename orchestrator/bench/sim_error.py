@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.bench import printed
 from orchestrator.bench.probe import run_probe
 from orchestrator.runfolder import describe_machine
-from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, rollout_seconds
+from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
 
 NAME = "sim-error"
 _BAR = 0.05
@@ -62,6 +62,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "constants": {name: getattr(costs, name) for name in ("step", "sequence", "context", "token", "pair")},
             "held_back_mean": statistics.mean(abs(row["error"]) for row in missed),
             "held_back_decode_max": max(abs(row["error"]) for row in missed if not row["prefill"]),
+            "fitted_sizes_left_out_one_by_one": _left_out(steps, fitted),
             "fitted_max": max(abs(row["error"]) for row in table if row not in missed),
             "sizes": table,
             "rollouts": [
@@ -78,6 +79,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "nonce": nonce,
         },
     }
+
+
+def _left_out(steps: list[tuple[tuple[int, int], Step]], fitted: list[tuple[int, int]]) -> dict[str, float]:
+    found = [abs(error) for error in left_out([[step for at, step in steps if at == size] for size in fitted])]
+    return {"median": statistics.median(found), "max": max(found)}
 
 
 def _requests() -> list[tuple[int, int]]:

@@ -27,13 +27,29 @@ _WHY = """
   prefill far more.
 - **Training binds in our runs of RollArt**: calibrated by its figure 3, 32 H800 need longer for our batch than the other GPUs
   need to make it, so whatever speeds up the rollout (affinity, redundancy, a larger alpha) cannot show in the step time. The
-  rows "faster trainer" are the same ladder with training at 0.40 of the peak. The paper's ladder says that its training was
-  not the bottleneck.
+  rows "faster trainer" are the same ladder with training at 0.40 of the peak. That the trainer has 128 GPUs in `sync` and
+  `sync_plus` and 32 in the others is RollArt's own setup (7.1), so training takes four times as long from `one_off` on. The
+  paper's one-off is 1.52 times as fast as its Sync+ at 32B with a quarter of the GPUs for training, so that training can be at
+  most 16 % of its Sync+ step; its figure 3 (8B, all GPUs train) says 23 %; ours is 43 % at 32B. Our rollouts of 32B on SWE-bench
+  are 2.7 times as fast as printed (table 5), with which alone its share would be about half of that.
+- **One mistake of ours is mended here**: the rungs on one class of GPUs sent versions to a relay at the rate of RollArt's Ethernet
+  beside the collective, and the next training step waited for it (34 s at 8B, 135 s at 32B). They have one cluster and NCCL.
 - **Two batches are in flight** from `areal` on (`rollout.redundant_groups` = 2, as RollArt keeps all its environments busy):
   what is complete first is trained, so no step waits for its longest episode, which in `sync` to `one_off` every step does.
   Of long episodes more get stale and are thrown away.
 - **Publishing takes the trainer's time** in our pipeline: the next training step waits until the version is on the relay, 34 s
-  (8B) to 135 s (32B) at the rates of RollArt's table 4. The monolithic and the one-class rungs use the collective instead.
+  (8B) to 135 s (32B) at the rates of RollArt's table 4, from which only the last rung suffers. RollArt pushes beside training.
+- **Figure 12**: the paper runs three jobs "on a 16-H800 cluster". Both readings are played: a job that has the 16 GPUs for itself,
+  and three that share them, as one batch three times as large. In either a memory-bound decode step gains less from half the
+  sequences than the printed factor of two; the simulator's value is that of three jobs.
+- **Table 5**: our rollouts are too fast throughout (SWE-bench's tokens a turn are ASSUMED). For the dense model prefill apart
+  gains, as printed. For the mixture of experts it loses: a step's grouped matrix products, at the efficiency measured on H20,
+  are most of our decode, so engines taken away from decoding cost more there than undisturbed decoding gains.
+- **The simulator's own error** is 13.8 % at 8 sequences of 192 tokens: a decode step of them was measured at 8.8 ms, one of 4 of
+  32 tokens at 8.9. Neither a fixed cost of a prefill, nor the square of a step's tokens, nor a second rate beyond 4,096 tokens
+  predicts fitted sizes better that were left out of the fit one by one (largest error 31 to 36 %, median 6 to 9 %, with and
+  without), so none was added. The fit misses its own sizes by up to 13 %: this is the spread of the measurement on a loaded
+  machine (its speed varied by a factor of two meanwhile), and more rounds on an idle one are what is left to try.
 - **Transfers**: the papers' have a start of seconds and reach 2 to 12 GB/s of links of 25 and 50; a roofline of the link does
   not.
 - **RollPacker's tail batching alone saves less than printed**: in our `sync` the slowest scorer is waited for in short rounds too
@@ -48,6 +64,16 @@ _WHY = """
   alike the answers to one prompt are (0.6 of the variance, ASSUMED) decides what speculation in responses is worth.
 - **Figure 16**: training takes the same time for twice the batch on twice the GPUs in our model, which knows no cost of
   communication; the paper says that training takes longer there. veRL's rollout gets longer with the batch, as in any long tail.
+- **The planner** begins with TP 1, 2 and the TP that the profile says, as RollPacker's setups do for 7B and 14B, and stays there:
+  nothing is preempted in these setups, as our median response is 450 tokens long. At 32B its profile takes a larger TP than
+  the paper's 2, since a long round waits for one long response. In figure 13a all responses have the step's length (ASSUMED);
+  the profile already begins with TP 2, and TP 4, for which preemptions ask, is refused: an engine's own time a sequence, which
+  is not divided by TP in our model, is longer than what is gained. In figure 13b nothing is preempted, so nothing is saved.
+- **Expert parallelism** (`experts` in the JSON): nothing is printed. The rule leaves it as soon as uneven routing has cost more than a
+  change, and does not come back for the small gain of even routing.
+- **Table 4**: our first fetch never holds 20 % of a batch, so the caps do not differ. **Figure 14b** is the streaming policy on the
+  cost model: computing a long sequence hides its transfers here, so that the gain falls with the length, where the paper's rises.
+- **Figure 5**: first tokens come later in short rounds, which prefill 1.56 times the requests at once.
 - **RLHFuse is stronger here than printed** at 14B and 32B: of its training 9 and 13 s a step are left beside the
   rollout, as half of the GPUs are freed within its long tail.
 - **The adaptive trigger frees GPUs at 20 %** in every long round of table 3, since KV memory is no concern at 7B; so it cannot

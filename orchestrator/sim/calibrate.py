@@ -90,6 +90,16 @@ def errors(costs: FittedCosts, steps: Sequence[Step]) -> list[float]:
     return [costs.seconds(step) / step.seconds - 1.0 for step in steps]
 
 
+def left_out(sizes: Sequence[Sequence[Step]]) -> list[float]:
+    """Errors on the steps of each size with the costs that fit all others: what the form of the model is worth without touching
+    what was held back. Raises ConfigError as :func:`fit`."""
+    found: list[float] = []
+    for place, steps in enumerate(sizes):
+        others = [step for other, size in enumerate(sizes) if other != place for step in size]
+        found += errors(fit(others), steps)
+    return found
+
+
 def rollout_seconds(costs: EngineCosts, requests: Sequence[tuple[int, int]], slots: int) -> float:
     """What the simulator's engine takes for requests of (prompt, response) tokens that are all there at the start."""
     batch = Batch(slots, costs.kv_tokens)
