@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
-from orchestrator.api import CommandError, Completion, ConfigError, GenerationRequest, Sampling
+from orchestrator.api import CommandError, Completion, ConfigError, GenerationRequest, KvMove, Sampling
 from orchestrator.api import http as wire
 from orchestrator.http_worker import HttpWorker
 from vllm_rlplugin import auth, endpoints
@@ -276,6 +276,19 @@ def test_a_client_of_stock_vllm_needs_only_the_token() -> None:
         assert (await post("/abort_requests", json={}))["status"] == "aborted"
         assert (await collected(worker, 1))["c"].finish_reason == "abort"
         assert await post("/reset_prefix_cache") == {"success": True}
+
+    run(scenario)
+
+
+def test_a_server_without_kv_transfer_says_so_and_a_wrong_move_is_a_400() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        assert await worker.kv_place() == ""
+        moved = await worker.fetch_kv(KvMove("t", (1, 2, 3), "127.0.0.1:1", 5.0))
+        assert (moved.tokens, moved.moved, moved.why.partition(":")[0]) == (0, 0, "off")
+        body = {"trajectory_id": "t", "token_ids": [1], "source": "127.0.0.1:1", "limit": 5.0}
+        for change in ({"token_ids": []}, {"token_ids": [-1]}, {"limit": 0.0}, {"limit": 1e9}, {"other": 1}):
+            status, _ = await raw(server, "POST", wire.KV_FETCH, data=json.dumps(body | change))
+            assert status == 400, change
 
     run(scenario)
 
