@@ -32,16 +32,16 @@ _WHY = """
   paper's one-off is 1.52 times as fast as its Sync+ at 32B with a quarter of the GPUs for training, so that training can be at
   most 16 % of its Sync+ step; its figure 3 (8B, all GPUs train) says 23 %; ours is 43 % at 32B. Our rollouts of 32B on SWE-bench
   are 2.7 times as fast as printed (table 5), with which alone its share would be about half of that.
-- **One mistake of ours is mended here**: the rungs on one class of GPUs sent versions to a relay at the rate of RollArt's Ethernet
-  beside the collective, and the next training step waited for it (34 s at 8B, 135 s at 32B). They have one cluster and NCCL.
+- **One mistake of ours is mended here**: the rungs on one class of GPUs sent versions to a relay at the rate of RollArt's
+  Ethernet beside the collective, and the next training step waited for it (34 s at 8B, 135 s at 32B). They have NCCL.
 - **Two batches are in flight** from `areal` on (`rollout.redundant_groups` = 2, as RollArt keeps all its environments busy):
   what is complete first is trained, so no step waits for its longest episode, which in `sync` to `one_off` every step does.
   Of long episodes more get stale and are thrown away.
 - **Publishing takes the trainer's time** in our pipeline: the next training step waits until the version is on the relay, 34 s
   (8B) to 135 s (32B) at the rates of RollArt's table 4, from which only the last rung suffers. RollArt pushes beside training.
-- **Figure 12**: the paper runs three jobs "on a 16-H800 cluster". Both readings are played: a job that has the 16 GPUs for itself,
-  and three that share them, as one batch three times as large. In either a memory-bound decode step gains less from half the
-  sequences than the printed factor of two; the simulator's value is that of three jobs.
+- **RollArt's figure 12**: the paper runs three jobs "on a 16-H800 cluster". Both readings are played: a job that has the 16 GPUs
+  for itself, and three that share them, as one batch three times as large; the value is that of three. In either a memory-bound
+  decode step gains less from half the sequences than the printed factor of two.
 - **Table 5**: our rollouts are too fast throughout (SWE-bench's tokens a turn are ASSUMED). For the dense model prefill apart
   gains, as printed. For the mixture of experts it loses: a step's grouped matrix products, at the efficiency measured on H20,
   are most of our decode, so engines taken away from decoding cost more there than undisturbed decoding gains.
@@ -69,10 +69,11 @@ _WHY = """
   the paper's 2, since a long round waits for one long response. In figure 13a all responses have the step's length (ASSUMED);
   the profile already begins with TP 2, and TP 4, for which preemptions ask, is refused: an engine's own time a sequence, which
   is not divided by TP in our model, is longer than what is gained. In figure 13b nothing is preempted, so nothing is saved.
-- **Expert parallelism** (`experts` in the JSON): nothing is printed. The rule leaves it as soon as uneven routing has cost more than a
-  change, and does not come back for the small gain of even routing.
-- **Table 4**: our first fetch never holds 20 % of a batch, so the caps do not differ. **Figure 14b** is the streaming policy on the
-  cost model: computing a long sequence hides its transfers here, so that the gain falls with the length, where the paper's rises.
+- **Expert parallelism** (`experts` in the JSON): nothing is printed. The rule leaves it as soon as uneven routing has cost more
+  than a change, and does not come back for the small gain of even routing.
+- **RollPacker's table 4**: our first fetch never holds 20 % of a batch, so the caps do not differ. **Figure 14b** is the
+  streaming policy on the cost model: computing a long sequence hides its transfers here, so that the gain falls with the
+  length, where the paper's rises.
 - **Figure 5**: first tokens come later in short rounds, which prefill 1.56 times the requests at once.
 - **RLHFuse is stronger here than printed** at 14B and 32B: of its training 9 and 13 s a step are left beside the
   rollout, as half of the GPUs are freed within its long tail.
