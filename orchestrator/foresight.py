@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,8 @@ from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts, Predictor, prioritize
 from orchestrator.kv_gaps import GapMover
-from orchestrator.placing import Mover, Placing, speed_of
+from orchestrator.placing import Mover, Placing, SpeedOf, speed_of
 from orchestrator.policies.features import Progress
-from orchestrator.policies.placement import Speed
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
 from orchestrator.proxy import LLMProxy
 from orchestrator.sections import PredictionSection
@@ -55,12 +53,12 @@ class InProcess:
 
 @dataclass
 class Foresight:
-    """``predictor`` None: one in this process. ``mover`` of KV between workers, None: it is computed anew. ``speeds`` of worker
-    and number, None: as the config says."""
+    """``predictor`` None: one in this process. ``mover`` of KV between workers, None: it is computed anew. ``speeds``: see
+    :class:`orchestrator.placing.Placing`, None: as the config says."""
 
     predictor: Predictor | None = None
     mover: Mover | None = None
-    speeds: Callable[[int, int], Speed] | None = None
+    speeds: SpeedOf | None = None
 
 
 def forecasts_of(

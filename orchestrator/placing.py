@@ -24,7 +24,11 @@ from orchestrator.policies.prediction import Forecast
 from orchestrator.policies.routing import TurnRouter
 from orchestrator.sections import PlacementSection
 
+_ROUNDS = 3  # of placing, each with the interference of the groups of the one before
 _CHANGED = 1.25  # a forecast by this factor is a change
+
+
+SpeedOf = Callable[[int, int, float], Speed]
 
 
 class Mover(Protocol):
@@ -54,19 +58,21 @@ class _Group:
 
     ranks: list[tuple[float, str]] = field(default_factory=list)  # (-tokens, trajectory)
     partition: Partition | None = None
+    speeds: dict[int, Speed] = field(default_factory=dict)  # of its workers, with the groups that it made
     changed: int = 0  # since it was solved
     solved: float = 0.0
 
 
 class Placing:
-    """One run's. ``speed_of(worker, most)``: what a worker does with up to ``most`` trajectories at once."""
+    """One run's. ``speed_of(worker, most, tokens)``: what a worker does with up to ``most`` trajectories at once, with so many
+    tokens before each of them in the mean."""
 
     def __init__(
         self,
         settings: PlacementSection,
         router: TurnRouter,
         events: EventLog,
-        speed_of: Callable[[int, int], Speed],
+        speed_of: SpeedOf,
         mover: Mover | None = None,
     ) -> None:
         self._settings = settings
@@ -167,9 +173,17 @@ class Placing:
         if not workers:
             group.partition = None
             return
-        speeds = {worker: self._speed_of(worker, active) for worker in workers}
-        workers.sort(key=lambda worker: (speeds[worker].token_seconds, worker))
-        found = place([-length for length, _ in group.ranks], [speeds[worker] for worker in workers])
+        lengths = [-length for length, _ in group.ranks]
+        means = dict.fromkeys(workers, sum(lengths) / max(1, active))
+        alone = {worker: self._speed_of(worker, 1, means[worker]).token_seconds for worker in workers}
+        workers.sort(key=lambda worker: (alone[worker], worker))
+        for _ in range(_ROUNDS):  # how many fit together depends on how long they are, which depends on how many fit
+            speeds = [self._speed_of(worker, active, means[worker]) for worker in workers]
+            found = place(lengths, speeds)
+            for worker, start, end in zip(workers, found.starts, found.starts[1:], strict=False):
+                if end > start:
+                    means[worker] = sum(lengths[start:end]) / (end - start)
+        group.speeds = dict(zip(workers, speeds, strict=True))
         group.partition, group.changed, group.solved = Partition(tuple(workers), tuple(found.sizes())), 0, now
         self.solved += 1
 
@@ -213,7 +227,7 @@ class Placing:
             return 0.0
         total = max(1, sum(group.partition.sizes))
         share = group.partition.sizes[group.partition.workers.index(worker)] * active / total
-        speed = self._speed_of(worker, active)
+        speed = group.speeds[worker]
         return speed.costs[min(max(1, round(share)), speed.capacity) - 1]
 
     def _put(self, trajectory: str, placed: _Placed, worker: int) -> None:
@@ -255,11 +269,11 @@ def _between(value: float, bound: float, share: float) -> float:
     return float(value * (bound / value) ** share)
 
 
-def speed_of(settings: PlacementSection, names: Sequence[str], slots: int) -> Callable[[int, int], Speed]:
+def speed_of(settings: PlacementSection, names: Sequence[str], slots: int) -> SpeedOf:
     """Of the run's settings: a line in the number beside each other, as far as there are slots; beyond, whole rounds of them."""
     made: dict[tuple[int, int], Speed] = {}
 
-    def speed(worker: int, most: int) -> Speed:
+    def speed(worker: int, most: int, tokens: float) -> Speed:
         size = 1 << max(0, most - 1).bit_length()  # few tables
         found = made.get((worker, size))
         if found is None:

@@ -149,6 +149,7 @@ class Progressive:
         self._conformal = Conformal(STAGES, window)
         self.memory = Memory(prior_tokens)
         self._new = 0
+        self._most = 0.0  # the largest logarithm of remaining tokens that ever was
         self.version = 0  # how often it was solved
 
     @property
@@ -164,6 +165,7 @@ class Progressive:
         if self.ready:
             learned = self._ridge.predict(encode(shown, past, self._bends)[None, :], (_stage(shown.turns),))[0]
             tokens, turns, source = tokens + float(learned[0]), turns + float(learned[1]), "model"
+            tokens = min(tokens, self._most)  # a line goes on where nobody has been
         low, high = self._conformal.bounds(_stage(shown.turns), self._coverage) if self.ready else (-3.0, 3.0)
         least = tokens + (low if math.isfinite(low) else -3.0)
         most = tokens + (high if math.isfinite(high) else 3.0)
@@ -199,6 +201,7 @@ class Progressive:
         first = outcome.before[0]
         if outcome.complete:
             self.memory.add(first.task, first.prompt, outcome.said, [(row[0], row[1]) for row in values.tolist()])
+        self._most = max(self._most, float(values[0, 0]))
         self._new += len(before)
         if self._ridge.counts[0] >= _LEAST_ROWS and (self._new >= self._every or not self.ready):
             self._solve()
@@ -223,6 +226,7 @@ class Progressive:
             "features": VERSION,
             "version": self.version,
             "new": self._new,
+            "most": self._most,
             "seed": self._seed,
             "prompt_only": self._prompt_only,
             "prompts": self.memory.prompts,
@@ -247,7 +251,7 @@ class Progressive:
             shapes = [array.shape for array in arrays] != [getattr(self._ridge, name).shape for name in _ARRAYS]
             if wrong or shapes or not all(np.isfinite(array).all() for array in arrays):
                 raise ValueError(f"of another kind: {', '.join(wrong) or 'shapes or values of its arrays'}")
-            version, new = int(meta["version"]), int(meta["new"])
+            version, new, most = int(meta["version"]), int(meta["new"]), float(meta["most"])
             prompts, tasks = dict(meta["prompts"]), dict(meta["tasks"])
             residuals = [[float(value) for value in values] for values in meta["residuals"]]
             ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
@@ -265,7 +269,7 @@ class Progressive:
             raise ValueError(f"is no saved length predictor: {error!r}") from error
         for name, array in zip(_ARRAYS, arrays, strict=True):
             setattr(self._ridge, name, array)
-        self.version, self._new = version, new
+        self.version, self._new, self._most = version, new, most
         self.memory.prompts, self.memory.tasks = prompts, tasks
         for kind, values in enumerate(residuals):
             self._conformal.residuals[kind].clear()

@@ -7,9 +7,11 @@ head, as environments and speech are functions of what they are asked. KV moves 
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 from orchestrator.config import Config
@@ -38,46 +40,50 @@ def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
         policy = make_predictor(settings, float(parts.task.max_response_tokens), config.run.seed)
     parts.foresight.predictor = LatePredictor(policy, config.sim.prediction_seconds)
     if config.rollout.placement.enabled and config.sim.tasks:
-        speeds = Speeds(config)
-        parts.foresight.speeds = lambda worker, most: speeds.of(workers[worker].hardware, workers[worker].degree, most)
+        parts.foresight.speeds = partial(Speeds(config).of_worker, workers)
     if config.rollout.placement.enabled and config.sim.kv_gb_s:
         parts.foresight.mover = SimMover(config, workers)
 
 
 class Speeds:
-    """What the cost model says of so many sequences at once, at the workload's mean context: the profiler's twin. Beyond what
-    slots and KV hold, the others wait: whole rounds of them."""
+    """What the cost model says of so many sequences at once, halfway through what they have before them: the profiler's twin.
+    Beyond what slots and KV hold the others wait: whole rounds of them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._made: dict[tuple[str, int, int], Speed] = {}
-        weights = [task.weight for task in config.sim.tasks.values()]
-        means = [
-            task.prompt_tokens
-            + (task.turns_min + task.turns_max) / 4 * (task.observation_tokens + task.response_tokens)
-            for task in config.sim.tasks.values()
-        ]
-        mean = sum(weight * one for weight, one in zip(weights, means, strict=True)) / sum(weights)
-        self.context = mean / config.sim.grain  # halfway through
+        self._made: dict[tuple[str, int, int, int], Speed] = {}
+        tasks = list(config.sim.tasks.values())
+        total, grain = sum(task.weight for task in tasks), config.sim.grain
+        self._prompt = sum(task.weight * task.prompt_tokens for task in tasks) / total / grain
+        heard = sum(task.weight * task.observation_tokens for task in tasks)
+        self._grows = 1.0 + heard / sum(
+            task.weight * task.response_tokens for task in tasks
+        )  # context for a token said
+        turns = sum(task.weight * (task.turns_min + task.turns_max) / 2 * task.response_tokens for task in tasks)
+        self.tokens = turns / total / grain  # of a trajectory, in the mean
 
-    def of(self, hardware_class: str, degree: int, most: int) -> Speed:
-        """Up to ``most`` sequences on a worker of that many devices."""
-        size = 1 << max(0, most - 1).bit_length()
-        found = self._made.get((hardware_class, degree, size))
+    def of_worker(self, workers: Sequence[SimWorker], worker: int, most: int, tokens: float) -> Speed:
+        """See :class:`orchestrator.placing.Placing`."""
+        return self.of(workers[worker].hardware, workers[worker].degree, most, tokens)
+
+    def of(self, hardware_class: str, degree: int, most: int, tokens: float) -> Speed:
+        """Up to ``most`` sequences on a worker of that many devices, each with so many tokens before it."""
+        size, step = 1 << max(0, most - 1).bit_length(), round(2 * math.log2(max(1.0, tokens)))
+        found = self._made.get((hardware_class, degree, size, step))
         if found is None:
             costs = engine_costs(self._config, hardware_class, degree)
-            slots = float(self._config.rollout.engine.max_num_seqs)
+            context, slots = self._prompt + self._grows * 2 ** (step / 2) / 2, self._config.rollout.engine.max_num_seqs
             if costs.kv_tokens is not None:
-                slots = min(slots, costs.kv_tokens / self.context)
+                slots = max(1, min(slots, int(costs.kv_tokens / context)))
 
-            def step(number: int) -> float:
-                running = max(1, min(number, int(slots)))
+            def seconds(number: int) -> float:
+                running = min(number, slots)
                 fixed, growing = costs.decode(running)
-                return (fixed + growing * running * self.context) * max(1.0, number / slots)
+                return (fixed + growing * running * context) * max(1.0, number / slots)
 
-            alone = step(1)
-            table = [step(number) / alone for number in range(1, size + 1)]
-            found = self._made[hardware_class, degree, size] = Speed(alone, tuple(accumulate(table, max)))
+            alone = seconds(1)
+            table = [seconds(number) / alone for number in range(1, size + 1)]
+            found = self._made[hardware_class, degree, size, step] = Speed(alone, tuple(accumulate(table, max)))
         return found
 
 
