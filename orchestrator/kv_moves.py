@@ -27,6 +27,7 @@ from orchestrator.lanes import Lane
 from orchestrator.policies.kv_transfer import BreakEven
 from orchestrator.sections import KvTransferSection
 
+EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
 REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
 _LOST = (RetryableError, CommandError, ConfigError)
 
@@ -184,7 +185,7 @@ class KvMoves:
                 bytes=moved.bytes,
                 seconds=round(seconds, 6),
             )
-        if why and self.failures[kind] == 1:
+        if why and self.failures[kind] == 1 and kind != EVICTED:
             what = f"kv {source.worker.name} to {lane.worker.name}"
             detail = f"{why[:200]}; recomputed (said once, counted from now on)"
             self._events.emit("fault", what=what, cause="kv", detail=detail)

@@ -214,6 +214,18 @@ def test_a_move_that_fails_or_hangs_costs_its_limit_and_is_said_once(outcome: An
     run(scenario())
 
 
+def test_a_prefix_that_was_evicted_is_counted_and_no_fault() -> None:
+    async def scenario() -> None:
+        fleet = Fleet()
+        fleet.workers[1].fetch = KvMoved(0, 0, 0, 0.1, "gone: the prefix is not cached here any more")
+        await (await fleet.send_elsewhere())
+        assert fleet.moves.failures["gone"] == 1
+        assert not fleet.events_of("fault")
+        await fleet.close()
+
+    run(scenario())
+
+
 def test_a_turn_that_is_cancelled_while_it_waits_for_its_kv_is_never_sent() -> None:
     async def scenario() -> None:
         fleet = Fleet()

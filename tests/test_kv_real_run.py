@@ -49,10 +49,10 @@ def test_a_run_whose_turns_change_engines_moves_their_kv_and_accounts_for_every_
     events = list(read_events(folder / "events.jsonl"))
     moves = [event for event in events if event["kind"] == "kv_moved"]
     assert moves
-    assert {event["source"] for event in moves} == {"vllm-0", "vllm-1"}
+    assert {event["source"] for event in moves} <= {"vllm-0", "vllm-1"}
     assert all(event["tokens"] > 0 and event["bytes"] > 0 for event in moves)
     faults = Counter(event["detail"][:60] for event in events if event["kind"] == "fault" and event["cause"] == "kv")
-    assert all("differs" in detail or "updating" in detail or "gone" in detail for detail in faults), faults
+    assert all("differs" in detail or "updating" in detail for detail in faults), faults
     counted = recount((folder / "ledger.jsonl").read_text().splitlines())
     ends = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed", "in_flight")
     assert counted["started"] == sum(counted[name] for name in ends)
