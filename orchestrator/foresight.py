@@ -11,7 +11,7 @@ from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts, Predictor, prioritize
 from orchestrator.kv_gaps import GapMover
-from orchestrator.placing import Mover, Placing, SpeedOf, speed_of
+from orchestrator.placing import Placing, SpeedOf, speed_of
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
 from orchestrator.proxy import LLMProxy
@@ -53,11 +53,10 @@ class InProcess:
 
 @dataclass
 class Foresight:
-    """``predictor`` None: one in this process. ``mover`` of KV between workers, None: it is computed anew. ``speeds``: see
+    """``predictor`` None: one in this process. ``speeds``: see
     :class:`orchestrator.placing.Placing`, None: as the config says."""
 
     predictor: Predictor | None = None
-    mover: Mover | None = None
     speeds: SpeedOf | None = None
 
 
@@ -79,8 +78,6 @@ def forecasts_of(
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", unknown[0], fix)
         speed = given.speeds or speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
-        mover = given.mover
-        if mover is None and rollout.kv_transfer.enabled:
-            mover = GapMover(proxy.kv, proxy.lanes, proxy.router)
+        mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
         placer = Placing(rollout.placement, proxy.router, events, speed, mover)
     return Forecasts(rollout.prediction, predictor, events, prior, partial(prioritize, proxy), placer)

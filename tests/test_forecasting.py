@@ -67,7 +67,7 @@ def events_of(result: SimResult, *kinds: str) -> list[dict[str, Any]]:
     ["progressive", "oracle", *(pytest.param(name, marks=pytest.mark.long) for name in ("prompt-only", "history"))],
 )
 def test_a_run_with_each_predictor_accounts_for_everything_and_repeats(predictor: str) -> None:
-    given = config(f"rollout.prediction.predictor={predictor}", *PLACED, "sim.kv_gb_s=25")
+    given = config(f"rollout.prediction.predictor={predictor}", *PLACED, "rollout.kv_transfer.enabled=true")
     first = simulate(given)
     assert first.summary["reason"] == "completed"
     assert simulate(given).events == first.events
@@ -83,7 +83,7 @@ def test_faults_of_every_part_lose_no_trajectory_while_kv_moves() -> None:
     found = Counter[str]()
     for seed in range(2):
         faulty = ("sim.fault_rate=0.01", f"run.seed={seed}", "run.steps=2", "rollout.workers=3")
-        found.update(simulate(config(*PLACED, *limits, *faulty, "sim.kv_gb_s=25")).injected)
+        found.update(simulate(config(*PLACED, *limits, *faulty, "rollout.kv_transfer.enabled=true")).injected)
     assert found.total() > 20
 
 

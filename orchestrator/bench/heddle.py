@@ -33,7 +33,11 @@ BASELINES = {
 _PARTS = ("degrees", "migration", "priority", "placement")
 _QUICK = (*BASELINES, "ours", "ours, oracle", *(f"ours, {part} left out" for part in _PARTS[:3]))
 _PREDICT = ("rollout.prediction.enabled=true",)
-_PLACE = ("rollout.placement.enabled=true", "rollout.placement.prefill_seconds=0.0005", "sim.kv_gb_s=40")
+_PLACE = (
+    "rollout.placement.enabled=true",
+    "rollout.placement.prefill_seconds=0.0005",
+    "rollout.kv_transfer.enabled=true",
+)
 
 
 def base(agent: str, scale: int, extra: Sequence[str] = ()) -> Config:
@@ -80,7 +84,7 @@ def variants(agent: str, scale: int, gpus: int) -> dict[str, tuple[str, ...]]:
         "ours, migration left out": (*ours, "rollout.placement.migrate=false"),
         "ours, priority left out": (*ours, "rollout.prediction.order=round-robin"),
         "ours, placement left out": (*_PREDICT, *chosen, "rollout.routing.imbalance=16"),
-        "ours, KV recomputed": (*ours, "sim.kv_gb_s=0"),
+        "ours, KV recomputed": (*ours, "rollout.kv_transfer.enabled=false"),
         "ours, oracle": (*ours, "rollout.prediction.predictor=oracle"),
         "ours, history": (*ours, "rollout.prediction.predictor=history"),
         "order fcfs": (*ours, "rollout.prediction.order=fcfs"),

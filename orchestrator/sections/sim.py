@@ -59,9 +59,6 @@ class SimSection(Section):
     tensor_parallel: Positive = 1  # devices of a worker
     degrees: tuple[Positive, ...] = ()  # devices of each worker, in order; empty: tensor_parallel of each
     prediction_seconds: Annotated[float, Field(ge=0)] = 0.15  # until a forecast is there: Heddle, table 1
-    kv_gb_s: Annotated[float, Field(ge=0)] = (
-        0.0  # at which a trajectory's KV moves between workers; 0: it is recomputed
-    )
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
     trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference

@@ -128,19 +128,6 @@ class Batch:
         self._owed = self.context
         self._pairs = sum(sequence.context * sequence.context / 2 for sequence in self.running.values())
 
-    def take_prefix(self, trajectory: str) -> int:
-        """The KV that is held for it and not in use is let go; tokens of it."""
-        tokens = self._prefix.pop(trajectory, 0)
-        self._idle -= tokens
-        return tokens
-
-    def put_prefix(self, trajectory: str, tokens: int) -> None:
-        """KV of it came from elsewhere: held as far as there is room."""
-        if tokens:
-            self._idle += tokens - self._prefix.pop(trajectory, 0)
-            self._prefix[trajectory] = tokens
-            self._trim()
-
     def clear(self) -> None:
         """The process is gone."""
         self.running.clear()

@@ -1,7 +1,7 @@
-"""What the simulator has in place of the predictor's process and of the network between workers.
+"""What the simulator has in place of the predictor's process and of a profile of the engines.
 
 The predictor is the run's own policy, asked with the latency that Heddle printed; its oracle plays an episode to its end in its
-head, as environments and speech are functions of what they are asked. KV moves at ``sim.kv_gb_s``, between equal weight versions.
+head, as environments and speech are functions of what they are asked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from orchestrator.parts import Parts
 from orchestrator.policies.features import Progress
 from orchestrator.policies.placement import Speed
 from orchestrator.policies.prediction import Forecast, LengthPredictor, Outcome
-from orchestrator.sim import hardware
 from orchestrator.sim.cluster import engine_costs, kv_bytes
 from orchestrator.sim.draws import stream
 from orchestrator.sim.worker import SimWorker
@@ -28,7 +27,8 @@ from orchestrator.sim.workload import Workload
 
 
 def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
-    """Give a simulated run its predictor and what moves KV, where its config asks for them. Raises ConfigError."""
+    """Give a simulated run its predictor, and what placement knows of workers, where its config asks for them. Raises
+    ConfigError."""
     parts.kv_bytes = kv_bytes(config)
     settings = config.rollout.prediction
     if not settings.enabled:
@@ -41,8 +41,6 @@ def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
     parts.foresight.predictor = LatePredictor(policy, config.sim.prediction_seconds)
     if config.rollout.placement.enabled and config.sim.tasks:
         parts.foresight.speeds = partial(Speeds(config).of_worker, workers)
-    if config.rollout.placement.enabled and config.sim.kv_gb_s:
-        parts.foresight.mover = SimMover(config, workers)
 
 
 class Speeds:
@@ -136,21 +134,3 @@ class SimOracle:
                 workload.seconds(task, rng, task.step_seconds, task.step_sigma)
             if turn >= task.turns_max or (turn >= task.turns_min and rng.random() * (task.turns_max - turn + 1) < 1.0):
                 return tuple(said)
-
-
-class SimMover:
-    """The network: each worker's port is its own."""
-
-    def __init__(self, config: Config, workers: Sequence[SimWorker]) -> None:
-        bytes_per_token = hardware.model(config.sim.model).kv_bytes * config.sim.grain
-        self._token_seconds = bytes_per_token / (config.sim.kv_gb_s * 1e9)
-        self._workers = workers
-
-    def seconds(self, source: int, target: int, tokens: int) -> float | None:
-        """See the protocol."""
-        return tokens * self._token_seconds
-
-    async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
-        """See the protocol."""
-        await asyncio.sleep(tokens * self._token_seconds)
-        return self._workers[source].give_prefix(trajectory, self._workers[target]) > 0

@@ -323,14 +323,6 @@ class SimWorker:
         self._news.set()
         self._end_step()
 
-    def give_prefix(self, trajectory: str, to: SimWorker) -> int:
-        """Another worker has the KV that is held of a trajectory from now on; tokens of it. None across weight versions."""
-        if self._dead or to._dead or self._batch.version != to._batch.version:
-            return 0
-        tokens = self._batch.take_prefix(trajectory)
-        to._batch.put_prefix(trajectory, tokens)
-        return tokens
-
     def spoil(self) -> None:
         """An update fails while it is applied: the weights are unusable from now on."""
         if self._dead:
