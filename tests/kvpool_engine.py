@@ -50,7 +50,10 @@ def main() -> None:
                 step()
         while command.get("drain") and engine.has_unfinished_requests():
             step()
-        answer["outputs"], answer["pool"] = outputs, core.rl_coserve("kv_pool", {})
+        answer["outputs"], answer["pool"] = (
+            outputs,
+            core.rl_coserve("page_pool", {"opened": command.get("opened", False)}),
+        )
         answer["unfinished"] = engine.get_num_unfinished_requests()
         print(json.dumps(answer), flush=True)
 

@@ -213,5 +213,5 @@ def test_real_engines_mooncake_and_ray_answer_the_doctor(tmp_path: Path) -> None
     assert "backend registered" in detail
     for seam in ("--plugin", "control endpoints", "scheduler", "worker extension", "hooks"):
         assert seam in detail
-    for patch in ("cli_flag", "engine_command", "cpu_keep_weights"):
+    for patch in ("cli_flag", "engine_command", "cpu_keep_weights", "kv_range"):
         assert f"{patch} live" in detail

@@ -184,7 +184,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Parsed]:
 def test_not_asked_for_the_command_line_and_the_environment_are_those_of_stock_vllm(parsed: dict[str, Parsed]) -> None:
     idle, stock = parsed["idle"], parsed["stock"]
     assert stock["patches"] is None  # the plugin was not even loaded: a comparison
-    assert idle["patches"] == {"cli_flag": True, "engine_command": False, "cpu_keep_weights": False}
+    assert idle["patches"] == {"cli_flag": True, "engine_command": False, "cpu_keep_weights": False, "kv_range": False}
     assert idle["args"] == stock["args"]
     assert idle["shown"] == stock["shown"]
     assert {**idle["environment"], "VLLM_PLUGINS": ""} == {**stock["environment"], "VLLM_PLUGINS": ""}
@@ -218,7 +218,12 @@ def test_processes_of_the_engine_inherit_all_that_loads_the_plugin(parsed: dict[
     assert environment["RL_COSERVE_ACTIVE"] == environment["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"].replace(
         "RL_COSERVE_ACTIVE", "1"
     )
-    assert parsed["flag"]["patches"] == {"cli_flag": True, "engine_command": False, "cpu_keep_weights": True}
+    assert parsed["flag"]["patches"] == {
+        "cli_flag": True,
+        "engine_command": False,
+        "cpu_keep_weights": True,
+        "kv_range": False,
+    }
 
 
 @pytest.mark.engine

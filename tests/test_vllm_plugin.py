@@ -17,6 +17,8 @@ from orchestrator.api import ConfigError
 from orchestrator.hooks import versions
 from vllm_rlplugin.patches import REGISTER
 
+PATCHES = ("cli_flag", "engine_command", "cpu_keep_weights", "kv_range")
+
 # One process with a real engine, made from a command line as `vllm bench` does; prints what it was and what it generated.
 _ENGINE = """
 import dataclasses, json, os, random, sys
@@ -133,8 +135,8 @@ def test_an_idle_plugin_changes_no_class_and_no_setting_of_the_engine(stock_and_
 @pytest.mark.engine
 def test_an_idle_plugin_applies_no_patch_but_that_of_the_parser(stock_and_idle: Engines) -> None:
     stock, idle = stock_and_idle
-    assert stock["status"]["patches"] == dict.fromkeys(("cli_flag", "engine_command", "cpu_keep_weights"), False)
-    assert idle["status"]["patches"] == {"cli_flag": True, "engine_command": False, "cpu_keep_weights": False}
+    assert stock["status"]["patches"] == dict.fromkeys(PATCHES, False)
+    assert idle["status"]["patches"] == dict.fromkeys(PATCHES, False) | {"cli_flag": True}
     assert not idle["status"]["active"]
     assert idle["status"]["inert"] == ""
 
@@ -174,7 +176,7 @@ def test_loading_brings_no_module_but_ours_and_activating_prepares_the_process()
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["new"] == ["orchestrator", "vllm_rlplugin"]
-    assert result["idle"] == {"cli_flag": True, "engine_command": False, "cpu_keep_weights": False}
+    assert result["idle"] == dict.fromkeys(PATCHES, False) | {"cli_flag": True}
     assert result["active"]["active"]
     assert result["active"]["patches"]["cpu_keep_weights"]  # on vLLM's CPU build, which is what is tested here
     assert result["copied"] == "MINE,RL_COSERVE_ACTIVE"
@@ -187,7 +189,7 @@ def test_importing_the_plugin_imports_neither_vllm_nor_torch() -> None:
 
 
 def test_every_patch_says_why_it_exists_and_when_it_goes() -> None:
-    assert [patch.name for patch in REGISTER] == ["cli_flag", "engine_command", "cpu_keep_weights"]
+    assert [patch.name for patch in REGISTER] == list(PATCHES)
     for patch in REGISTER:
         assert str(patch.tested) == str(versions.VLLM.tested)
         assert all((patch.target, patch.reason, patch.upstream, patch.remove_when))

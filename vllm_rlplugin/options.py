@@ -70,7 +70,17 @@ class PluginOptions:
     )
     kv_pool_mib: int = _option(0, "MiB", "make the pool if nobody lives in it, so large; 0: it is there already")
     kv_pool_page_kib: int = _option(2048, "KiB", "size of a page, the same for all engines of a pool")
-    kv_pool_budget_mib: int = _option(0, "MiB", "what a rollout engine may have until somebody decides otherwise")
+    kv_pool_budget_mib: int = _option(0, "MiB", "what a rollout engine may have until a serving engine decides")
+    kv_pool_headroom: float = _option(0.2, "share", "of the pool, kept free for serving (the serving engine's flag)")
+    kv_pool_watermark: float = _option(
+        0.25, "share", "of the headroom: what serving uses of it before rollouts are cut"
+    )
+    kv_pool_lent: float = _option(
+        1.0, "share", "of the pool, the most that rollouts may ever have (the serving engine's flag)"
+    )
+    kv_pool_window: float = _option(
+        60.0, "seconds", "over which serving's own peak counts when rollouts get their budget"
+    )
     kv_pool_keep: float = _option(10.0, "seconds", "pages that nobody used for so long go back to the pool")
     kv_pool_scrub: bool = _option(False, "", "zero a page of another engine before it is used here")
 
@@ -97,8 +107,12 @@ class PluginOptions:
                 raise ConfigError(name, getattr(self, name), "give 0 or more MiB")
         if self.kv_pool_page_kib < 4 or self.kv_pool_page_kib & (self.kv_pool_page_kib - 1):
             raise ConfigError("kv_pool_page_kib", self.kv_pool_page_kib, "give a power of two of at least 4 KiB")
-        if not self.kv_pool_keep >= 0:
-            raise ConfigError("kv_pool_keep", self.kv_pool_keep, "give 0 or more seconds")
+        for name in ("kv_pool_headroom", "kv_pool_watermark", "kv_pool_lent"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(name, getattr(self, name), "give a share from 0 to 1")
+        for name in ("kv_pool_window", "kv_pool_keep"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "give 0 or more seconds")
         if not self.kv_pool:
             stray = [item.name for item in fields(self) if item.name.startswith("kv_pool_")]
             for name in stray:

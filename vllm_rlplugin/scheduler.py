@@ -60,7 +60,8 @@ class Coserving(Preempting):
         * ``prioritize`` {"priorities": {trajectory id: priority}}: of all their unfinished requests -> {"changed"}
         * ``advance_version`` {"version", "history" (default: the present one)}: the weights are now of this version; it
           never decreases within a history, and histories never return -> {"preempted", "how", "seconds"}
-        * ``kv_pool`` {}: comply with the budget, give back what is idle -> pages held, budget ({} without a pool)
+        * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
+          serving engine -> pages held, budget, and what is lent ({} without a pool)
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":
@@ -69,10 +70,10 @@ class Coserving(Preempting):
             return self._rl_advance_version(**arguments)
         if command == "snapshot":
             return self._rl_snapshot()
-        if command == "kv_pool":
-            return self._rl_pages.look() if self._rl_pages is not None else {}
+        if command == "page_pool":
+            return self._rl_pages.look(**arguments) if self._rl_pages is not None else {}
         raise ValueError(
-            f"{command!r} is not a command of the scheduler: prioritize, advance_version, snapshot, kv_pool"
+            f"{command!r} is not a command of the scheduler: prioritize, advance_version, snapshot, page_pool"
         )
 
     # ---- hooks into stock methods ----

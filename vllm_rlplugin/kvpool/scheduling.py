@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from orchestrator.policies.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.engine import EnginePool, current
+from vllm_rlplugin.kvpool.guardian import Guardian
 from vllm_rlplugin.kvpool.parking import Parking
 from vllm_rlplugin.options import PluginOptions
 
@@ -20,7 +22,7 @@ _LOOK_SECONDS = 0.25  # between two looks at all blocks
 class PagedScheduling:
     """Of one stock scheduler, in its thread."""
 
-    def __init__(self, scheduler: Any, pool: EnginePool, keep: float) -> None:
+    def __init__(self, scheduler: Any, pool: EnginePool, keep: float, guardian: Guardian | None = None) -> None:
         self._scheduler = scheduler
         self._pool = pool
         in_flight = 2 if scheduler.scheduler_config.async_scheduling else 0
@@ -36,6 +38,7 @@ class PagedScheduling:
         )
         self._block_tokens = scheduler.block_size
         self._looked = 0.0
+        self._guardian = guardian
         self.displaced = 0  # requests that were preempted for the budget's sake
 
     @classmethod
@@ -48,20 +51,32 @@ class PagedScheduling:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
             )
-        return cls(scheduler, pool, options.kv_pool_keep)
+        guardian = None
+        if pool.role == "serving":
+            shares = options.kv_pool_headroom, options.kv_pool_watermark, options.kv_pool_lent
+            rules = SharingRules(pool.pool.pages, *shares)
+            guardian = Guardian(pool.pool, rules, time.monotonic, options.kv_pool_window)
+        return cls(scheduler, pool, options.kv_pool_keep, guardian)
 
     def before_step(self) -> None:
         """Comply, then have what the next step may allocate."""
         self._parking.stepped()
         self._comply()
+        if self._guardian is not None:
+            self._guardian.tick()
         self._parking.want(self._wanted())
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             self._parking.look()
 
-    def look(self) -> dict[str, Any]:
-        """The same without a step, for an engine that has nothing to do."""
+    def look(self, opened: bool = False) -> dict[str, Any]:
+        """The same without a step, for an engine that has nothing to do. ``opened``: an RL step begins, rollout engines get their
+        budgets anew (of a serving engine only)."""
+        if self._guardian is not None:
+            if opened:
+                self._guardian.open()
+            self._guardian.tick()
         if not self._scheduler.running:
             self._parking.stepped()
         self._comply()
@@ -76,7 +91,14 @@ class PagedScheduling:
             "page_bytes": view.page_bytes,
             "groups": self._parking.backed,
             "displaced": self.displaced,
+            **self._lent(),
         }
+
+    def _lent(self) -> dict[str, Any]:
+        if self._guardian is None:
+            return {}
+        budget = self._guardian.budget
+        return {"lent": budget.pages, "state": budget.state, "cuts": self._guardian.cuts, "kills": self._guardian.kills}
 
     def _wanted(self) -> int:
         """Blocks that running and waiting requests may ask for in the next step: an upper bound, so that stock finds them."""
