@@ -29,12 +29,30 @@ RUN = [
     "run.steps=3",
     "rollout.kv_transfer.enabled=true",
     "rollout.kv_transfer.min_tokens=1",
-    "rollout.routing.policy=round-robin",  # every other turn goes to the other engine
 ]
+PLACED = (
+    "rollout.prediction.enabled=true",
+    "rollout.placement.enabled=true",
+    "rollout.placement.certainty=0.0",
+    "rollout.placement.prefill_seconds=0.01",
+    "rollout.placement.token_seconds=1.0",  # so that every gain is worth a move
+    "rollout.placement.interference=0.2",
+    "rollout.placement.renew_share=0.01",
+    "rollout.placement.renew_seconds=0.0",
+)
 
 
-def test_a_run_whose_turns_change_engines_moves_their_kv_and_accounts_for_every_trajectory(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestrator.cli", "train", "examples/frozenlake.toml", *RUN]
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("rollout.routing.policy=round-robin",), id="every other turn goes to the other engine"),
+        pytest.param(PLACED, id="trajectories are placed by predicted length, and move in gaps"),
+    ],
+)
+def test_a_run_whose_turns_change_engines_moves_their_kv_and_accounts_for_every_trajectory(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-m", "orchestrator.cli", "train", "examples/frozenlake.toml", *RUN, *options]
     done = subprocess.run(
         [*command, f'run.folder="{tmp_path}"', "run.name=t"],
         cwd=ROOT,
