@@ -45,11 +45,11 @@ _WHY = """
 - **Table 5**: our rollouts are too fast throughout (SWE-bench's tokens a turn are ASSUMED). For the dense model prefill apart
   gains, as printed. For the mixture of experts it loses: a step's grouped matrix products, at the efficiency measured on H20,
   are most of our decode, so engines taken away from decoding cost more there than undisturbed decoding gains.
-- **The simulator's own error** is 13.8 % at 8 sequences of 192 tokens: a decode step of them was measured at 8.8 ms, one of 4 of
-  32 tokens at 8.9. Neither a fixed cost of a prefill, nor the square of a step's tokens, nor a second rate beyond 4,096 tokens
-  predicts fitted sizes better that were left out of the fit one by one (largest error 31 to 36 %, median 6 to 9 %, with and
-  without), so none was added. The fit misses its own sizes by up to 13 %: this is the spread of the measurement on a loaded
-  machine (its speed varied by a factor of two meanwhile), and more rounds on an idle one are what is left to try.
+- **The simulator's own error** is 16.5 % at a prefill of 32 sequences of 96 tokens, on a quiet machine; decode steps that were
+  held back are at most 5.0 % off, a whole rollout 2.7 %. Prefills of 1,500 to 4,600 tokens are predicted 11 to 17 % too slow, one of
+  16,384 15 % too fast: a token costs this machine more in a long step, which one rate does not say. Neither a fixed cost of
+  a prefill, nor the square of a step's tokens, nor a second rate beyond 4,096 tokens predicted sizes better that were left out of the
+  fit one by one (on a busy machine), so none was added.
 - **Transfers**: the papers' have a start of seconds and reach 2 to 12 GB/s of links of 25 and 50; a roofline of the link does
   not.
 - **RollPacker's tail batching alone saves less than printed**: in our `sync` the slowest scorer is waited for in short rounds too
