@@ -46,10 +46,10 @@ _WHY = """
   gains, as printed. For the mixture of experts it loses: a step's grouped matrix products, at the efficiency measured on H20,
   are most of our decode, so engines taken away from decoding cost more there than undisturbed decoding gains.
 - **The simulator's own error** is 16.5 % at a prefill of 32 sequences of 96 tokens, on a quiet machine; decode steps that were
-  held back are at most 5.0 % off, a whole rollout 2.7 %. Prefills of 1,500 to 4,600 tokens are predicted 11 to 17 % too slow, one of
-  16,384 15 % too fast: a token costs this machine more in a long step, which one rate does not say. Neither a fixed cost of
-  a prefill, nor the square of a step's tokens, nor a second rate beyond 4,096 tokens predicted sizes better that were left out of the
-  fit one by one (on a busy machine), so none was added.
+  held back are at most 5.0 % off, a whole rollout 2.7 %. Prefills of 1,500 to 4,600 tokens are predicted 11 to 17 % too slow,
+  one of 16,384 15 % too fast: a token costs this machine more in a long step, which one rate does not say. Neither a fixed
+  cost of a prefill, nor the square of a step's tokens, nor a second rate beyond 4,096 tokens predicted sizes better that were
+  left out of the fit one by one (on a busy machine), so none was added.
 - **Transfers**: the papers' have a start of seconds and reach 2 to 12 GB/s of links of 25 and 50; a roofline of the link does
   not.
 - **RollPacker's tail batching alone saves less than printed**: in our `sync` the slowest scorer is waited for in short rounds too
