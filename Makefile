@@ -37,5 +37,5 @@ test-gpu: venv ## The tests that need an NVIDIA GPU
 	@$(BIN)/pytest -m gpu $(PYTEST_ARGS) || (code=$$?; [ $$code -eq 5 ] && echo "no test is marked gpu" || exit $$code)
 
 clean: ## Remove .venv, caches and build products; keeps runs/
-	rm -rf .venv build dist orchestrator/transfer/delta/_native.ctypes.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist orchestrator/transfer/delta/_native.ctypes.so vllm_rlplugin/kvpool/_pages.ctypes.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
