@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,11 +148,7 @@ def test_a_process_that_does_not_hold_the_pool_is_never_killed(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The number in the ledger may be one of another namespace, and mean somebody else here."""
-    bystander = os.fork()
-    if not bystander:
-        os.closerange(3, 256)
-        time.sleep(60)
-        os._exit(0)
+    bystander = subprocess.Popen(["/bin/sleep", "60"]).pid
     setup.children.append(bystander)
     monkeypatch.setattr(os, "getpid", lambda: bystander)
     roll = PagePool.open(setup.pool.path)
