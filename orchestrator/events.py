@@ -41,10 +41,14 @@ class EventLog:
         self._sink = sink
         self._now = now
         self._origin = now() - offset  # a resumed run goes on where the log ended
+        self._last = (self._origin, 0.0)  # the clock, and what it means: much happens in one tick of the event loop
 
     def time(self) -> float:
         """Seconds since the run's start."""
-        return round(self._now() - self._origin, 6)
+        now = self._now()
+        if now != self._last[0]:
+            self._last = now, round(now - self._origin, 6)
+        return self._last[1]
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event."""

@@ -129,7 +129,7 @@ def _runs() -> list[dict[str, Any]]:
     source = "RollArt 3.1, figure 3"
     assumed = "tokens a turn and environment times are assumed"
     found.append(_row("step of Qwen3-8B on SWE-bench", swe.step_seconds, 366.0, source, "s", assumed))
-    found.append(_row("training in it", swe.train_seconds, 0.23 * 366, source, "s", "train_efficiency", True))
+    found.append(_row("training in it", swe.train_seconds, 0.23 * 366, source, "s", "its time a token", True))
     rest = swe.step_seconds - swe.train_seconds
     found.append(_row("generation and environments in it", rest, 0.69 * 366, source, "s", assumed))
     for model, h800, h20, printed in (

@@ -62,6 +62,9 @@ class SimSection(Section):
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
     trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference
+    trainer_serial_seconds: Annotated[float, Field(ge=0)] | None = (
+        None  # roofline: of a trained token, however many GPUs train; None: orchestrator/sim/hardware.py
+    )
     feed_once: Fraction = (
         0.0  # a streamed step is fed once only, at most so much of a batch (RollPacker, table 4); 0: as it comes
     )

@@ -2,7 +2,7 @@
 
 Guarantee: a variant is its file with overrides that are written here and nowhere else, so that a policy is compared on the
 workload and the cluster that were there before it. ``scale`` n plays an n-th of the cluster on an n-th of the batch: the load
-of each device and all durations that do not depend on the number of trajectories stay as they are.
+of each device, all durations that do not depend on the number of trajectories, and that of a training step stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, apply_override, parse_config
+from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
 from orchestrator.sim.run import SimResult, simulate
 
 SKIPPED = 2  # first steps, which fill the pipeline
@@ -60,6 +61,9 @@ def _scaled(data: dict[str, Any], scale: int) -> dict[str, Any]:
         for key in keys:
             if table.get(key):
                 table[key] = max(1, table[key] // scale)
+    sim["trainer_serial_seconds"] = scale * sim.get(
+        "trainer_serial_seconds", TRAIN_SERIAL_SECONDS
+    )  # a token is n tokens
     if sim.get("fleet"):
         sim["fleet"] = {name: max(1, count // scale) for name, count in sim["fleet"].items()}
         rollout["workers"] = sum(sim["fleet"].values())
