@@ -10,8 +10,8 @@ Guarantees:
 * A client that is slow, silent or hostile costs the server one thread for ``limit`` seconds, and at most ``CLIENTS`` of them.
 
 Frames: four bytes of length (big endian), then a msgpack map. Server: {nonce}. Client: {header, nonce, proof}. Server: {header,
-proof}, then ``blocks`` times ``block_bytes`` raw bytes; or, where both sides have the same :class:`Carrier`, the header says where
-these lie, until the client closes the connection.
+proof}, then ``blocks`` times ``block_bytes`` raw bytes; or, where both sides have the same :class:`Carrier`, the header says
+where these lie, until the client closes the connection.
 """
 
 from __future__ import annotations
