@@ -165,12 +165,23 @@ class FrontendOptions:
     kv_host: str = _option(
         "127.0.0.1", "address", "where KV is handed out with --rl-kv-transfer; 'node': this machine's own address"
     )
+    kv_carrier: str = _option("tcp", "", "what blocks of KV travel over: our own TCP, or Mooncake", ("tcp", "mooncake"))
+    kv_protocol: str = _option(
+        "tcp", "", "of Mooncake's transfer engine, with --rl-kv-carrier mooncake", ("tcp", "rdma")
+    )
+    kv_device: str = _option("", "name[,name]", "RDMA devices, as in /sys/class/infiniband; empty: Mooncake chooses")
 
     def __post_init__(self) -> None:
         if self.token_file and not Path(self.token_file).is_file():
             raise ConfigError("--rl-token-file", self.token_file, "there is no such file")
         if self.max_body_mb < 1:
             raise ConfigError("--rl-max-body-mb", self.max_body_mb, "give at least 1 MiB")
+        if self.kv_carrier == "tcp" and (self.kv_protocol, self.kv_device) != ("tcp", ""):
+            raise ConfigError("--rl-kv-protocol", self.kv_protocol, "needs --rl-kv-carrier mooncake")
+        if self.kv_protocol != "tcp":
+            from orchestrator.transfer.kv_mooncake import check_device  # numpy; as below
+
+            check_device(self.kv_protocol, self.kv_device, "--rl-kv-")
         self.networks()
         self.relay_endpoint()
 

@@ -17,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
 from orchestrator.planning import read_profile
-from orchestrator.runtime import judge, pools, served
+from orchestrator.runtime import judge, kv, pools, served
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -51,6 +51,7 @@ def check(config: Config, task: Task) -> None:
     for part in (task, *parts_of(task).values()):
         rules_of(config, part)
     _planner(config)
+    kv.check(config)
     pools.check(config)
     served.check(config, task)
 
