@@ -124,6 +124,7 @@ def rollart(
 
 
 _TASKS = ("math", "code", "judged")
+SCORES = 16  # of rollpacker.toml, a GPU
 ROLLPACKER = {  # RollPacker 6: model, GPUs, rollout TP, longest response, GPUs of a training replica (TP x PP x CP)
     "7B/8k": ("Qwen2.5-7B", 16, 1, 8192, 2),
     "14B/16k": ("Qwen2.5-14B", 32, 2, 16384, 8),
@@ -144,12 +145,12 @@ RUNGS: dict[str, tuple[str, ...]] = {  # RollPacker table 2, and 6.1; its parall
 def rollpacker_setup(size: str, scale: int = 1) -> list[str]:
     """Overrides of the scenario, which is 14B/16k. The paper prints lengths for that one only, so for the others it is ASSUMED
     that the median stays and the longest of a batch of 1,024 moves with the limit: sigma by ln 2 / 3.2 for each doubling. And
-    that a GPU brings its server's share of what scores: four scores at a time."""
+    that a GPU brings its server's share of what scores: ``SCORES`` at a time (calibrated, see the file)."""
     model, gpus, ranks, longest, replica = ROLLPACKER[size]
     sigma = 1.05 + math.log(longest / 16384) / 3.2
     mean = 450 * math.exp(sigma * sigma / 2)
     given = [f"sim.model={model}", f"sim.tensor_parallel={ranks}", f"rollout.workers={gpus // ranks}"]
-    given += [f"sim.trainer_gpus={gpus}", f"sim.reward_slots={4 * gpus}"]
+    given += [f"sim.trainer_gpus={gpus}", f"sim.reward_slots={SCORES * gpus}"]
     given.append(f"rollout.engine.max_model_len={(512 + longest) // 16}")
     for task in _TASKS:
         of = f"sim.tasks.{task}"
