@@ -207,11 +207,37 @@ class RolloutSection(Section):
         if self.placement.enabled and not self.prediction.enabled:
             fix = "places by predicted lengths: set rollout.prediction.enabled to true too"
             found.append(("placement", "enabled", fix))
+        if self.placement.degrees.enabled:
+            found += self._with_degrees()
         if self.disaggregation.enabled:
             found += self._disaggregated()
         if found:
             raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
         return self
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the run's own engines are cut anew between steps: by one of the two, never both."""
+        return self.planner.enabled or self.placement.degrees.enabled
+
+    def _with_degrees(self) -> list[tuple[str, object, str]]:
+        """Who else would cut or lend the engines, and what the degrees are chosen by."""
+        field, degrees = "placement.degrees", self.placement.degrees
+        found: list[tuple[str, object, str]] = []
+        others = [name for name in ("planner", "colocation", "disaggregation") if getattr(self, name).enabled]
+        if others:
+            fix = f"cuts the engines anew, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
+            found.append((f"{field}.enabled", True, fix))
+        if not self.workers:
+            fix = "cuts the run's own engines, and rollout.workers is 0: set it to false"
+            found.append((f"{field}.enabled", True, fix))
+        if not self.placement.enabled:
+            fix = "gives long trajectories the large engines: set rollout.placement.enabled to true too"
+            found.append((f"{field}.enabled", True, fix))
+        if degrees.start and sum(degrees.start) != self.workers:
+            fix = f"must add up to rollout.workers = {self.workers}, the devices"
+            found.append((f"{field}.start", list(degrees.start), fix))
+        return found
 
     def _disaggregated(self) -> list[tuple[str, object, str]]:
         """What prefill on other workers than decode needs."""

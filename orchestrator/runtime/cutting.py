@@ -1,0 +1,79 @@
+"""Who cuts a run's own engines anew between steps, and over how many devices each of them starts.
+
+Guarantees: at most one does, the parallelism planner or the resource manager (:mod:`orchestrator.sections.rollout`); a profile
+that it reads is of this model, and of the engine and device that are here. Raises ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError, Task
+from orchestrator.config import Config
+from orchestrator.planning import make_planner
+from orchestrator.planning import read_profile as read_planner_profile
+from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.policies.reallocation import Reallocation
+from orchestrator.profile import ProfileKey, model_name
+from orchestrator.profile import load as load_profile
+from orchestrator.profile.file import check as check_profile
+from orchestrator.reallocating import make_reallocation, read_profile
+from orchestrator.reshaping import seats
+
+IDENTITY = "vllm_rlplugin.profiling:identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``ranks``: devices of each worker at its start; empty: nobody cuts them."""
+
+    planner: ParallelismPlanner | None = None
+    reallocation: Reallocation | None = None
+    ranks: tuple[int, ...] = ()
+
+    def of(self, index: int) -> dict[str, int]:
+        """Keywords of a worker: where its devices begin, and how many it begins with."""
+        return {"first_device": index, "ranks": self.ranks[index]} if self.ranks else {}
+
+
+async def cut_of(
+    config: Config,
+    task: Task,
+    model: str,
+    shape: Mapping[str, Any],
+    function: Callable[[str, dict[str, Any]], Awaitable[Any]],
+) -> Cut:
+    """``shape``: of the model at ``model``; ``function``: asks a function of the plugin."""
+    rollout, heads = config.rollout, int(shape["num_attention_heads"])
+    planned = rollout.planner.enabled
+    name = rollout.planner.profile if planned else rollout.placement.degrees.profile
+    if rollout.reshapes and name:
+        field = "rollout.planner.profile" if planned else "rollout.placement.degrees.profile"
+        here = await function(IDENTITY, {"threads": rollout.engine.threads})
+        key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
+        check_profile(load_profile(Path(name), field), key, field)
+    if planned:
+        planner = make_planner(config, task, heads)
+        return Cut(planner, None, tuple(seats(planner.layout.tp, rollout.workers)))
+    if rollout.reshapes:
+        reallocation = make_reallocation(config, task, heads)
+        return Cut(None, reallocation, tuple(seats(reallocation.degrees, rollout.workers)))
+    return Cut()
+
+
+def check(config: Config) -> None:
+    """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
+    if not config.rollout.reshapes:
+        return
+    who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
+    for field, given in (("resources.pools", config.resources.pools), ("ray.address", config.ray.address)):
+        if given:
+            fix = f"{who} needs all devices on this machine, and free of pools: leave this out, or set it to false"
+            raise ConfigError(field, given, fix)
+    if config.rollout.planner.enabled:
+        read_planner_profile(config)
+    else:
+        read_profile(config)
