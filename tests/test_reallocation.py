@@ -190,6 +190,7 @@ def test_a_simulated_run_follows_the_resource_manager_pays_for_it_and_accounts_f
     for before, after in itertools.pairwise(decided):
         assert after["degrees"] == before["next"]
         assert before["next"] == before["degrees"] or before["gain"] * 4 > before["cost"]
+    assert decided[changes[0]["step"] + 1]["cost"] == changes[0]["seconds"]
     assert simulate(tailed(few)).events == result.events
     dear = simulate(tailed(few, "rollout.placement.degrees.start_seconds=1e6"))
     assert not events_of(dear, "reshape")

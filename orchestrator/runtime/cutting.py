@@ -1,5 +1,7 @@
 """Who cuts a run's own engines anew between steps, and over how many devices each of them starts.
 
+Where prefill and decode are apart nobody does, but each engine may have a number of devices of its own.
+
 Guarantees: at most one does, the parallelism planner or the resource manager (:mod:`orchestrator.sections.rollout`); a profile
 that it reads is of this model, and of the engine and device that are here. Raises ConfigError.
 """
@@ -28,15 +30,19 @@ IDENTITY = "vllm_rlplugin.profiling:identity"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``ranks``: devices of each worker at its start; empty: nobody cuts them."""
+    """``ranks``: devices of each worker at its start; empty: one each, and nobody cuts them. ``devices``: where they begin, -1:
+    its pool says that; empty: each at its own number."""
 
     planner: ParallelismPlanner | None = None
     reallocation: Reallocation | None = None
     ranks: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
 
     def of(self, index: int) -> dict[str, int]:
         """Keywords of a worker: where its devices begin, and how many it begins with."""
-        return {"first_device": index, "ranks": self.ranks[index]} if self.ranks else {}
+        if not self.ranks:
+            return {}
+        return {"first_device": self.devices[index] if self.devices else index, "ranks": self.ranks[index]}
 
 
 async def cut_of(
@@ -61,7 +67,21 @@ async def cut_of(
     if rollout.reshapes:
         reallocation = make_reallocation(config, task, heads)
         return Cut(None, reallocation, tuple(seats(reallocation.degrees, rollout.workers)))
-    return Cut()
+    return _fixed(config, heads)
+
+
+def _fixed(config: Config, heads: int) -> Cut:
+    """What ``rollout.disaggregation.degrees`` says."""
+    given, field = config.rollout.disaggregation.degrees, "rollout.disaggregation.degrees"
+    if not given:
+        return Cut()
+    for name, degree in given.items():
+        if heads % degree:
+            fix = f"{name} cannot have {degree} devices: the model has {heads} attention heads"
+            raise ConfigError(field, dict(given), fix)
+    ranks = [given.get(f"vllm-{index}", 1) for index in range(config.rollout.workers)]
+    begins = [sum(ranks[:index]) for index in range(len(ranks))]
+    return Cut(ranks=tuple(ranks), devices=tuple(-1 if config.resources.pools else begin for begin in begins))
 
 
 def check(config: Config) -> None:

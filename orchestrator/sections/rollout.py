@@ -69,6 +69,7 @@ class DisaggregationSection(Section):
     decode: str = ""  # of those that decode
     tasks: tuple[str, ...] = ()  # that are served so; empty: all
     min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a turn with a shorter one is served whole
+    degrees: dict[Annotated[str, Field(pattern=r"^vllm-\d+$")], Positive] = {}  # own worker -> devices of its engine: 1
 
 
 class PlannerSection(Section):
@@ -211,6 +212,9 @@ class RolloutSection(Section):
             found += self._with_degrees()
         if self.disaggregation.enabled:
             found += self._disaggregated()
+        elif self.disaggregation.degrees:
+            fix = "are of engines that prefill or decode only: set rollout.disaggregation.enabled to true, or leave them out"
+            found.append(("disaggregation.degrees", dict(self.disaggregation.degrees), fix))
         if found:
             raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
         return self
@@ -251,6 +255,10 @@ class RolloutSection(Section):
         if self.planner.enabled or self.colocation.enabled:
             fix = "keeps its workers: leave out rollout.planner and rollout.colocation"
             found.append(("disaggregation.enabled", True, fix))
+        strange = [name for name in settings.degrees if int(name.removeprefix("vllm-")) >= self.workers]
+        if strange:
+            fix = f"there is no {strange[0]}: rollout.workers is {self.workers}"
+            found.append(("disaggregation.degrees", dict(settings.degrees), fix))
         return found
 
     def _with_rounds(self) -> list[tuple[str, object, str]]:

@@ -85,6 +85,9 @@ def planner_of(config: Config, task: Task) -> ParallelismPlanner | None:
 
 def check_planner(config: Config) -> None:
     """Raises ConfigError for what the simulator cannot cut."""
+    if config.rollout.disaggregation.degrees:
+        fix = "devices of a simulated worker are in sim.degrees: leave this out"
+        raise ConfigError("rollout.disaggregation.degrees", dict(config.rollout.disaggregation.degrees), fix)
     if not config.rollout.reshapes:
         return
     who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
