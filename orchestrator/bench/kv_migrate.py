@@ -2,7 +2,8 @@
 
 Two real engines, a process each, loopback TCP: ``vllm_rlplugin.kv_probe``. The value is the ratio at the longest prefix, the
 detail has all lengths and the break-even, as the run's own policy (:class:`orchestrator.policies.kv_transfer.BreakEven`) derives
-it from these figures; and some lengths over Mooncake's transfer engine, TCP too. Every move is compared bit for bit with the engine that the trajectory came from.
+it from these figures; and some lengths over Mooncake's transfer engine, TCP too. Every move is compared bit for bit
+with the engine that the trajectory came from.
 ``--quick``: 256 and 1,024 tokens.
 """
 
