@@ -213,13 +213,14 @@ def test_who_else_cuts_or_lends_the_engines_is_one_clear_error() -> None:
         tailed("rollout.placement.degrees.start=[2, 1]")
     with pytest.raises(ConfigError, match=r"sim\.degrees.*rollout\.placement\.degrees chooses them"):
         simulate(tailed("sim.degrees=[1, 1, 1, 1]"))
-    with pytest.raises(ConfigError, match=r"resources\.pools.*rollout\.placement\.degrees needs all devices"):
-        cutting.check(tailed("resources.pools={H800=8}"))
-    with pytest.raises(ConfigError, match=r"degrees\.profile.*cannot be read"):
-        cutting.check(tailed('rollout.placement.degrees.profile="none.json"'))
     config = tailed()
+    task = SimTask(config)
+    with pytest.raises(ConfigError, match=r"resources\.pools.*rollout\.placement\.degrees needs all devices"):
+        cutting.check(tailed("resources.pools={H800=8}"), task)
+    with pytest.raises(ConfigError, match=r"degrees\.profile.*cannot be read"):
+        cutting.check(tailed('rollout.placement.degrees.profile="none.json"'), task)
     with pytest.raises(ConfigError, match=r"rollout\.placement\.degrees\.speeds"):
-        make_reallocation(config, SimTask(config))
+        cutting.check(config, task)
     given = tailed("rollout.placement.degrees.speeds={1=1.0, 2=1.7}")
     assert make_reallocation(given, SimTask(given)).options == (2, 1)
     assert make_reallocation(given, SimTask(given), heads=3).options == (1,)

@@ -22,7 +22,7 @@ from orchestrator.policies.reallocation import Reallocation
 from orchestrator.profile import ProfileKey, model_name
 from orchestrator.profile import load as load_profile
 from orchestrator.profile.file import check as check_profile
-from orchestrator.reallocating import make_reallocation, read_profile
+from orchestrator.reallocating import make_reallocation
 from orchestrator.reshaping import seats
 
 IDENTITY = "vllm_rlplugin.profiling:identity"
@@ -84,7 +84,7 @@ def _fixed(config: Config, heads: int) -> Cut:
     return Cut(ranks=tuple(ranks), devices=tuple(-1 if config.resources.pools else begin for begin in begins))
 
 
-def check(config: Config) -> None:
+def check(config: Config, task: Task) -> None:
     """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
     if not config.rollout.reshapes:
         return
@@ -96,4 +96,4 @@ def check(config: Config) -> None:
     if config.rollout.planner.enabled:
         read_planner_profile(config)
     else:
-        read_profile(config)
+        make_reallocation(config, task)  # as far as it can be known without the model
