@@ -170,6 +170,10 @@ class Forecasts:
             high=max(1.0, old.high - since),
         )
 
+    def remaining(self) -> list[float]:
+        """Tokens that those in flight have before them."""
+        return [self.of(trajectory).tokens for trajectory in self._known]
+
     def stats(self) -> dict[str, int]:
         """Counters since the start."""
         return {"asked": self.asked, "answered": self.answered, "stood_in": self.stood_in}

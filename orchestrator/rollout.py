@@ -102,9 +102,9 @@ class Rollout:
             more=self._more,
             on_group=self._on_group,
         )
-        if settings.planner.enabled:
-            require_resizable(workers)
-        self.proxy = (ReshapingProxy if settings.planner.enabled else disaggregation.proxy(settings.disaggregation))(
+        if settings.reshapes:
+            require_resizable(workers, settings.planner.enabled)
+        self.proxy = (ReshapingProxy if settings.reshapes else disaggregation.proxy(settings.disaggregation))(
             workers,
             events,
             stall_timeout=settings.stall_timeout,

@@ -186,6 +186,7 @@ class RunLog:
     rewards: dict[str, Any] = field(default_factory=dict)  # counters of the calls that score, of the last step
     plans: list[dict[str, Any]] = field(default_factory=list)  # events `plan` and `reshape`: see orchestrator.planning
     reshapes: list[dict[str, Any]] = field(default_factory=list)
+    degrees: list[dict[str, Any]] = field(default_factory=list)  # events `degrees`: see orchestrator.reallocating
     rounds: list[dict[str, Any]] = field(default_factory=list)  # events of short and long rounds; empty without
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
@@ -354,6 +355,8 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
             run.plans.append(dict(event))
         case "reshape":
             run.reshapes.append(dict(event))
+        case "degrees":
+            run.degrees.append(dict(event))
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(
