@@ -39,6 +39,7 @@ from orchestrator.sections import (
     TaskSection,
     ToolsSection,
     TrainerSection,
+    ViewSection,
     WarmupSection,
 )
 from orchestrator.sections.base import Positive
@@ -77,6 +78,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resources: ResourcesSection = ResourcesSection()
     ray: RaySection = RaySection()
+    view: ViewSection = ViewSection()
     sim: SimSection = SimSection()
     cost: CostSection = CostSection()
 

@@ -17,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
 from orchestrator.planning import read_profile
-from orchestrator.runtime import judge, pools, served
+from orchestrator.runtime import judge, pools, served, viewing
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -52,6 +52,7 @@ def check(config: Config, task: Task) -> None:
         rules_of(config, part)
     _planner(config)
     pools.check(config)
+    viewing.check(config)
     served.check(config, task)
 
 

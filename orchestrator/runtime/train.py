@@ -49,7 +49,7 @@ from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.runfolder import RunFolder
-from orchestrator.runtime import collector, hosts, pools
+from orchestrator.runtime import collector, hosts, pools, viewing
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.checkpoints import BesideTheLoop
@@ -181,13 +181,14 @@ class _Life:
             started=started,
             resumed_from=resumed.step if resumed else None,
         )
+        sampler = await viewing.show(config, folder, events, display.message, stack)
         reason, status = "", "failed"
         try:
             with events.stage("startup", resumed.step if resumed else 0):
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
             collector.calm()
-            pipeline = Pipeline(config, parts, position)
+            pipeline = sampler.pipeline = Pipeline(config, parts, position)
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
             self.up = True

@@ -33,6 +33,7 @@ from orchestrator.sections.run import (
 )
 from orchestrator.sections.sim import SimSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
+from orchestrator.sections.view import ViewSection
 
 __all__ = [
     "AdaptiveTimeoutSection",
@@ -67,5 +68,6 @@ __all__ = [
     "TaskSection",
     "ToolsSection",
     "TrainerSection",
+    "ViewSection",
     "WarmupSection",
 ]
