@@ -1,4 +1,4 @@
-"""The command line: ``rl-coserve train | sim | cost | profile | report | view | bench | doctor``.
+"""The command line: ``rl-coserve train | sim | cost | profile | report | view | top | trace | bench | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.

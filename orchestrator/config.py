@@ -27,6 +27,7 @@ from orchestrator.sections import (
     EnvironmentSection,
     EvaluationSection,
     FiltersSection,
+    LoggingSection,
     ModelSection,
     RaySection,
     RelaySection,
@@ -79,6 +80,7 @@ class Config(Section):
     resources: ResourcesSection = ResourcesSection()
     ray: RaySection = RaySection()
     view: ViewSection = ViewSection()
+    logging: LoggingSection = LoggingSection()
     sim: SimSection = SimSection()
     cost: CostSection = CostSection()
 

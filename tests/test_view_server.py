@@ -35,6 +35,7 @@ from orchestrator.view import live as sampling
 from orchestrator.view.live import Sampler
 from orchestrator.view.program import read_token
 from orchestrator.view.server import WATCHERS, Hub, Server
+from orchestrator.view.spans import Spans
 
 TOKEN = "token-of-this-test-1234"
 
@@ -242,6 +243,8 @@ async def run_sampled(folder: Path, config: Config, broken: bool = False) -> tup
         sampler.start()
         await asyncio.sleep(0.05)
         sampler.pipeline = pipeline
+        spans = Spans(folder, events, pipeline.rollout.proxy, 1 << 20)
+        pipeline.rollout.environments.on_turn = spans.turn
         records: list[dict[str, Any]] = []
 
         async def read() -> None:
@@ -256,6 +259,7 @@ async def run_sampled(folder: Path, config: Config, broken: bool = False) -> tup
         finally:
             reading.cancel()
             await sampler.close()
+            spans.close()
             for worker in workers:
                 await worker.close()
             await trainer.close()
@@ -277,6 +281,10 @@ def test_a_run_says_what_is_under_way_and_its_page_shows_the_last_of_it_when_it_
         assert all(row["waits"] for row in record["trajectories"])  # each by a name
     assert any("kv_capacity" in row for record in busy for row in record["workers"])
     assert any(record["stages"] for record in records)
+    turns = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
+    assert {worker for _, _, worker, *_ in turns} == {"sim-0", "sim-1"}
+    assert all(times == sorted(times) and times[0] > 0 for _, _, _, *times in turns)
+    assert len({(name, turn) for name, turn, *_ in turns}) == len(turns)
     last = json.loads((tmp_path / "live.json").read_text())
     assert last["in_flight"] == 0
     assert last["ledger"]["in_flight"] == 0

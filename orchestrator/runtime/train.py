@@ -189,6 +189,7 @@ class _Life:
                 parts, position = await assembly.start(ledger, store, checkpoints)
             collector.calm()
             pipeline = sampler.pipeline = Pipeline(config, parts, position)
+            viewing.record_turns(config, folder, events, pipeline, stack)
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
             self.up = True

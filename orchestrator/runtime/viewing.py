@@ -15,10 +15,12 @@ from contextlib import AsyncExitStack
 from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config
 from orchestrator.events import EventLog
+from orchestrator.pipeline import Pipeline
 from orchestrator.rewards.launch import ServingChild
 from orchestrator.runfolder import RunFolder
 from orchestrator.view.live import Sampler
 from orchestrator.view.program import DRAIN_SECONDS, TOKEN_VARIABLE, read_token
+from orchestrator.view.spans import Spans
 
 _FINISH_SECONDS = DRAIN_SECONDS + 5.0  # that the process may take to read the end of the run
 Say = Callable[[str], None]
@@ -108,3 +110,13 @@ async def show(config: Config, folder: RunFolder, events: EventLog, say: Say, st
     sampler.start()
     stack.push_async_callback(sampler.close)
     return sampler
+
+
+def record_turns(
+    config: Config, folder: RunFolder, events: EventLog, pipeline: Pipeline, stack: AsyncExitStack
+) -> None:
+    """Write down when each turn ran and where, for traces."""
+    if config.logging.turns_mb:
+        spans = Spans(folder.path, events, pipeline.rollout.proxy, int(config.logging.turns_mb * 2**20))
+        pipeline.rollout.environments.on_turn = spans.turn
+        stack.callback(spans.close)

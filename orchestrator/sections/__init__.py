@@ -33,7 +33,7 @@ from orchestrator.sections.run import (
 )
 from orchestrator.sections.sim import SimSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
-from orchestrator.sections.view import ViewSection
+from orchestrator.sections.view import LoggingSection, ViewSection
 
 __all__ = [
     "AdaptiveTimeoutSection",
@@ -48,6 +48,7 @@ __all__ = [
     "JudgeSection",
     "KubernetesSection",
     "KvTransferSection",
+    "LoggingSection",
     "MemorySection",
     "ModelSection",
     "PlacementSection",
