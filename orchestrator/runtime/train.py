@@ -171,6 +171,7 @@ class _Life:
             remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
+        sampler = await viewing.show(config, folder, events, display.message, stack)
         events.emit(
             "run_start",
             mode=config.run.mode,
@@ -181,7 +182,6 @@ class _Life:
             started=started,
             resumed_from=resumed.step if resumed else None,
         )
-        sampler = await viewing.show(config, folder, events, display.message, stack)
         reason, status = "", "failed"
         try:
             with events.stage("startup", resumed.step if resumed else 0):

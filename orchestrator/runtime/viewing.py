@@ -18,11 +18,14 @@ from orchestrator.events import EventLog
 from orchestrator.pipeline import Pipeline
 from orchestrator.rewards.launch import ServingChild
 from orchestrator.runfolder import RunFolder
+from orchestrator.view import exporters
+from orchestrator.view.exporters import FINISH_SECONDS
 from orchestrator.view.live import Sampler
 from orchestrator.view.program import DRAIN_SECONDS, TOKEN_VARIABLE, read_token
 from orchestrator.view.spans import Spans
+from orchestrator.view.tensorboard import TensorBoard
 
-_FINISH_SECONDS = DRAIN_SECONDS + 5.0  # that the process may take to read the end of the run
+_FINISH_SECONDS = DRAIN_SECONDS + 2 * FINISH_SECONDS + 5.0  # that the process may take to read the end of the run
 Say = Callable[[str], None]
 
 
@@ -32,16 +35,17 @@ class ViewProcess(ServingChild):
     name = "view"
     variable = TOKEN_VARIABLE
 
-    def __init__(self, config: Config, folder: RunFolder, say: Say) -> None:
+    def __init__(self, config: Config, folder: RunFolder, say: Say, since: float = 0.0) -> None:
         super().__init__(folder.logs / "view.log")
         self.token = read_token(config.view.token_file)
-        self._folder, self._port_wanted, self._say = folder, config.view.port, say
+        self._folder, self._port_wanted, self._say, self._since = folder, config.view.port, say, since
+        self._shown = config.view.enabled
         self._reader: asyncio.Task[None] | None = None
         self._stopping = False
 
     def command(self) -> list[str]:
         """See the base."""
-        return [sys.executable, "-m", "orchestrator.view.program", str(self._folder.path)]
+        return [sys.executable, "-m", "orchestrator.view.program", str(self._folder.path), "--since", str(self._since)]
 
     def environment(self) -> Mapping[str, str]:
         """It has little to do; what it computes must not take cores from the engines."""
@@ -58,7 +62,8 @@ class ViewProcess(ServingChild):
         except (RunError, ConfigError) as error:
             self._say(f"{error}; the run goes on without")
             return
-        self._say(f"view: {self.base_url}/?token={self.token}")
+        if self._shown:
+            self._say(f"view: {self.base_url}/?token={self.token}")
         self._reader = asyncio.create_task(self._read(), name="read what the view says")
 
     async def stop(self) -> None:
@@ -87,6 +92,7 @@ class ViewProcess(ServingChild):
 
 def check(config: Config) -> None:
     """Raises ConfigError for a token that cannot be read, or a port that is taken."""
+    exporters.check(config.logging)
     if not config.view.enabled:
         return
     read_token(config.view.token_file)
@@ -101,9 +107,14 @@ def check(config: Config) -> None:
 
 
 async def show(config: Config, folder: RunFolder, events: EventLog, say: Say, stack: AsyncExitStack) -> Sampler:
-    """Begin to show the run, until ``stack`` is unwound."""
-    if config.view.enabled:
-        process = ViewProcess(config, folder, say)
+    """Begin to show the run, until ``stack`` is unwound. Before its first event of this life."""
+    since = events.time()  # what is emitted from now on is of this life of the run
+    if config.logging.tensorboard:
+        board = TensorBoard(folder.path, say)
+        events.listen(board.take)
+        stack.callback(board.close)
+    if config.view.enabled or config.logging.wandb.enabled or config.logging.otlp.endpoint:
+        process = ViewProcess(config, folder, say, since)
         stack.push_async_callback(process.stop)
         await process.open()
     sampler = Sampler(folder.path, events, say)

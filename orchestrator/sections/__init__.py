@@ -33,7 +33,7 @@ from orchestrator.sections.run import (
 )
 from orchestrator.sections.sim import SimSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
-from orchestrator.sections.view import LoggingSection, ViewSection
+from orchestrator.sections.view import LoggingSection, OtlpSection, ViewSection, WandbSection
 
 __all__ = [
     "AdaptiveTimeoutSection",
@@ -51,6 +51,7 @@ __all__ = [
     "LoggingSection",
     "MemorySection",
     "ModelSection",
+    "OtlpSection",
     "PlacementSection",
     "PlannerSection",
     "PredictionSection",
@@ -70,5 +71,6 @@ __all__ = [
     "ToolsSection",
     "TrainerSection",
     "ViewSection",
+    "WandbSection",
     "WarmupSection",
 ]

@@ -16,8 +16,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.runfolder import RunFolder
+from orchestrator.view.exporters import Beside, described, exporters
 from orchestrator.view.server import Hub, Server
 
 TOKEN_VARIABLE = "RL_COSERVE_VIEW_TOKEN"
@@ -39,12 +42,20 @@ def read_token(file: str, field: str = "view.token_file") -> str:
     return token
 
 
-async def serve(folder: Path, token: str, port: int = 0, *, child: bool = False) -> None:
-    """Show the run until a signal, or as a child until standard input ends. Raises ConfigError for a port that is taken."""
+async def serve(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
+    """Show the run until a signal. ``since``: as a child of the run, until standard input ends, and exporters get what happens
+    from this time of the run on. Raises ConfigError for a port that is taken."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    hub = Hub(folder)
+    beside = _exporters(folder) if since is not None else []
+
+    def export(event: dict[str, Any]) -> None:
+        if float(event.get("t", 0.0)) >= (since or 0.0):
+            for exporter in beside:
+                exporter.take(event)
+
+    hub = Hub(folder, export)
     server = Server(hub, token, port)
     try:
         await server.start()
@@ -54,7 +65,7 @@ async def serve(folder: Path, token: str, port: int = 0, *, child: bool = False)
     following = asyncio.create_task(hub.run(), name="follow the run")
     following.add_done_callback(lambda _: ended.set())
     try:
-        if child:
+        if since is not None:
             print(json.dumps({"port": int(server.url.split(":")[2].split("/")[0])}), flush=True)
             await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
         else:
@@ -62,12 +73,23 @@ async def serve(folder: Path, token: str, port: int = 0, *, child: bool = False)
         await ended.wait()
         if following.done():
             following.result()  # raises what ended it
-        if child:
+        if since is not None:
             await _drain(hub)
     finally:
+        await asyncio.gather(*(asyncio.to_thread(exporter.close) for exporter in beside))
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await server.close()
+
+
+def _exporters(folder: Path) -> list[Beside]:
+    run = RunFolder.open(folder)
+    config = run.config()
+    return exporters(config.logging, folder, described(config), _say)
+
+
+def _say(text: str) -> None:
+    print(json.dumps({"say": text}), flush=True)
 
 
 async def _drain(hub: Hub) -> None:
@@ -90,13 +112,14 @@ class _EndOfInput(asyncio.Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """As a child: ``FOLDER --port P``, the token in the environment. Returns 2 for bad input."""
+    """As a child: ``FOLDER --port P --since T``, the token in the environment. Returns 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.view.program")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--since", type=float, default=0.0)
     options = parser.parse_args(argv)
     try:
-        asyncio.run(serve(options.folder, os.environ[TOKEN_VARIABLE], options.port, child=True))
+        asyncio.run(serve(options.folder, os.environ[TOKEN_VARIABLE], options.port, since=options.since))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
