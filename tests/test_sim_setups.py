@@ -163,7 +163,7 @@ def test_a_size_that_is_left_out_is_predicted_by_the_others_and_a_wrong_one_show
 
 
 def test_no_fitted_cost_is_negative() -> None:
-    rows = [Step(count, 10.0, 0, 1.0 + 0.1 * count - 1e-4 * count * 10) for count in (1, 2, 4, 8, 16, 32)]
+    rows = [Step(count, 10.0, 0, 1.0 + 0.1 * count - 1e-4 * count * 10) for count in (1, 2, 4, 8, 16, 32, 64, 128)]
     found = fit(rows)
     assert min(found.step, found.sequence, found.context, found.token, found.pair) >= 0
     with pytest.raises(ConfigError):
