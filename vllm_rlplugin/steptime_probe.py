@@ -1,12 +1,12 @@
 """Processor time of single engine steps, over batch sizes and lengths: what the simulator's cost model is compared with.
 
 ``python -m vllm_rlplugin.steptime_probe`` starts one stock ``LLMEngine`` in this process (a small random Qwen3, one thread) and
-plays *cells*: ``sequences`` requests with prompts of ``prompt`` tokens, all at once. The first step of a cell prefills and
-makes a token of each, each further step makes one more. *Rollouts* are requests of given lengths, with fewer slots than
-requests, timed as a whole. All are interleaved, round by round; a time is the median over the rounds. Processor time, since
-neighbours on a shared machine take the wall's; and since they take caches and memory bandwidth, too, each measurement is
-divided by one of the same small cell right before and right after it, over that cell's median. Prints one JSON object on the
-last line.
+plays *cells*: ``sequences`` requests with prompts of ``prompt`` tokens, all at once. The first steps of a cell, one for
+each chunk of tokens, prefill and make a token of each; each further step makes one more. *Rollouts* are requests of given
+lengths, with fewer slots than requests, timed as a whole. All are interleaved, round by round; a time is the median over the
+rounds. Processor time, since neighbours on a shared machine take the wall's; and since they take caches and memory bandwidth,
+too, each measurement is divided by one of the same kind, the prefill or the decode steps of the same small cell, right before
+and right after it, over that one's median. Prints one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from vllm_rlplugin.overhead_probe import STOCK_ENVIRONMENT
 
 SLOTS = 64
 LONGEST = 1024  # tokens of a context
-STEPS = 24  # that a cell takes after its first
+STEPS = 24  # that a cell takes after those that prefill
 REFERENCE = (16, 64, 8)  # sequences, prompt, steps of the cell that says how fast the machine is at the moment
 WINDOW = 8  # steps that are one figure
-CHUNK = 32768  # tokens that one step may prefill: the first step of every cell holds all of it
+CHUNK = 8192  # tokens that one step may prefill: as the simulator counts (orchestrator/sim/costs.py)
 MODEL = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -87,8 +87,8 @@ def add(engine: Any, name: str, prompt: int, tokens: int, rng: random.Random) ->
     engine.add_request(name, tokens_input(ids), sampling)
 
 
-def cell(engine: Any, label: str, sequences: int, prompt: int, steps: int) -> list[float]:
-    """Seconds of the first step, then of each further one."""
+def cell(engine: Any, label: str, sequences: int, prompt: int, steps: int) -> tuple[float, list[float]]:
+    """Seconds until each has its first token, then of each further step in which all make one."""
     rng = random.Random(label)
     for index in range(sequences):
         add(engine, f"{label}-{index}", prompt, steps + 1, rng)
@@ -97,7 +97,8 @@ def cell(engine: Any, label: str, sequences: int, prompt: int, steps: int) -> li
         begun = time.process_time()
         engine.step()
         times.append(time.process_time() - begun)
-    return times
+    chunks = len(times) - steps  # the last to begin also ends last
+    return sum(times[:chunks]), times[chunks : len(times) - (chunks - 1)]
 
 
 def rollout(engine: Any, label: str, requests: Sequence[tuple[int, int]]) -> float:
@@ -111,17 +112,19 @@ def rollout(engine: Any, label: str, requests: Sequence[tuple[int, int]]) -> flo
     return time.process_time() - begun
 
 
-def reference(engine: Any, label: str) -> float:
-    """Seconds that the reference cell takes now."""
-    return sum(cell(engine, label, *REFERENCE)[1:])
+def reference(engine: Any, label: str) -> tuple[float, float]:
+    """Seconds that the reference cell's prefill and its decode steps take now."""
+    first, times = cell(engine, label, *REFERENCE)
+    return first, sum(times)
 
 
 def measure(engine: Any, work: dict[str, Any]) -> dict[str, Any]:
     """All rounds, at most ``rounds``, none begun after ``seconds``; the first warms up and does not count."""
     cells: list[tuple[int, int]] = [(int(row[0]), int(row[1])) for row in work["cells"]]
+    firsts: list[list[float]] = [[] for _ in cells]  # of each cell, by round, over the reference's
     seen: list[list[list[float]]] = [[] for _ in cells]
     whole: list[list[float]] = [[] for _ in work["rollouts"]]
-    speeds: list[float] = []
+    speeds: list[tuple[float, float]] = []
     began = time.monotonic()
     number = 0
     while number <= work["rounds"] and (number < 2 or time.monotonic() - began < work["seconds"]):
@@ -130,37 +133,49 @@ def measure(engine: Any, work: dict[str, Any]) -> dict[str, Any]:
         before = reference(engine, f"s{number}")
         for place in order:
             gc.collect()
+            first, times = 0.0, list[float]()
             if place < len(cells):
-                times = cell(engine, f"c{number}-{place}", *cells[place], STEPS)
+                first, times = cell(engine, f"c{number}-{place}", *cells[place], STEPS)
             else:
-                times = [rollout(engine, f"r{number}-{place}", work["rollouts"][place - len(cells)])]
+                first = rollout(engine, f"r{number}-{place}", work["rollouts"][place - len(cells)])
             after = reference(engine, f"s{number}-{place}")
-            speed = (before + after) / 2
+            prefill, decode = (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
             before = after
             if not number:
                 continue
-            speeds.append(speed)
+            speeds.append((prefill, decode))
             if place < len(cells):
-                seen[place].append([value / speed for value in times])
+                firsts[place].append(first / prefill)
+                seen[place].append([value / decode for value in times])
             else:
-                whole[place - len(cells)].append(times[0] / speed)
+                whole[place - len(cells)].append(first / (prefill + decode))
         number += 1
-    scale = statistics.median(speeds)
+    scale = statistics.median(pair[0] for pair in speeds), statistics.median(pair[1] for pair in speeds)
     rows = []
-    for (sequences, prompt), rounds in zip(cells, seen, strict=True):
-        first = statistics.median(times[0] for times in rounds) * scale
-        rows.append({"sequences": sequences, "context": float(prompt), "prefill": prompt, "seconds": first})
-        for begin in range(1, STEPS + 1, WINDOW):
+    for (sequences, prompt), prefills, rounds in zip(cells, firsts, seen, strict=True):
+        seconds = statistics.median(prefills) * scale[0]
+        rows.append({"sequences": sequences, "context": float(prompt), "prefill": prompt, "seconds": seconds})
+        for begin in range(0, STEPS, WINDOW):
             part = [statistics.mean(times[begin : begin + WINDOW]) for times in rounds]
-            middle = prompt + begin + (WINDOW - 1) / 2
-            seconds = statistics.median(part) * scale
+            middle = prompt + begin + 1 + (WINDOW - 1) / 2
+            seconds = statistics.median(part) * scale[1]
             rows.append({"sequences": sequences, "context": middle, "prefill": 0, "seconds": seconds})
+    both = [prefill + decode for prefill, decode in speeds]
     return {
         "steps": rows,
-        "rollouts": [statistics.median(row) * scale for row in whole],
+        "rollouts": [statistics.median(row) * statistics.median(both) for row in whole],
         "rounds": number - 1,
-        "speeds": [min(speeds), scale, max(speeds)],
+        "speeds": [min(both), statistics.median(both), max(both)],
+        "spread": [_spread(values) for values in firsts],
     }
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Half of what lies between the quartiles, over the median."""
+    if len(values) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / middle
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

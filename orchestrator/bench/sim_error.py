@@ -1,9 +1,10 @@
 """Predicted over measured step time of the simulator's cost model, real vLLM engine on this machine, sizes not fitted.
 
 ``vllm_rlplugin.steptime_probe`` measures steps of a small random Qwen3 over batch sizes and lengths, interleaved. The model's
-five constants are fitted to some sizes; the value is the largest error on sizes that were held back (each a median over rounds:
-one figure for a prefill, one for the decode steps after it). The detail also has whole rollouts with queueing, predicted by the
-simulator's own batch, and the table of the papers' absolute numbers (``orchestrator/bench/printed.py``).
+eight constants are fitted to some sizes; the value is the largest error on sizes that were held back and lie between those (each
+a median over rounds: one figure for a prefill, one for the decode steps after it). The detail also has whole rollouts with
+queueing, predicted by the simulator's own batch, and the table of the papers' absolute numbers
+(``orchestrator/bench/printed.py``).
 """
 
 from __future__ import annotations
@@ -18,12 +19,26 @@ from typing import Any
 from orchestrator.bench import printed
 from orchestrator.bench.probe import run_probe
 from orchestrator.runfolder import describe_machine
-from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
+from orchestrator.sim.calibrate import COSTS, FittedCosts, Step, errors, fit, left_out, rollout_seconds
 
 NAME = "sim-error"
 _BAR = 0.05
-_FITTED = [(1, 32), (4, 32), (16, 32), (64, 32), (1, 256), (4, 256), (16, 256), (64, 256)]  # sequences, prompt
+_FITTED = [(sequences, prompt) for prompt in (32, 256) for sequences in (1, 4, 16, 64)]
+_FITTED += [
+    (1, 512),
+    (4, 512),
+    (16, 512),
+    (2, 32),
+    (4, 128),
+    (12, 128),
+    (32, 128),
+    (64, 128),
+    (8, 64),
+    (48, 64),
+    (32, 256),
+]
 _HELD = [(2, 128), (8, 192), (12, 384), (24, 64), (32, 96), (48, 224)]
+_HELD += [(3, 320), (6, 48), (20, 160), (40, 112), (56, 80)]
 _QUICK = ([(1, 32), (16, 32), (64, 32), (4, 256), (16, 256)], [(8, 96), (32, 64)])
 _SLOTS = 64  # of the probe's engine
 _ROLLOUT_REQUESTS = 96
@@ -34,11 +49,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     fitted, held = _QUICK if quick else (_FITTED, _HELD)
     requests = _requests()
-    work = {
+    work: dict[str, Any] = {
         "cells": [*fitted, *held],
         "rollouts": [] if quick else [requests],
         "rounds": 40,
-        "seconds": 12 if quick else 110,
+        "seconds": 12 if quick else 420,
     }
     probe = run_probe("steptime", ["--work", json.dumps(work)])
     steps = _cells(probe["steps"])
@@ -59,7 +74,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         **describe_machine(),
         "detail": {
             "quick": quick,
-            "constants": {name: getattr(costs, name) for name in ("step", "sequence", "context", "token", "pair")},
+            "constants": dict(zip(COSTS, costs.costs, strict=True)) | {"cached": costs.cached},
             "held_back_mean": statistics.mean(abs(row["error"]) for row in missed),
             "held_back_decode_max": max(abs(row["error"]) for row in missed if not row["prefill"]),
             "fitted_sizes_left_out_one_by_one": _left_out(steps, fitted),
@@ -71,6 +86,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
                 for predicted in [rollout_seconds(costs, requests, _SLOTS)]
             ],
             "machine_speed": probe["speeds"],
+            "spread_of_prefills": dict(zip(map(str, work["cells"]), probe["spread"], strict=True)),
             "papers": {"median_error": printed.median_error(papers), "rows": papers},
             "samples": probe["rounds"],
             "started": begun,
@@ -95,22 +111,17 @@ def _requests() -> list[tuple[int, int]]:
 
 
 def _cells(rows: list[dict[str, Any]]) -> list[tuple[tuple[int, int], Step]]:
-    """One step for each cell's prefill, and one for the decode steps after it."""
+    """One step for each cell's prefill, and one for the decode steps that the probe lists after it."""
     found: list[tuple[tuple[int, int], Step]] = []
-    for row in rows:
-        if row["prefill"]:
-            size = (int(row["sequences"]), int(row["prefill"]))
-            found.append((size, Step(size[0], row["context"], row["prefill"], row["seconds"])))
-            decode = [other for other in rows if not other["prefill"] and _follows(other, row)]
-            seconds = statistics.mean(other["seconds"] for other in decode)
-            context = statistics.mean(other["context"] for other in decode)
-            found.append((size, Step(size[0], context, 0, seconds)))
+    starts = [place for place, row in enumerate(rows) if row["prefill"]]
+    for begin, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+        row, decode = rows[begin], rows[begin + 1 : end]
+        size = (int(row["sequences"]), int(row["prefill"]))
+        found.append((size, Step(size[0], row["context"], row["prefill"], row["seconds"])))
+        seconds = statistics.mean(other["seconds"] for other in decode)
+        context = statistics.mean(other["context"] for other in decode)
+        found.append((size, Step(size[0], context, 0, seconds)))
     return found
-
-
-def _follows(decode: dict[str, Any], prefill: dict[str, Any]) -> bool:
-    later = decode["context"] - prefill["context"]
-    return bool(decode["sequences"] == prefill["sequences"] and 0 < later < 30)
 
 
 def _row(size: tuple[int, int], step: Step, costs: FittedCosts) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """A cost model fitted to measured engine steps, and what it predicts: how far the simulator can be believed.
 
-The form is the simulator's own: a step costs so much, each sequence, each token in the contexts, each prefilled token and each
-pair of query and key that a prefill attends to so much more. Fitted by least squares of the relative errors; a cost that
-comes out negative is taken out, and the others are fitted again. Pure.
+The form is the simulator's own: a step costs so much, each sequence and each token in the contexts so much more; a step that
+prefills so much on top (other kernels, other shapes of batch), each prefilled token, and each pair of query and key that it
+attends to, which is what grows with the square of a prompt. A step prefills ``CHUNK_TOKENS`` at most, more take more steps; and
+of those in one step, the ones whose activations a processor's caches do not hold pay for the way to memory (``spill``).
+Fitted by least squares of the relative errors, for each number of tokens that caches may hold (``CACHED``), of which the best is
+kept; a cost that comes out negative is taken out, and the others are fitted again. Pure.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +19,10 @@ import numpy as np
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.sim.batch import Batch
 from orchestrator.sim.batch import Sequence as Running
-from orchestrator.sim.costs import EngineCosts, seconds_of
+from orchestrator.sim.costs import CHUNK_TOKENS, EngineCosts, seconds_of
+
+COSTS = ("step", "sequence", "context", "token", "pair", "chunk", "spill")
+CACHED = (1024, 1536, 2048, 3072, 4096, 5120, 6144)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +34,27 @@ class Step:
     prefill: int
     seconds: float
 
-    @property
-    def features(self) -> tuple[float, float, float, float, float]:
-        """What the five costs are multiplied with."""
+    def features(self, cached: int) -> tuple[float, ...]:
+        """What ``COSTS`` are multiplied with, where caches hold so many tokens."""
         count, new = self.sequences, self.prefill
-        return 1.0, count, count * self.context, count * new, count * new * (self.context - new / 2)
+        chunks = math.ceil(count * new / CHUNK_TOKENS)
+        pairs = count * new * (self.context - new / 2)
+        beyond = beyond_cache(count * new, cached)
+        return max(1.0, chunks), count, count * self.context, count * new, pairs, chunks, beyond
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """Five figures in seconds. Weights are not its subject: they cost nothing."""
+    """``COSTS`` in seconds. Weights are not its subject: they cost nothing."""
 
     step: float
     sequence: float
     context: float
     token: float
     pair: float
+    chunk: float = 0.0
+    spill: float = 0.0
+    cached: int = CACHED[0]
     kv_tokens: int | None = None
     fetch_seconds: float = 0.0
     load_seconds: float = 0.0
@@ -50,7 +62,10 @@ class FittedCosts:
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
         """See :class:`~orchestrator.sim.costs.EngineCosts`."""
-        return tokens * self.token + pairs * self.pair
+        chunks = math.ceil(tokens / CHUNK_TOKENS)
+        further = max(0, chunks - 1) * self.step  # the last one is in the step that also decodes
+        spilt = self.spill * beyond_cache(tokens, self.cached)
+        return chunks * self.chunk + further + tokens * self.token + pairs * self.pair + spilt
 
     def kv_move(self, tokens: int) -> float:
         """See the protocol. Not its subject either."""
@@ -62,27 +77,42 @@ class FittedCosts:
 
     def seconds(self, step: Step) -> float:
         """What it predicts for a step."""
-        costs = (self.step, self.sequence, self.context, self.token, self.pair)
-        return sum(cost * feature for cost, feature in zip(costs, step.features, strict=True))
+        return sum(cost * feature for cost, feature in zip(self.costs, step.features(self.cached), strict=True))
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """In the order of ``COSTS``."""
+        return self.step, self.sequence, self.context, self.token, self.pair, self.chunk, self.spill
+
+
+def beyond_cache(tokens: int, cached: int) -> int:
+    """Of so many prefilled tokens those beyond the first ``cached`` of their step."""
+    full, rest = divmod(tokens, CHUNK_TOKENS)
+    return full * max(0, CHUNK_TOKENS - cached) + max(0, rest - cached)
 
 
 def fit(steps: Sequence[Step]) -> FittedCosts:
     """The costs that fit best. Raises ConfigError with fewer steps than costs."""
-    if len(steps) < 5:
-        raise ConfigError("steps", len(steps), "five costs need at least five measured steps")
-    matrix = np.array([step.features for step in steps])
+    if len(steps) < len(COSTS):
+        raise ConfigError("steps", len(steps), f"{len(COSTS)} costs need at least as many measured steps")
+    fitted = [_fit(steps, cached) for cached in CACHED]
+    return min(fitted, key=lambda costs: sum(error * error for error in errors(costs, steps)))
+
+
+def _fit(steps: Sequence[Step], cached: int) -> FittedCosts:
+    matrix = np.array([step.features(cached) for step in steps])
     measured = np.array([step.seconds for step in steps])
-    kept = [0, 1, 2, 3, 4]
+    kept = [place for place in range(len(COSTS)) if matrix[:, place].any()]
     while True:
         found, *_ = np.linalg.lstsq(matrix[:, kept] / measured[:, None], np.ones(len(steps)), rcond=None)
         if (found >= 0).all():
             break
         kept.remove(kept[int(np.argmin(found * matrix[:, kept].max(axis=0)))])
-    costs = [0.0] * 5
+    costs = [0.0] * len(COSTS)
     for place, cost in zip(kept, found, strict=True):
         costs[place] = float(cost)
-    step, sequence, context, token, pair = costs
-    return FittedCosts(step, sequence, context, token, pair)
+    step, sequence, context, token, pair, chunk, spill = costs
+    return FittedCosts(step, sequence, context, token, pair, chunk, spill, cached)
 
 
 def errors(costs: FittedCosts, steps: Sequence[Step]) -> list[float]:
