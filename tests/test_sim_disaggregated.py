@@ -28,6 +28,12 @@ def test_a_trajectorys_later_prompts_cost_only_what_is_new_in_them_and_wait_for_
     assert pool.prefill("a", 560, first) > again, "behind what its engine has to do"
 
 
+def test_a_history_that_is_written_anew_is_prefilled_anew() -> None:
+    pool = PrefillPool(apart("sim.tasks.swe-bench.reuse=0"))
+    first = pool.prefill("a", 500, 0.0, "swe-bench")
+    assert pool.prefill("a", 500, first, "swe-bench") == pytest.approx(2 * first)
+
+
 def test_a_transfer_takes_the_kv_of_its_tokens_over_the_link() -> None:
     config = apart()
     bytes_of = MODELS["Qwen3-8B"].kv_bytes * config.sim.grain * 100

@@ -47,11 +47,12 @@ class PrefillPool:
         ]
         self._free = [0.0] * len(self._engines)  # when each has done what it was given
         self._held: dict[str, tuple[int, int]] = {}  # trajectory -> engine, tokens of it whose KV it has
+        self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
         self._grain = config.sim.grain  # steps of the engine in one decode step; a prefill is one
         self._token_bytes = hardware.model(config.sim.model).kv_bytes * config.sim.grain
         self.busy_seconds = 0.0
 
-    def prefill(self, trajectory: str, context: int, now: float) -> float:
+    def prefill(self, trajectory: str, context: int, now: float, task: str = "") -> float:
         """When a context is computed, begun not before ``now``."""
         engine, held = self._held.get(trajectory, (-1, 0))
         if engine < 0:
@@ -59,7 +60,7 @@ class PrefillPool:
         costs, tokens = self._engines[engine], max(1, context - held)
         seconds = costs.decode(0)[0] / self._grain + costs.prefill(tokens, tokens * (context - tokens / 2), 0)
         self._free[engine] = max(now, self._free[engine]) + seconds
-        self._held[trajectory] = engine, max(context, held)
+        self._held[trajectory] = engine, int(max(context, held) * self._reuse.get(task, 1.0))
         self.busy_seconds += seconds
         return self._free[engine]
 
@@ -79,7 +80,7 @@ class DecodeWorker(SimWorker):
         """It joins the batch when its KV is here."""
         loop, incarnation = asyncio.get_running_loop(), self.incarnation
         trajectory, context = sequence.request.trajectory_id, sequence.context
-        computed = self._pool.prefill(trajectory, context, loop.time())
+        computed = self._pool.prefill(trajectory, context, loop.time(), sequence.request.task)
         came = computed + self._pool.transfer(max(0, context - self._batch.held(trajectory)))
 
         def arrive() -> None:
