@@ -20,7 +20,6 @@ from orchestrator.kv_moves import kv_moves
 from orchestrator.policies.routing import DECODE, PREFILL, Seat, TurnRouter
 from orchestrator.sections import DisaggregationSection
 from orchestrator.sim import loop as virtual
-from orchestrator.sim.run import simulate
 from orchestrator.sim.worker import SimWeights, SimWorker
 
 T = TypeVar("T")
@@ -184,11 +183,3 @@ def test_a_class_that_no_worker_is_of_is_named() -> None:
     with pytest.raises(ConfigError, match="H800") as refused:
         fleet.plan(settings().rollout.routing, ["vllm-0"], [""], [False], section)
     assert refused.value.field == "rollout.disaggregation.prefill"
-
-
-def test_the_simulator_says_that_it_cannot_play_it() -> None:
-    """A simulated response is one draw, which two workers cannot share."""
-    with pytest.raises(ConfigError, match="disaggregation"):
-        simulate(
-            settings(*ON, "rollout.disaggregation.prefill=H800", "rollout.disaggregation.decode=H20", "run.steps=1")
-        )

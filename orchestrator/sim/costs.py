@@ -171,6 +171,7 @@ class Roofline:
     pull_gb_s: float = 0.0  # 0: the devices' network ports
     memory_share: float = MEMORY_SHARE
     kv_limit: int | None = None
+    kv_gb_s: float = 0.0  # at which KV comes from another worker; 0: the devices' network ports
 
     def __post_init__(self) -> None:
         if self.model.kv_heads % self.tensor_parallel and self.tensor_parallel % self.model.kv_heads:
@@ -214,8 +215,8 @@ class Roofline:
         return self.model.weight_bytes / (self.device.network_gb_s * 1e9 * LINK_EFFICIENCY)
 
     def kv_move(self, tokens: int) -> float:
-        """See the protocol: over the network ports of its devices, nobody else's transfer in the way."""
-        rate = self.device.network_gb_s * self.tensor_parallel * 1e9 * LINK_EFFICIENCY
+        """See the protocol: nobody else's transfer is in the way."""
+        rate = (self.kv_gb_s or self.device.network_gb_s * self.tensor_parallel) * 1e9 * LINK_EFFICIENCY
         return KV_SECONDS + tokens * self.model.kv_bytes / rate
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
