@@ -129,6 +129,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         rows = table_2(ladders)
         for name, future in further.items():
             found, more = future.result()
+            print(f"{name}: {[(one['what'], one['simulated']) for one in more]}", file=sys.stderr, flush=True)
             rows += more
             if found:
                 detail[name] = found
