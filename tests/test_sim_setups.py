@@ -15,11 +15,11 @@ from orchestrator.bench import describe, printed, simulated
 from orchestrator.bench.affinity import FLEETS, config_of, config_of_task
 from orchestrator.bench.simulated_page import page
 from orchestrator.config import Config, load_config
-from orchestrator.sim.ablate import FEATURES, SYNCHRONOUS, Feature, ablate, draw, table
+from orchestrator.sim.ablate import FEATURES, PLANNED, SYNCHRONOUS, Feature, ablate, draw, planned, synchronous, table
 from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
 from orchestrator.sim.cluster import engine_costs, fleet, trainer_costs
 from orchestrator.sim.costs import CHUNK_TOKENS, seconds_of
-from orchestrator.sim.setups import LADDER, measure, rollart, rollpacker, scenario
+from orchestrator.sim.setups import LADDER, measure, rollart, scenario
 
 NAMES = sorted(file.name.removesuffix(".toml") for file in (files("orchestrator.sim") / "scenarios").iterdir())
 
@@ -92,9 +92,10 @@ def test_features_have_names_of_their_own_and_valid_overrides() -> None:
     on = [override for feature in FEATURES for override in feature.on]
     for feature in FEATURES:
         assert scenario("rollart", [*on, *feature.off], 16) != scenario("rollart", on, 16)
-    for feature in SYNCHRONOUS:
-        given = [*feature.on, *feature.off]
-        assert rollpacker("7B/8k", "+ stream trainer", 4, extra=given) != rollpacker("7B/8k", "+ stream trainer", 4)
+    for features, base in ((SYNCHRONOUS, synchronous), (PLANNED, planned)):
+        for feature in features:
+            assert base([*feature.on, *feature.off]) != base(feature.on)
+    assert planned(PLANNED[0].off).rollout.workers * 2 == planned(()).rollout.workers == 16
 
 
 def test_the_command_line_ablates_and_draws(

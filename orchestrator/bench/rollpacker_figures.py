@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -68,6 +68,7 @@ class Played:
     steps: dict[str, list[float]]
     rollouts: dict[str, list[float]]
     weights: dict[str, float]  # of each kind in a period
+    training: dict[str, list[float]] = field(default_factory=dict)  # seconds after the batch is there
 
     def mean(self, what: dict[str, list[float]]) -> float:
         """Over a period."""
@@ -92,6 +93,8 @@ class Played:
                 found[f"{kind}_rounds"] = len(values)
                 found[f"{kind}_step_seconds"] = round(statistics.mean(values), 2)
                 found[f"{kind}_rollout_seconds"] = round(statistics.mean(self.rollouts[kind]), 2)
+        for kind, values in self.training.items():
+            found[f"{kind}_training_seconds" if kind else "training_seconds"] = round(statistics.mean(values), 2)
         return found
 
 
@@ -101,14 +104,17 @@ def play(config: Config) -> Played:
     kinds = {event["step"]: event["round"] for event in events if event["kind"] == "round"}
     ends = {event["step"]: event["t"] for event in events if event["kind"] == "step"}
     took = {event["step"]: event["end"] - event["start"] for event in events if event.get("stage") == "get_batch"}
+    trained = {event["step"]: event["seconds"] for event in events if event["kind"] == "step"}
     steps: dict[str, list[float]] = {}
     rollouts: dict[str, list[float]] = {}
+    training: dict[str, list[float]] = {}
     for step in sorted(ends)[1:]:  # the first step has no past lengths, and an evaluation before it
         steps.setdefault(kinds.get(step, ""), []).append(ends[step] - ends[step - 1])
         rollouts.setdefault(kinds.get(step, ""), []).append(took[step])
+        training.setdefault(kinds.get(step, ""), []).append(trained[step])
     prompts = config.rollout.groups_per_step
     deferred = math.ceil(config.rollout.rounds.eta_prompts * prompts) - prompts
-    found = Played(steps, rollouts, {"": 1.0, "short": float(prompts), "long": float(deferred)})
+    found = Played(steps, rollouts, {"": 1.0, "short": float(prompts), "long": float(deferred)}, training)
     print(f"{config.sim.model}, {config.run.mode}: {found.as_dict()}", file=sys.stderr, flush=True)
     return found
 
@@ -129,6 +135,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         rows = table_2(ladders)
         for name, future in further.items():
             found, more = future.result()
+            print(f"{name}: {[(one['what'], one['simulated']) for one in more]}", file=sys.stderr, flush=True)
             rows += more
             if found:
                 detail[name] = found
