@@ -11,9 +11,10 @@ from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts, Predictor, prioritize
 from orchestrator.kv_gaps import GapMover
-from orchestrator.placing import Placing, SpeedOf, speed_of
+from orchestrator.placing import Placing, RatesOf, line_rates, profile_rates
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
+from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
 from orchestrator.sections import PredictionSection
 
@@ -53,11 +54,11 @@ class InProcess:
 
 @dataclass
 class Foresight:
-    """``predictor`` None: one in this process. ``speeds``: see
+    """``predictor`` None: one in this process. ``rates``: see
     :class:`orchestrator.placing.Placing`, None: as the config says."""
 
     predictor: Predictor | None = None
-    speeds: SpeedOf | None = None
+    rates: RatesOf | None = None
 
 
 def forecasts_of(
@@ -77,7 +78,11 @@ def forecasts_of(
         if unknown:
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", unknown[0], fix)
-        speed = given.speeds or speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
+        rates, slots = given.rates, rollout.engine.max_num_seqs
+        if rates is None and rollout.placement.profile:
+            profile = load_profile(Path(rollout.placement.profile), "rollout.placement.profile").profile
+            rates = profile_rates(profile, proxy.lanes, slots)
         mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
-        placer = Placing(rollout.placement, proxy.router, events, speed, mover)
+        rates = rates or line_rates(rollout.placement, names, slots)
+        placer = Placing(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
     return Forecasts(rollout.prediction, predictor, events, prior, partial(prioritize, proxy), placer)

@@ -31,6 +31,7 @@ class PlacementSection(Section):
 
     enabled: bool = False
     migrate: bool = True  # trajectories whose forecast changed go to another worker, between two turns
+    profile: str = ""  # file of `rl-coserve profile`: what steps take, and how much KV fits; empty: the figures below
     interference: Annotated[float, Field(ge=0)] = (
         0.01  # what a token takes longer for each further trajectory beside it
     )
