@@ -8,27 +8,24 @@ were. Engines whose degree stays go on while others are started anew (:mod:`orch
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.api import ConfigError, Task, Trajectory
+from orchestrator.api import ConfigError, Trajectory
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts
 from orchestrator.lanes import Lane
-from orchestrator.placing import SpeedOf
+from orchestrator.placing import RatesOf
 from orchestrator.planning import Planning, planning_of
-from orchestrator.policies.placement import Speed
+from orchestrator.policies.loads import Rates, rates_of
 from orchestrator.policies.planner import layouts_of
 from orchestrator.policies.profile import Layout, Profile
-from orchestrator.policies.reallocation import Reallocated, Reallocation, SpeedOfDegree, expected_lengths
+from orchestrator.policies.reallocation import RatesOfDegree, Reallocated, Reallocation, expected_lengths
 from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, ranks_of
-from orchestrator.sections import PlacementSection
 
 if TYPE_CHECKING:
     from orchestrator.parts import Parts
@@ -36,26 +33,27 @@ if TYPE_CHECKING:
 _FIELD = "rollout.placement.degrees"
 
 
-def make_reallocation(config: Config, task: Task, heads: int = 0, speeds: SpeedOfDegree | None = None) -> Reallocation:
+def make_reallocation(config: Config, heads: int = 0, profile: Profile | None = None) -> Reallocation:
     """The resource manager of a run, at the degrees that it begins with. ``heads``: that degrees must divide, 0: not known;
-    ``speeds``: what else is known of the degrees than the config says. Raises ConfigError."""
+    ``profile``: of the engines, where the config names none. Raises ConfigError."""
     settings, devices = config.rollout.placement.degrees, config.rollout.workers
     possible = [layout.tp for layout in layouts_of(devices, devices, heads=heads)]
-    profile = read_profile(config)
+    profile = read_profile(config) or profile
     if profile is not None:
         possible = [tp for tp in possible if Layout(tp) in profile.layouts]
-    elif speeds is None:
+    else:
         possible = [tp for tp in possible if tp in settings.speeds]
     if not possible:
         fix = "says nothing of the degrees that divide the devices: name rollout.placement.degrees.speeds, or a profile of them"
-        raise ConfigError(f"{_FIELD}.{'speeds' if profile is None else 'profile'}", settings.profile or {}, fix)
+        if profile is None:
+            raise ConfigError(f"{_FIELD}.speeds", dict(settings.speeds), fix)
+        raise ConfigError("rollout.placement.profile", config.rollout.placement.profile, fix)
     fix = f"{devices} devices and {heads or 'unknown'} attention heads can be cut into engines of {possible}"
     try:
         return Reallocation(
             devices,
             possible,
-            speeds or speed_of_degree(config, task, profile),
-            random.Random(config.run.seed),
+            rates_of_degree(config, profile),
             degrees=settings.start,
             horizon=settings.horizon,
             start_seconds=_start_seconds(config, profile),
@@ -66,9 +64,9 @@ def make_reallocation(config: Config, task: Task, heads: int = 0, speeds: SpeedO
 
 
 def read_profile(config: Config) -> Profile | None:
-    """What the section names; None: nothing. Raises ConfigError."""
-    name = config.rollout.placement.degrees.profile
-    return load_profile(Path(name), f"{_FIELD}.profile").profile if name else None
+    """What the placement's section names; None: nothing. Raises ConfigError."""
+    name = config.rollout.placement.profile
+    return load_profile(Path(name), "rollout.placement.profile").profile if name else None
 
 
 def _start_seconds(config: Config, profile: Profile | None) -> float:
@@ -79,48 +77,27 @@ def _start_seconds(config: Config, profile: Profile | None) -> float:
     return max((shape.start_seconds for shape in profile.shapes.values()), default=0.0)
 
 
-def speed_of_degree(config: Config, task: Task, profile: Profile | None) -> SpeedOfDegree:
+def rates_of_degree(config: Config, profile: Profile | None) -> RatesOfDegree:
     """By the profile; without one by ``speeds``, with the interference that placement counts with."""
     settings, slots = config.rollout.placement, config.rollout.engine.max_num_seqs
 
-    def measured(degree: int, most: int, tokens: float) -> Speed:
-        assert profile is not None
-        layout = Layout(degree)
-        context = max(1.0, task.max_context_tokens / 2)
-        shape = profile.shapes.get(layout)
-        room = max(1, min(slots, int(shape.kv_tokens / context))) if shape is not None else slots
-        alone = profile.decode_seconds(1, context, layout)
-        steps = [
-            profile.decode_seconds(min(number, room), context, layout) * max(1.0, number / room)
-            for number in range(1, most + 1)
-        ]
-        return Speed(alone, tuple(accumulate((seconds / alone for seconds in steps), max)))
+    def given(degree: int) -> Rates:
+        alone = settings.token_seconds / settings.degrees.speeds.get(degree, 1.0)
+        steps = (alone, alone * (1.0 + settings.interference))
+        return Rates(steps, prefill=settings.prefill_seconds, slots=slots)
 
-    def given(degree: int, most: int, tokens: float) -> Speed:
-        table = interference(settings, slots, most)
-        return Speed(settings.token_seconds / settings.degrees.speeds.get(degree, 1.0), table)
-
-    return measured if profile is not None else given
+    return given if profile is None else lambda degree: rates_of(profile, Layout(degree), slots)
 
 
-def interference(settings: PlacementSection, slots: int, most: int) -> tuple[float, ...]:
-    """As :func:`orchestrator.placing.speed_of`: a line as far as there are slots; beyond, whole rounds of them."""
-    return tuple(
-        (1.0 + settings.interference * (min(number, slots) - 1)) * max(1.0, number / slots)
-        for number in range(1, most + 1)
-    )
-
-
-def speed_of_lane(lanes: Sequence[Lane], speed: SpeedOfDegree) -> SpeedOf:
+def rates_of_lane(lanes: Sequence[Lane], rates: RatesOfDegree) -> RatesOf:
     """What placement is told of workers whose degrees change."""
-    made: dict[tuple[int, int, int], Speed] = {}
+    made: dict[int, Rates] = {}
 
-    def of(worker: int, most: int, tokens: float) -> Speed:
-        size, step = 1 << max(0, most - 1).bit_length(), round(2 * math.log2(max(1.0, tokens)))
-        key = max(1, ranks_of(lanes[worker])), size, step
-        if key not in made:
-            made[key] = speed(key[0], size, 2 ** (step / 2))
-        return made[key]
+    def of(worker: int) -> Rates:
+        ranks = max(1, ranks_of(lanes[worker]))
+        if ranks not in made:
+            made[ranks] = rates(ranks)
+        return made[ranks]
 
     return of
 
@@ -150,9 +127,11 @@ class Reallocating:
         """Its batch is complete: decide."""
         seconds = self._events.time() - self._begun
         said = [float(sum(len(turn.action_ids) for turn in item.turns)) for item in trained]
+        heard = float(sum(len(turn.observation_ids) for item in trained for turn in item.turns))
         lengths = expected_lengths([length for length in said if length], self._in_flight(), len(said))
         before = self._policy.degrees
-        found = self._decided = self._policy.after(lengths, seconds, self._steps - step - 1)
+        grows = 1.0 + heard / sum(said) if sum(said) else 1.0
+        found = self._decided = self._policy.after(lengths, seconds, self._steps - step - 1, grows)
         self._events.emit(
             "degrees",
             step=step,
@@ -196,7 +175,7 @@ def cutting_of(
     if not config.rollout.placement.degrees.enabled:
         return planning_of(config, parts.task, proxy, parts.events, parts.planner)
     assert isinstance(proxy, ReshapingProxy), "see the rollout"
-    policy = parts.reallocation or make_reallocation(config, parts.task)
+    policy = parts.reallocation or make_reallocation(config)
     policy.degrees = proxy.degrees  # what the workers were started with
     in_flight = tuple if forecasts is None else forecasts.remaining
     return Reallocating(policy, proxy, parts.events, config.run.steps, in_flight)

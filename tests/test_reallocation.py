@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import itertools
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
-from orchestrator.policies.placement import Speed
+from orchestrator.policies.loads import Rates
 from orchestrator.policies.reallocation import Reallocation, expected_lengths
 from orchestrator.reallocating import make_reallocation
 from orchestrator.report.html import write_report
@@ -28,13 +27,14 @@ from orchestrator.sim.twins import SimTask
 TAIL = [400.0, *[20.0] * 12]  # one long trajectory
 
 
-def speed(degree: int, most: int, tokens: float) -> Speed:
+def rates(degree: int) -> Rates:
     """Twice the devices make a token 1.8 times as fast, and every further trajectory beside it a tenth slower."""
-    return Speed(1.0 / 1.8 ** (degree.bit_length() - 1), tuple(1.0 + 0.1 * number for number in range(most)))
+    alone = 1.0 / 1.8 ** (degree.bit_length() - 1)
+    return Rates((alone, 1.1 * alone))
 
 
 def manager(start_seconds: float = 0.0, **keywords: Any) -> Reallocation:
-    return Reallocation(4, (1, 2, 4), speed, random.Random(1), start_seconds=start_seconds, **keywords)
+    return Reallocation(4, (1, 2, 4), rates, start_seconds=start_seconds, **keywords)
 
 
 def test_the_long_trajectory_gets_a_large_engine_and_the_short_ones_small_ones() -> None:
@@ -65,12 +65,12 @@ def test_what_changes_took_is_what_the_next_one_is_charged_with() -> None:
     first = policy.after(TAIL, 100.0, 10)
     policy.changed(first.degrees, 1000.0)
     assert policy.degrees == first.degrees
-    assert not policy.after([20.0] * 40, 100.0, 10).changes
+    assert not policy.after([400.0], 100.0, 10).changes
     policy.failed((4,), 2.0, "no memory")
     assert policy.cost == 501.0
     for _ in range(20):
         policy.changed(policy.degrees, 0.001)
-    again = policy.after([20.0] * 40, 100.0, 10)
+    again = policy.after([400.0], 100.0, 10)
     assert not again.changes
     assert again.reason == "4 did not come up: no memory"
 
@@ -180,7 +180,7 @@ def events_of(result: Any, kind: str) -> list[dict[str, Any]]:
 def test_a_simulated_run_follows_the_resource_manager_pays_for_it_and_accounts_for_every_trajectory(
     tmp_path: Path,
 ) -> None:
-    few = "rollout.engine.max_num_seqs=8"  # so that short trajectories would wait for a place in one large engine
+    few = "rollout.engine.max_num_seqs=2"  # so that short trajectories would wait for a place in one large engine
     result = simulate(tailed(few))
     decided, changes = events_of(result, "degrees"), events_of(result, "reshape")
     assert len(decided) == 6
@@ -201,7 +201,7 @@ def test_a_simulated_run_follows_the_resource_manager_pays_for_it_and_accounts_f
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "Degrees of parallelism" in page
     assert "1+1+1+1 → 2+1+1" in page
-    assert result.summary["seconds"] < 0.95 * dear.summary["seconds"], "it is worth what it costs"
+    assert result.summary["seconds"] < 0.97 * dear.summary["seconds"], "it is worth what it costs"
 
 
 def test_who_else_cuts_or_lends_the_engines_is_one_clear_error() -> None:
@@ -217,10 +217,10 @@ def test_who_else_cuts_or_lends_the_engines_is_one_clear_error() -> None:
     task = SimTask(config)
     with pytest.raises(ConfigError, match=r"resources\.pools.*rollout\.placement\.degrees needs all devices"):
         cutting.check(tailed("resources.pools={H800=8}"), task)
-    with pytest.raises(ConfigError, match=r"degrees\.profile.*cannot be read"):
-        cutting.check(tailed('rollout.placement.degrees.profile="none.json"'), task)
+    with pytest.raises(ConfigError, match=r"placement\.profile.*cannot be read"):
+        cutting.check(tailed('rollout.placement.profile="none.json"'), task)
     with pytest.raises(ConfigError, match=r"rollout\.placement\.degrees\.speeds"):
         cutting.check(config, task)
     given = tailed("rollout.placement.degrees.speeds={1=1.0, 2=1.7}")
-    assert make_reallocation(given, SimTask(given)).options == (2, 1)
-    assert make_reallocation(given, SimTask(given), heads=3).options == (1,)
+    assert make_reallocation(given).options == (2, 1)
+    assert make_reallocation(given, heads=3).options == (1,)

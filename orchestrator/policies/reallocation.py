@@ -1,7 +1,7 @@
 """How many devices each rollout engine has in the next step: the resource manager between steps (Heddle 6.2).
 
-What :func:`orchestrator.policies.degrees.allocate` finds for the lengths that are expected is compared with the degrees that the
-engines have. Guarantees:
+What :func:`orchestrator.policies.degrees.allocate_loads` finds for the lengths that are expected is compared with the
+degrees that the engines have. Guarantees:
 
 * A change is charged: it is made only where the seconds a step that it is expected to gain, over ``horizon`` steps or those that
   are left, exceed what changes have cost: measured; before the first one ``start_seconds``.
@@ -9,22 +9,19 @@ engines have. Guarantees:
   own speed, only how the degrees compare.
 * Degrees in which the engines did not come up are not asked for again. The degrees always use all devices, in descending order.
 
-Pure: seconds come in as numbers, random numbers from the given source. The same object serves a run and the simulator.
+Pure: seconds come in as numbers. The same object serves a run and the simulator.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.policies.degrees import allocate
-from orchestrator.policies.placement import Speed, cut
+from orchestrator.policies.degrees import allocate_loads
+from orchestrator.policies.loads import Loads, Rates, place_loads, sorted_loads
 
-SpeedOfDegree = Callable[
-    [int, int, float], Speed
-]  # (devices, most at once, mean tokens of each) -> what an engine does
+RatesOfDegree = Callable[[int], Rates]  # devices -> what an engine on so many does
 _MEMORY = 0.5  # weight of the newest of several measurements of a change
 
 
@@ -49,8 +46,7 @@ class Reallocation:
         self,
         devices: int,
         options: Sequence[int],
-        speed_of: SpeedOfDegree,
-        rng: random.Random,
+        rates_of: RatesOfDegree,
         *,
         degrees: Sequence[int] = (),
         horizon: int = 4,
@@ -63,25 +59,25 @@ class Reallocation:
             raise ValueError(f"{self.degrees}: of the degrees {self.options}, {devices} devices in all")
         if horizon < 1 or start_seconds < 0:
             raise ValueError("horizon >= 1, start_seconds >= 0")
-        self._speed_of, self._rng = speed_of, rng
+        self._rates = {degree: rates_of(degree) for degree in self.options}
         self._horizon, self._per_server = horizon, per_server
         self._cost = start_seconds
         self._measured = False
         self._failed: dict[tuple[int, ...], str] = {}
 
-    def after(self, lengths: Sequence[float], seconds: float, steps_left: int) -> Reallocated:
-        """A step has ended. ``lengths``: tokens of each trajectory expected in the next one; ``seconds``: that this one's rollout
-        took. Whoever carries it out says :meth:`changed` or :meth:`failed`."""
+    def after(self, lengths: Sequence[float], seconds: float, steps_left: int, grows: float = 1.0) -> Reallocated:
+        """A step has ended. ``lengths``: tokens that each trajectory expected in the next one says; ``grows``: context for one
+        of them; ``seconds``: that this one's rollout took. Whoever carries it out says :meth:`changed` or :meth:`failed`."""
         if not lengths or not all(math.isfinite(length) and length >= 0 for length in lengths):
             return Reallocated(self.degrees, reason="nothing is known of the next step's lengths")
-        mean = sum(lengths) / len(lengths)
-        speeds = {degree: self._speed_of(degree, len(lengths), mean) for degree in self.options}
+        none = [0.0] * len(lengths)
+        loads, _ = sorted_loads(lengths, none, none, none, none, max(1.0, grows))
         try:
-            found = allocate(lengths, self.devices, speeds, self._rng, per_server=self._per_server)
+            found = allocate_loads(loads, self.devices, self._rates, per_server=self._per_server)
         except ValueError as error:
             return Reallocated(self.degrees, reason=str(error))
-        present = self._makespan(lengths, speeds)
-        share = 1.0 - found.makespan / present if 0 < present < math.inf else 1.0 if present else 0.0
+        present = self._makespan(loads)
+        share = 1.0 - found.makespan / present if present else 0.0
         gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)
         answer = Reallocated(self.degrees, False, "", gain, self._cost, found.makespan, present)
         if found.degrees == self.degrees or share <= 0:
@@ -114,12 +110,9 @@ class Reallocation:
         self._cost = (1 - _MEMORY) * self._cost + _MEMORY * seconds if self._measured else seconds
         self._measured = True
 
-    def _makespan(self, lengths: Sequence[float], speeds: dict[int, Speed]) -> float:
-        """Of the present degrees; infinite where they do not hold all."""
-        workers = [speeds[degree] for degree in self.degrees]
-        if sum(worker.capacity for worker in workers) < len(lengths):
-            return math.inf
-        return cut(sorted(lengths, reverse=True), workers)[1]
+    def _makespan(self, loads: Loads) -> float:
+        """Of the present degrees."""
+        return place_loads(loads, [self._rates[degree] for degree in self.degrees])[1]
 
 
 def expected_lengths(ended: Sequence[float], in_flight: Sequence[float], count: int) -> list[float]:

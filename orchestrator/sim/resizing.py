@@ -19,13 +19,13 @@ from orchestrator.config import Config
 from orchestrator.parts import Parts
 from orchestrator.planning import make_planner
 from orchestrator.policies.planner import ParallelismPlanner
-from orchestrator.policies.profile import EngineShape, Layout, Phase, Point, Profile
+from orchestrator.policies.profile import EngineShape, Layout, Point, Profile
 from orchestrator.policies.reallocation import Reallocation
 from orchestrator.reallocating import make_reallocation
 from orchestrator.reshaping import seats
 from orchestrator.sim import hardware
 from orchestrator.sim.cluster import engine_costs, fleet
-from orchestrator.sim.foresight import Speeds
+from orchestrator.sim.costs import EngineCosts
 from orchestrator.sim.moving import Moves, MovingWorker
 from orchestrator.sim.worker import SimWorker, Watch
 
@@ -110,10 +110,9 @@ def cutter_of(config: Config, task: Task) -> Cutter | None:
     if not config.rollout.placement.degrees.enabled:
         return planner_of(config, task)
     if config.sim.costs == "linear" or not config.sim.tasks:
-        return make_reallocation(config, task)
+        return make_reallocation(config)
     heads = hardware.model(config.sim.model).heads
-    speeds, name = Speeds(config), fleet(config)[0]
-    return make_reallocation(config, task, max(1, heads // config.sim.tensor_parallel), partial(speeds.of, name))
+    return make_reallocation(config, max(1, heads // config.sim.tensor_parallel), roofline_profile(config))
 
 
 def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
@@ -150,8 +149,6 @@ def roofline_profile(config: Config) -> Profile:
     """What ``rl-coserve profile`` would measure of the simulated engines, in simulated tokens, of every power of two of devices
     that the model runs on. Raises ConfigError where it runs on none."""
     engine, name = config.rollout.engine, fleet(config)[0]
-    batches = _powers(engine.max_num_seqs)
-    lengths = [max(1, engine.max_model_len * share // 8) for share in (1, 2, 4, 8)]
     points: list[Point] = []
     shapes = []
     for tp in _powers(config.rollout.planner.max_tp or config.rollout.workers):
@@ -159,24 +156,33 @@ def roofline_profile(config: Config) -> Profile:
             costs = engine_costs(config, name, tp)
         except ConfigError:
             continue  # it does not fit, or cannot be split so
-        room = costs.kv_tokens or 0
-        if room < engine.max_model_len:
-            continue
-        layout = Layout(tp)
-        for batch in batches:
-            fixed, growing = costs.decode(batch)
-            for tokens in lengths:
-                decode: Phase = "decode"
-                points.append(Point(decode, layout, batch, tokens, fixed + growing * batch * tokens))
-                seconds = costs.prefill(batch * tokens, batch * tokens * tokens / 2, 1)
-                points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9)))
-        start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
-        bytes_of = hardware.model(config.sim.model)
-        shapes.append(EngineShape(layout, bytes_of.kv_bytes * config.sim.grain, room, bytes_of.weight_bytes, start))
+        if (costs.kv_tokens or 0) >= engine.max_model_len:
+            points += measured(config, costs, Layout(tp))
+            shapes.append(shape_of(config, costs, Layout(tp)))
     if not shapes:
         fix = "the model runs on no number of these devices: take another device or a shorter rollout.engine.max_model_len"
         raise ConfigError("sim.device", name or config.sim.device, fix)
     return Profile(points, shapes)
+
+
+def measured(config: Config, costs: EngineCosts, layout: Layout) -> list[Point]:
+    """What ``rl-coserve profile`` would measure of one simulated engine: every power of two of sequences, four lengths."""
+    engine, points = config.rollout.engine, list[Point]()
+    for batch in _powers(engine.max_num_seqs):
+        fixed, growing = costs.decode(batch)
+        for share in (1, 2, 4, 8):
+            tokens = max(1, engine.max_model_len * share // 8)
+            points.append(Point("decode", layout, batch, tokens, fixed + growing * batch * tokens))
+            seconds = costs.prefill(batch * tokens, batch * tokens * tokens / 2, 1)
+            points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9)))
+    return points
+
+
+def shape_of(config: Config, costs: EngineCosts, layout: Layout) -> EngineShape:
+    """Its memory and start. Only where the cost model has a limit of KV."""
+    start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
+    model = hardware.model(config.sim.model)
+    return EngineShape(layout, model.kv_bytes * config.sim.grain, costs.kv_tokens or 0, model.weight_bytes, start)
 
 
 def _powers(most: int) -> list[int]:
