@@ -156,6 +156,34 @@ def test_the_status_says_what_is_lent_to_whom_and_what_became_of_the_slos(
     guardian.stop()
 
 
+def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup) -> None:
+    from prometheus_client import CollectorRegistry
+
+    from vllm_rlplugin.pool_metrics import PREFIX, PoolMetrics
+
+    guardian = setup.serve()
+    guardian.stop()
+    registry = CollectorRegistry()
+    metrics = PoolMetrics(PagePool.open(setup.path), registry)
+    child = setup.rollout("roll")
+    setup.pool.publish(Served(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
+    metrics.refresh()
+    metrics.refresh()
+    found = registry.get_sample_value
+    assert found(PREFIX + "admitted_tokens_total") == 7
+    assert found(PREFIX + "late_first_tokens_by_rollouts_total") == 1
+    assert found(PREFIX + "ttft_slack_seconds") == pytest.approx(0.07)
+    assert found(PREFIX + "tpot_slack_seconds") == float("inf")
+    assert (found(PREFIX + "pages_rollout") or 0) >= 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    setup.children.remove(child)
+    setup.pool.reap()
+    metrics.refresh()
+    assert found(PREFIX + "admitted_tokens_total") == 7
+    assert found(PREFIX + "pages_rollout") == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [

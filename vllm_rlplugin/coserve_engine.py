@@ -5,8 +5,8 @@
 * ``replay`` {"arrivals": [[seconds, prompt tokens, answer tokens], ...]}: each request at its time, as users send them; answers
   with ``ttft`` (seconds from that time to the first token) and ``tpot`` (the mean between its tokens) of each, and ``busy``: the
   share of the time in which a step ran.
-* ``roll`` {"seconds", "prompt", "answer", "turns", "sequences"}: so many trajectories at a time, multi-turn, new ones as they end;
-  what is handed back goes on with its tokens after ``REST`` seconds, as a scheduler with other workers would have it.
+* ``roll`` {"seconds", "prompt", "answer", "turns", "sequences"}: so many trajectories at a time, multi-turn, new ones as they
+  end; what is handed back goes on with its tokens after ``REST`` seconds, as a scheduler with other workers would have it.
   Answers with ``tokens`` made, ``ended`` turns, ``returned`` requests. What is unfinished is dropped.
 * ``tune`` {"ttft", "tpot", "mode"}: other SLOs, of a serving engine. ``look`` {"opened"}: the scheduler's ``page_pool``.
 """
@@ -65,13 +65,9 @@ class Child:
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """One command."""
         what, values = command["do"], {key: value for key, value in command.items() if key != "do"}
-        call: Callable[..., dict[str, Any]] = {
-            "replay": self.replay,
-            "roll": self.roll,
-            "tune": self.tune,
-            "look": self.look,
-        }[what]
-        return call(**values)
+        calls: dict[str, Callable[..., dict[str, Any]]] = {}
+        calls |= {"replay": self.replay, "roll": self.roll, "tune": self.tune, "look": self.look}
+        return calls[what](**values)
 
     def look(self, opened: bool = False) -> dict[str, Any]:
         """See the module."""
