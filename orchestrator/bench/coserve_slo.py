@@ -28,7 +28,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     source = json.loads(TRACE.read_text(encoding="utf-8"))
-    how = ["--seconds", "4", "--rounds", "1", "--modes", "none,dual"] if quick else ["--seconds", "8", "--rounds", "2"]
+    how = ["--seconds", "4", "--rounds", "1", "--modes", "none,dual"] if quick else ["--seconds", "6", "--rounds", "2"]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(source["rows"], file)
         file.flush()
