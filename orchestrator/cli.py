@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,17 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     looking.add(commands, _run_path)
+    lend = commands.add_parser("lend", help="what a serving engine's KV pool lends to rollouts (docs/coserving.md)")
+    lend.add_argument("--max", type=float, metavar="SHARE", help="of the pool, the most that rollouts may have")
+    lend.add_argument("--status", action="store_true", help="only say what is lent, and to whom")
+    dry = "rollouts say what they would have run, and run nothing"
+    lend.add_argument("--dry-run", action=argparse.BooleanOptionalAction, help=dry)
+    reclaim = commands.add_parser("reclaim", help="take back, at once, what a KV pool lends to rollouts")
+    reclaim.add_argument("--kill", action="store_true", help="end all rollout engines of the pool")
+    for command, name in ((lend, "lend"), (reclaim, "reclaim")):
+        command.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
+        command.add_argument("--json", action="store_true")
+        command.set_defaults(run=_lend, command=name)
 
     doctor = commands.add_parser("doctor", help="check this installation")
     doctor.add_argument("config", nargs="?", default="", help="TOML file, to look at its relay, too")
@@ -104,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _lend(arguments: argparse.Namespace) -> int:
+    """The pool is the plugin's; it needs neither vLLM nor torch for this."""
+    code: int = importlib.import_module("vllm_rlplugin.kvpool.lending").run(arguments)
+    return code
 
 
 def _train(arguments: argparse.Namespace) -> int:

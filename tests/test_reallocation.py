@@ -62,9 +62,9 @@ def test_a_change_is_made_only_where_it_gains_more_than_it_costs_in_the_steps_th
 
 def test_what_changes_took_is_what_the_next_one_is_charged_with() -> None:
     policy = manager()
-    first = policy.after(TAIL, 100.0, 10)
-    policy.changed(first.degrees, 1000.0)
-    assert policy.degrees == first.degrees
+    assert policy.after(TAIL, 100.0, 10).changes
+    policy.changed((1, 2, 1), 1000.0)
+    assert policy.degrees == (2, 1, 1)
     assert not policy.after([400.0], 100.0, 10).changes
     policy.failed((4,), 2.0, "no memory")
     assert policy.cost == 501.0

@@ -26,9 +26,12 @@ from vllm_rlplugin import bodies
 from vllm_rlplugin.auth import Guard, find_token
 from vllm_rlplugin.control_route import STATE, ControlRoute, Door
 from vllm_rlplugin.kv_mover import KvMover, KvOptions
+from vllm_rlplugin.kvpool.engine import pool_path
+from vllm_rlplugin.kvpool.ledger import PagePool
 from vllm_rlplugin.metrics import Metrics, keep_fresh
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
 from vllm_rlplugin.outbox import Outbox
+from vllm_rlplugin.pool_metrics import PoolMetrics
 from vllm_rlplugin.served import Limits, ServedWorker
 
 CONTROL = "rl_coserve"  # in the app's state
@@ -293,7 +296,9 @@ class ControlPlugin:
             raise ConfigError("--rl-relay", options.relay, str(error)) from error
         instance = secrets.token_hex(8)
         control = Control(worker, _facts(config, worker, instance, options))
-        control.refreshing = asyncio.create_task(keep_fresh(metrics, worker), name="rl-coserve metrics")
+        control.refreshing = asyncio.create_task(
+            keep_fresh(metrics, worker, _pool_metrics(PluginOptions.of(config))), name="rl-coserve metrics"
+        )
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
             control.mover = KvMover(_kv(config, options, token), worker.kv_command)
@@ -317,6 +322,12 @@ def _kv(config: Any, options: FrontendOptions, token: str) -> KvOptions:
 
 def _bytes(options: FrontendOptions) -> int:
     return options.max_body_mb << 20
+
+
+def _pool_metrics(options: PluginOptions) -> PoolMetrics | None:
+    if not options.kv_pool:
+        return None
+    return PoolMetrics(PagePool.open(pool_path(options.kv_pool)))
 
 
 def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOptions) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from orchestrator.api import Completion, RetryableError, WorkerStats
 
 if TYPE_CHECKING:
+    from vllm_rlplugin.pool_metrics import PoolMetrics
     from vllm_rlplugin.served import ServedWorker
 
 PREFIX = "rl_coserve:"
@@ -135,12 +136,14 @@ class Metrics:
         self._suspended.set(stats.suspended)
 
 
-async def keep_fresh(metrics: Metrics, worker: ServedWorker) -> None:
-    """Refresh for ever; ends when the engine has died."""
+async def keep_fresh(metrics: Metrics, worker: ServedWorker, pool: PoolMetrics | None = None) -> None:
+    """Refresh for ever, those of the engine's KV pool too; ends when the engine has died."""
     try:
         while True:
             cycle = worker.cycle
             metrics.refresh(await worker.stats(), worker.held, cycle.updates, cycle.failures)
+            if pool is not None:
+                pool.refresh()
             await asyncio.sleep(REFRESH_SECONDS)
     except RetryableError as error:
         _logger.info("metrics are no longer refreshed: %s", error)

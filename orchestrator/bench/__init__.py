@@ -45,6 +45,8 @@ _MODULES = {
     "rollart-figures": "orchestrator.bench.rollart_figures",
     "rollpacker-figures": "orchestrator.bench.rollpacker_figures",
     "tail-batching": "orchestrator.bench.tail_batching",
+    "coserve-slo": "orchestrator.bench.coserve_slo",
+    "kv-remap": "orchestrator.bench.kv_remap",
 }
 
 

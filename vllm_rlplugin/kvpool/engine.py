@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_rlplugin.kvpool.words import Rolled
 from vllm_rlplugin.options import PluginOptions
 
 _FOLDER = Path("/dev/shm")
+_PATIENCE = 2.0  # seconds
 _here: dict[int, EnginePool] = {}  # process -> its engine's; a fork has none
 
 
@@ -54,7 +56,10 @@ class EnginePool:
         if role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
             self.pool.publish(Rolled(minimum=self.geometry.pages_a_group).pack())
         self.memory = HostRange(self.pool, -(-size // page), scrub=options.kv_pool_scrub)
-        if not self.back([0]):
+        deadline = time.monotonic() + _PATIENCE
+        while not (had := self.back([0])) and role == "rollout" and time.monotonic() < deadline:
+            time.sleep(0.01)  # the serving engine may not have seen yet what this one needs at least
+        if not had:
             fix = f"its first {self.geometry.pages_a_group} pages cannot be had (free: {self.pool.view().free}, budget of a "
             raise ConfigError("kv_pool", options.kv_pool, fix + "rollout engine: kv_pool_budget_mib)")
 

@@ -173,15 +173,15 @@ class Guardian:
         return False
 
     def _least(self, tenant: TenantView) -> int:
-        """Pages that it cannot give back."""
+        """Pages that it cannot give back, or needs to start."""
         found = Rolled.unpack(self._pool.read(tenant.slot))
-        return min(found.minimum, tenant.used) if found is not None else 0
+        return found.minimum if found is not None else 0
 
     def _minimum(self, view: PoolView) -> int:
         return sum(self._least(tenant) for tenant in _rollouts(view))
 
     def _used(self, view: PoolView) -> int:
-        return sum(tenant.used - self._least(tenant) for tenant in _rollouts(view))
+        return sum(max(0, tenant.used - self._least(tenant)) for tenant in _rollouts(view))
 
 
 def _rollouts(view: PoolView) -> list[TenantView]:

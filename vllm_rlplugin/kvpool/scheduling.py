@@ -130,6 +130,11 @@ class PagedScheduling:
         if self._turns is not None:
             self._pool.pool.control(Control.STEPS, 1, add=True)
 
+    def tune(self, slo: Slo, mode: Mode) -> None:
+        """Other SLOs, and which of them count, from now on; of a serving engine."""
+        if self._meter is not None:
+            self._meter.tune(slo, mode)
+
     def stop(self) -> None:
         """The engine ends."""
         if self._guardian is not None:

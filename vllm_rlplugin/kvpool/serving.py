@@ -124,6 +124,11 @@ class ServingMeter:
             self._counts[at + 2] += 0 < over <= rolled - found.rolled
         found.since, found.rolled, found.outputs = now, rolled, found.core.num_output_tokens
 
+    def tune(self, slo: Slo, mode: Mode) -> None:
+        """Other SLOs, and which of them count, from now on; counts begin anew."""
+        self._slo, self._mode, self._counts = slo, mode, [0] * 6
+        self._publish(self._now())
+
     # -- from the guardian's thread ----------------------------------------------------------------------------------
 
     def idle(self) -> None:

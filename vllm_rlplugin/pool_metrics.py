@@ -1,0 +1,104 @@
+"""Prometheus metrics of the KV pool that an engine is in, beside those of :mod:`vllm_rlplugin.metrics`.
+
+Read from the pool's shared memory, without a call into any engine. Guarantees: counters never fall, also when an engine of the
+pool is replaced by another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+from vllm_rlplugin.kvpool.ledger import PagePool, PoolError
+from vllm_rlplugin.kvpool.lending import status
+
+PREFIX = "rl_coserve:kv_pool_"
+_logger = logging.getLogger("vllm.rl_coserve")
+_GAUGES = {
+    "pages": "Pages of the device's KV pool.",
+    "pages_free": "Pages that nobody has.",
+    "pages_lent": "Pages that rollout engines may have, what they cannot give back included.",
+    "pages_rollout": "Pages that rollout engines have.",
+    "pages_serving": "Pages that the serving engine has.",
+    "ttft_slack_seconds": "The least TTFT slack of requests that wait; +Inf: none does.",
+    "tpot_slack_seconds": "The least TPOT slack of requests that decode; +Inf: none does.",
+    "dry_run": "1 while rollout engines only say what they would have run, else 0.",
+}
+_COUNTERS = {
+    "admitted_tokens": "Tokens that rollout engines computed in admitted steps.",
+    "dry_run_tokens": "Tokens that rollout engines would have computed.",
+    "refused_steps": "Rollout steps that were not admitted.",
+    "handed_back_requests": "Rollout requests that were handed back: stalled, or their pages taken.",
+    "first_tokens": "First tokens of serving requests.",
+    "late_first_tokens": "Of these, beyond the TTFT SLO.",
+    "late_first_tokens_by_rollouts": "Of these, in time without the time that rollouts ran.",
+    "later_tokens": "Tokens of serving requests after the first.",
+    "late_later_tokens": "Times that these were beyond the TPOT SLO.",
+    "late_later_tokens_by_rollouts": "Of these, in time without the time that rollouts ran.",
+}
+_ROLLED = {
+    "admitted_tokens": "tokens",
+    "dry_run_tokens": "would",
+    "refused_steps": "refused",
+    "handed_back_requests": "returned",
+}
+_SERVED = {
+    "first_tokens": "firsts",
+    "late_first_tokens": "late_first",
+    "late_first_tokens_by_rollouts": "blamed_first",
+    "later_tokens": "nexts",
+    "late_later_tokens": "late_next",
+    "late_later_tokens_by_rollouts": "blamed_next",
+}
+
+
+class PoolMetrics:
+    """Of one pool; :meth:`refresh` now and then."""
+
+    def __init__(self, pool: PagePool, registry: CollectorRegistry = REGISTRY) -> None:
+        self._pool = pool
+        self._gauges = {
+            name: Gauge(PREFIX + name, text, registry=registry, multiprocess_mode="mostrecent")
+            for name, text in _GAUGES.items()
+        }
+        self._counters = {name: Counter(PREFIX + name, text, registry=registry) for name, text in _COUNTERS.items()}
+        self._known: dict[tuple[str, str], int] = {}  # (counter, engine) -> what it had said
+
+    def refresh(self) -> None:
+        """Read the pool. One whose ledger is stuck is looked at the next time."""
+        try:
+            found = status(self._pool)
+        except PoolError as error:
+            _logger.warning("the KV pool's metrics are not refreshed: %s", error)
+            return
+        rollouts, serving, slo = found["rollouts"], found["serving"], found["slo"]
+        state: Mapping[str, Any] = slo["state"] if slo is not None else {}
+        for name, value in {
+            "pages": found["pages"],
+            "pages_free": found["free"],
+            "pages_lent": sum(row["budget"] for row in rollouts),
+            "pages_rollout": sum(row["pages"] for row in rollouts),
+            "pages_serving": serving["pages"] if serving is not None else 0,
+            "ttft_slack_seconds": _slack(state.get("ttft_slack")),
+            "tpot_slack_seconds": _slack(state.get("tpot_slack")),
+            "dry_run": int(found["dry_run"]),
+        }.items():
+            self._gauges[name].set(value)
+        for row in rollouts:
+            for name, field in _ROLLED.items():
+                self._count(name, row["name"], row[field])
+        if serving is not None and slo is not None:
+            for name, field in _SERVED.items():
+                self._count(name, serving["name"], slo[field])
+
+    def _count(self, name: str, engine: str, total: int) -> None:
+        known = self._known.get((name, engine), 0)
+        self._counters[name].inc(max(0, total - known))
+        self._known[name, engine] = total
+
+
+def _slack(seconds: float | None) -> float:
+    return float("inf") if seconds is None else seconds
