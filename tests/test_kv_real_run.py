@@ -48,7 +48,7 @@ PARTED = (
     "rollout.disaggregation.decode=D",
     "rollout.disaggregation.min_tokens=1",
     "rollout.disaggregation.degrees={vllm-0=2}",
-    "rollout.routing.hardware={vllm-0=P, vllm-1=D}",
+    'rollout.routing.hardware={vllm-0="P", vllm-1="D"}',
     "rollout.groups_per_step=2",
     "rollout.environments=16",
     "run.steps=2",

@@ -28,6 +28,7 @@ _MODULES = {
     "routing": "orchestrator.bench.routing",
     "placement": "orchestrator.bench.placement",
     "allocation": "orchestrator.bench.allocation",
+    "reallocation": "orchestrator.bench.reallocation",
     "prediction": "orchestrator.bench.prediction",
     "heddle": "orchestrator.bench.heddle",
     "stream-equality": "orchestrator.bench.stream_equality",

@@ -86,6 +86,11 @@ def _fixed(config: Config, heads: int) -> Cut:
 
 def check(config: Config, task: Task) -> None:
     """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
+    if config.rollout.disaggregation.degrees and config.ray.address and not config.resources.pools:
+        fix = (
+            "rollout.disaggregation.degrees counts the devices of this machine: name resources.pools, or leave one out"
+        )
+        raise ConfigError("ray.address", config.ray.address, fix)
     if not config.rollout.reshapes:
         return
     who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
