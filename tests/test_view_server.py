@@ -279,6 +279,9 @@ def test_a_run_says_what_is_under_way_and_its_page_shows_the_last_of_it_when_it_
         assert len(record["trajectories"]) == min(record["in_flight"], sampling.TRAJECTORIES)
         assert {row["name"] for row in record["workers"]} == {"sim-0", "sim-1"}
         assert all(row["waits"] for row in record["trajectories"])  # each by a name
+        for reason, count in record["reasons"].items():  # all are listed one by one: there are few
+            assert sum(row["waits"] == reason for row in record["trajectories"]) == count
+        assert record["queue"] == record["reasons"].get("a free worker", 0)
     assert any("kv_capacity" in row for record in busy for row in record["workers"])
     assert any(record["stages"] for record in records)
     turns = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]

@@ -109,6 +109,7 @@ def test_a_curve_keeps_its_ends_and_forgets_what_was_rolled_back() -> None:
     shown = curve.shown()
     assert shown[0] == [0, 0.0]
     assert shown[-1] == [4999, 0.9998]
+    assert len(curve._points) <= 2 * POINTS  # of a run that lasts for months, too
     assert len(shown) <= POINTS + 1
     curve.add(100, 0.5)
     assert curve.shown()[-1] == [100, 0.5]

@@ -191,4 +191,6 @@ def test_top_fits_the_terminal_and_takes_nothing_for_markup(
     assert max(map(len, lines)) <= width
     assert len(lines) < 120
     assert "[red]" in "\n".join(lines)
+    assert width < 200 or re.search(re.escape(EVIL) + r"\s+3\b", "\n".join(lines))  # a reason
+    assert width < 200 or sum(EVIL in line for line in lines) == 1 + 8 + 8  # and workers, and faults
     assert any("and 22" in line for line in lines)
