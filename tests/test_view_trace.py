@@ -199,6 +199,7 @@ def test_top_fits_the_terminal_and_takes_nothing_for_markup(
     assert any("and 22" in line for line in lines)
 
 
+@pytest.mark.long
 def test_top_follows_a_run_on_a_terminal_and_ends_with_it(tmp_path: Path) -> None:
     folder = runs.write_unfinished(tmp_path / "run-001")
     ours, theirs = pty.openpty()
