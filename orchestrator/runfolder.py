@@ -1,7 +1,8 @@
 """The folder of a run: what is kept, where, and that it can be written before anything starts.
 
 ``config.json`` (resolved), ``environment.json`` (machine, versions), ``events.jsonl``, ``ledger.jsonl``, ``trajectories/``
-(Parquet), ``checkpoints/``, ``report.html``, ``summary.json``. ``latest`` beside the run folders points to the newest.
+(Parquet), ``checkpoints/``, ``report.html``, ``summary.json``; for who looks on, ``live.json``, ``turns.jsonl`` and
+``tensorboard/`` (docs/seeing.md). ``latest`` beside the run folders points to the newest.
 Logs are appended line by line and reach the operating system at once, so that a killed process loses no line it wrote; a
 line cut in half by a kill is closed off before a resume appends to it.
 """

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.config import Config, parse_config
+from orchestrator.config import Config, parse_config, to_json
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.parts import Parts
@@ -152,6 +152,7 @@ def test_at_most_one_picture_a_second_is_sent_however_fast_events_come(tmp_path:
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_too_many_pages_are_refused_and_one_that_leaves_makes_room(tmp_path: Path) -> None:
     folder = runs.write_unfinished(tmp_path / "run-001")
 
@@ -243,6 +244,7 @@ async def run_sampled(folder: Path, config: Config, broken: bool = False) -> tup
         sampler.start()
         await asyncio.sleep(0.05)
         sampler.pipeline = pipeline
+        (folder / "turns.jsonl").write_text('["t000000')  # of a life that was killed
         spans = Spans(folder, events, pipeline.rollout.proxy, 1 << 20)
         pipeline.rollout.environments.on_turn = spans.turn
         records: list[dict[str, Any]] = []
@@ -279,9 +281,12 @@ def test_a_run_says_what_is_under_way_and_its_page_shows_the_last_of_it_when_it_
         assert len(record["trajectories"]) == min(record["in_flight"], sampling.TRAJECTORIES)
         assert {row["name"] for row in record["workers"]} == {"sim-0", "sim-1"}
         assert all(row["waits"] for row in record["trajectories"])  # each by a name
+        for reason, count in record["reasons"].items():  # all are listed one by one: there are few
+            assert sum(row["waits"] == reason for row in record["trajectories"]) == count
+        assert record["queue"] == record["reasons"].get("a free worker", 0)
     assert any("kv_capacity" in row for record in busy for row in record["workers"])
     assert any(record["stages"] for record in records)
-    turns = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
+    turns = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()[1:]]
     assert {worker for _, _, worker, *_ in turns} == {"sim-0", "sim-1"}
     assert all(times == sorted(times) and times[0] > 0 for _, _, _, *times in turns)
     assert len({(name, turn) for name, turn, *_ in turns}) == len(turns)
@@ -300,6 +305,7 @@ def test_a_run_says_what_is_under_way_and_its_page_shows_the_last_of_it_when_it_
     assert [row["name"] for row in shown["workers"]] == ["sim-0", "sim-1"]
 
 
+@pytest.mark.long
 def test_a_sample_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
     records, said = asyncio.run(run_sampled(tmp_path, small(), broken=True))
     assert records == []
@@ -337,6 +343,7 @@ def test_the_process_beside_a_run_shows_it_to_its_end_and_then_ends(tmp_path: Pa
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_a_view_that_dies_is_said_and_does_not_end_the_run(tmp_path: Path) -> None:
     folder = RunFolder(runs.write_unfinished(tmp_path / "run-001"))
     folder.logs.mkdir()
@@ -354,6 +361,33 @@ def test_a_view_that_dies_is_said_and_does_not_end_the_run(tmp_path: Path) -> No
 
     asyncio.run(main())
     assert "the view has ended" in said[1]
+
+
+@pytest.mark.long
+def test_exporters_beside_a_run_get_what_happens_from_its_start_on_and_what_they_say_reaches_people(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the OTLP exporter is not installed")
+    folder = RunFolder(runs.write_unfinished(tmp_path / "run-001"))
+    folder.logs.mkdir()
+    config = parse_config({"logging": {"otlp": {"endpoint": "http://127.0.0.1:1"}}})  # nobody is there
+    folder.config_file.write_text(to_json(config))
+    said: list[str] = []
+    before = max(json.loads(line)["t"] for line in folder.events_file.read_text().splitlines())
+
+    async def main() -> None:
+        view = viewing.ViewProcess(config, folder, said.append, since=before + 1.0)
+        await view.open()
+        assert said == []  # there is no page to tell of, and nothing of before is sent
+        end = {"kind": "run_end", "t": before + 3.0, "status": "completed", "reason": "completed", "ledger": {}}
+        fault = {"kind": "fault", "t": before + 2.0, "what": "worker", "cause": "worker", "detail": ""}
+        with folder.events_file.open("a") as stream:
+            stream.write(json.dumps(fault) + "\n" + json.dumps(end) + "\n")
+        await view.stop()
+
+    asyncio.run(main())
+    assert len(said) == 1
+    assert "the collector does not take what it is sent" in said[0]
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:

@@ -30,6 +30,8 @@ def _helper(name: str) -> ModuleType:
     return sys.modules[name]
 
 
+ROOT = Path(__file__).parents[1]
+METRIC = re.compile(r"rl_coserve:\w+")
 runs = _helper("view_runs")
 LIVE: dict[str, Any] = runs.LIVE
 
@@ -107,6 +109,7 @@ def test_a_curve_keeps_its_ends_and_forgets_what_was_rolled_back() -> None:
     shown = curve.shown()
     assert shown[0] == [0, 0.0]
     assert shown[-1] == [4999, 0.9998]
+    assert len(curve._points) <= 2 * POINTS  # of a run that lasts for months, too
     assert len(shown) <= POINTS + 1
     curve.add(100, 0.5)
     assert curve.shown()[-1] == [100, 0.5]
@@ -184,3 +187,37 @@ def test_no_metric_has_a_label_with_a_trajectory_in_it(finished: Path) -> None:
     samples = [sample for group in scrape(state).values() for sample in group]
     assert not [sample for sample in samples if any(re.search(r"\bt\d{4,}", text) for text in sample.labels.values())]
     assert len(samples) < 300
+
+
+def test_every_metric_that_the_dashboard_asks_for_is_in_a_scrape(finished: Path) -> None:
+    state = folded(finished)
+    state.status = "unfinished"
+    state.take_live(LIVE)
+    found = scrape(state)
+    dashboard = (ROOT / "examples" / "grafana" / "rl-coserve.json").read_text()
+    panels = json.loads(dashboard)["panels"]
+    asked = {name for panel in panels for target in panel["targets"] for name in METRIC.findall(target["expr"])}
+    assert len(asked) > 20
+    assert asked - set(found) == set()
+    labels = {
+        label
+        for panel in panels
+        for target in panel["targets"]
+        for label in re.findall(r"{{(\w+)}}", target["legendFormat"])
+    }
+    assert labels <= {name for _, names, _ in metrics.TABLE.values() for name in names}
+    assert METRIC.findall(json.loads(dashboard)["templating"]["list"][0]["query"]["query"])[0] in found
+
+
+def test_the_page_of_the_documentation_has_every_metric_and_no_other(finished: Path) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", (ROOT / "docs" / "seeing.md").read_text(), re.M)
+    said = {
+        name.removesuffix("_total"): (kind, tuple(re.findall(r"`(\w+)`", labels)), text)
+        for name, kind, labels, text in rows
+    }
+    assert said == metrics.TABLE
+    state = folded(finished)
+    state.take_live(LIVE)
+    state.status = "unfinished"
+    families = {family.name for family in text_string_to_metric_families(metrics.exposition(state).decode())}
+    assert families == {metrics.PREFIX + name for name in metrics.TABLE}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
+import pty
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,4 +194,35 @@ def test_top_fits_the_terminal_and_takes_nothing_for_markup(
     assert max(map(len, lines)) <= width
     assert len(lines) < 120
     assert "[red]" in "\n".join(lines)
+    assert width < 200 or re.search(re.escape(EVIL) + r"\s+3\b", "\n".join(lines))  # a reason
+    assert width < 200 or sum(EVIL in line for line in lines) == 1 + 8 + 8  # and workers, and faults
     assert any("and 22" in line for line in lines)
+
+
+@pytest.mark.long
+def test_top_follows_a_run_on_a_terminal_and_ends_with_it(tmp_path: Path) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.cli", "top", str(folder)],
+        cwd=Path(__file__).parents[1],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "60"},
+    )
+    os.close(theirs)
+    shown = ""
+    try:
+        while True:
+            shown += os.read(ours, 65536).decode(errors="replace")
+            if "running" in shown and "no worker left" not in (folder / "events.jsonl").read_text():
+                end = {"kind": "run_end", "t": 999.0, "status": "failed", "reason": "no worker left", "ledger": {}}
+                with (folder / "events.jsonl").open("a") as stream:
+                    stream.write(json.dumps(end) + "\n")
+    except OSError:  # the other end is closed: it has ended
+        pass
+    finally:
+        os.close(ours)
+    assert process.wait(timeout=60) == 0, shown
+    assert "no worker left" in shown.split("\x1b[?1049l")[-1]  # the last picture stays when the screen is given back

@@ -18,6 +18,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.replay import FIELD, Recording, replay
 from orchestrator.rollout import make_filters
 from orchestrator.runfolder import RunFolder
+from orchestrator.runtime import viewing
 from orchestrator.runtime.actors import RayTrainer
 from orchestrator.runtime.pools import trainer_ranks
 from orchestrator.runtime.train import TRAINER_CLASS, trainer_environment, warm_up
@@ -42,6 +43,7 @@ async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task
         events = EventLog(stack.enter_context(folder.append(folder.events_file)), loop.time)
         ledger = Ledger(stack.enter_context(folder.append(folder.ledger_file)), events.time)
         facts = {"mode": config.run.mode, "alpha": config.rollout.alpha, "name": folder.path.name, "simulated": False}
+        await viewing.show(config, folder, events, print, stack)
         events.emit("run_start", **facts, steps=steps, started=started, resumed_from=None, replay=str(source))
         status, reason = "failed", ""
         try:

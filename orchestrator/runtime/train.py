@@ -183,8 +183,8 @@ class _Life:
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
             collector.calm()
-            pipeline = sampler.pipeline = Pipeline(config, parts, position)
-            viewing.record_turns(config, folder, events, pipeline, stack)
+            pipeline = Pipeline(config, parts, position)
+            await stack.enter_async_context(viewing.attach(sampler, config, folder, events, pipeline))
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
             self.up = True

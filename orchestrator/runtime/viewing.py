@@ -123,11 +123,14 @@ async def show(config: Config, folder: RunFolder, events: EventLog, say: Say, st
     return sampler
 
 
-def record_turns(
-    config: Config, folder: RunFolder, events: EventLog, pipeline: Pipeline, stack: AsyncExitStack
-) -> None:
-    """Write down when each turn ran and where, for traces."""
+def attach(sampler: Sampler, config: Config, folder: RunFolder, events: EventLog, pipeline: Pipeline) -> AsyncExitStack:
+    """Sample this pipeline, and write down when each of its turns ran and where. Close what is returned when it has ended,
+    before its workers are closed: the last sample is of the pipeline's end."""
+    stack = AsyncExitStack()
+    sampler.pipeline = pipeline
+    stack.push_async_callback(sampler.close)
     if config.logging.turns_mb:
         spans = Spans(folder.path, events, pipeline.rollout.proxy, int(config.logging.turns_mb * 2**20))
         pipeline.rollout.environments.on_turn = spans.turn
         stack.callback(spans.close)
+    return stack

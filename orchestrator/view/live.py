@@ -32,6 +32,7 @@ REASONS = 16  # that are told apart
 TEXT = 120  # characters of a reason
 _ASK_EVERY = 2  # samples between two questions to a worker
 _ANSWER_SECONDS = 1.0
+_GENERATION = "generation"  # as in orchestrator/envs.py
 _STATS = ("running", "waiting", "kv_used", "kv_capacity", "tokens_per_s", "preemptions", "oldest_wait")
 
 
@@ -102,10 +103,16 @@ class Sampler:
             return found
         rollout, proxy = pipeline.rollout, pipeline.rollout.proxy
         placed = {item.request.trajectory_id: lane.worker.name for lane in proxy.lanes for item in lane.sent.values()}
-        reasons: dict[str, int] = {}
+        counts: dict[str, int] = {}  # thousands of episodes: words are made of few reasons, not of each
         for episode in rollout.episodes.values():
-            reason = _reason(episode.waiting_for, episode.id in placed)
-            reasons[reason] = reasons.get(reason, 0) + 1
+            counts[episode.waiting_for] = counts.get(episode.waiting_for, 0) + 1
+        queue = max(0, counts.get(_GENERATION, 0) - sum(name in rollout.episodes for name in placed))
+        reasons: dict[str, int] = {_reason(_GENERATION, False): queue} if queue else {}
+        if _GENERATION in counts:
+            counts[_GENERATION] -= queue
+        for waiting_for, count in counts.items():
+            reason = _reason(waiting_for, True)
+            reasons[reason] = reasons.get(reason, 0) + count
         now = found["t"]
         return found | {
             "waiting_for": pipeline.waiting_for[: 3 * TEXT],
@@ -113,7 +120,7 @@ class Sampler:
             "buffered": rollout.buffer.scored,
             "tokens": proxy.tokens,
             "version": proxy.version,
-            "queue": reasons.get("a free worker", 0),
+            "queue": queue,
             "ledger": pipeline.parts.ledger.counts.as_dict(),
             "reasons": _largest(reasons),
             "trajectories": [
@@ -154,13 +161,13 @@ def _state(lane: Lane, silent: bool) -> str:
 
 def _reason(waiting_for: str, placed: bool) -> str:
     """What a trajectory waits for, without numbers: "3 of 4" and "4 of 4" are one reason."""
-    if waiting_for == "generation" and not placed:
+    if waiting_for == _GENERATION and not placed:
         return "a free worker"
     return re.sub(r"\d+", "#", waiting_for)[:TEXT]
 
 
 def _largest(reasons: dict[str, int]) -> dict[str, int]:
-    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    ordered = sorted(((name, count) for name, count in reasons.items() if count), key=lambda item: (-item[1], item[0]))
     found = dict(ordered[:REASONS])
     if rest := sum(count for _, count in ordered[REASONS:]):
         found["other"] = rest

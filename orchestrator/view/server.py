@@ -1,9 +1,10 @@
 """The web page of a run: served on loopback, behind a token, fed by server-sent events.
 
-Guarantees: what is sent is made at most once a second, once for all who look, and is bounded in size; who reads slowly misses
-pictures and holds nobody up; a request without the token learns nothing; nothing outside of this server is loaded by the page
-(the content security policy forbids it) and no page of others may frame it. The token stands in the URL that is printed, then
-in a cookie that scripts cannot read; it is in no page and no event. ``/metrics`` takes it as a bearer token.
+Guarantees: what is sent is made at most once a second (the last of a run at once), once for all who look, and is bounded in
+size; who reads slowly misses pictures and holds nobody up; a request without the token learns nothing; nothing outside of this
+server is loaded by the page (the content security policy forbids it) and no page of others may frame it. The token stands in
+the URL that is printed, then in a cookie that scripts cannot read; it is in no page and no event. ``/metrics`` takes it as a
+bearer token.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Hub:
         self.number = 0  # counts pictures
         self._take = take
         self._changed = asyncio.Condition()
+        self._dirty = self._drawn_over = False
+        self._drawn_at = float("-inf")
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -84,17 +87,17 @@ class Hub:
         silent = self._silent()
         now = asyncio.get_running_loop().time()
         self._dirty = changed or self._dirty or silent > 0
-        if not self.picture or (self._dirty and now - self._drawn_at >= SECONDS):
-            self._drawn_at, self._dirty = now, False
+        ended = (
+            self.state.over and not self._drawn_over
+        )  # the last picture is not waited for: who made it may be gone then
+        if not self.picture or (self._dirty and (ended or now - self._drawn_at >= SECONDS)):
+            self._drawn_at, self._dirty, self._drawn_over = now, False, self.state.over
             shown = self.state.shown() | {"silent": silent}
             picture = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode()
             if picture != self.picture:
                 async with self._changed:
                     self.picture, self.number = picture, self.number + 1
                     self._changed.notify_all()
-
-    _dirty = False
-    _drawn_at = float("-inf")
 
     def _silent(self) -> int:
         """Seconds without a sign of life of a run that has not ended; 0: there are some, or it never gave any."""

@@ -1,9 +1,9 @@
 """When each turn ran and on which worker, for traces: the file ``turns.jsonl`` of a run.
 
 Guarantees: one short line a turn and nothing else, at most ``most`` bytes in all, then no more; written in large pieces, so
-that a turn costs the event loop some microseconds. A disk that cannot take it ends the file, not the run. A line is
-``[trajectory, turn, worker, asked, answered, step began, step ended]`` in seconds since the run's start; evaluations are in
-it, too.
+that a turn costs the event loop some microseconds, and a kill loses the newest ones. A disk that cannot take it ends the file,
+not the run. A line is ``[trajectory, turn, worker, asked, answered, step began, step ended]`` in seconds since the run's start;
+evaluations are in it, too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ class Spans:
 
     def __init__(self, folder: Path, events: EventLog, proxy: LLMProxy, most: int) -> None:
         file = folder / FILE
+        before = file.read_bytes() if file.exists() else b""
         self._stream = file.open("a", encoding="utf-8", buffering=_BUFFER)
-        self._left = most - (file.stat().st_size if file.exists() else 0)
+        if before and not before.endswith(b"\n"):
+            self._stream.write("\n")  # a kill cut the last line
+        self._left = most - len(before)
         self._proxy = proxy
         self._offset = events.time() - asyncio.get_running_loop().time()
 

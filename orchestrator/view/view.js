@@ -67,9 +67,9 @@ function underWay(now) {
   const none = now.run.status === "unfinished" ? "None is in flight." : "The run has ended.";
   put("reasons", reasons.length ? bars(reasons, "c1") : empty(none));
   put("workers", now.workers.length
-    ? table(["Worker", "State", "KV used", "Running", "Waiting", "Version", "Tokens/s"],
-      now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.running), whole(row.waiting), whole(row.version),
-        row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s)]), [3, 4, 5, 6])
+    ? table(["Worker", "State", "KV used", "Requests", "Running", "Waiting", "Version", "Tokens/s"],
+      now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.requests), whole(row.running), whole(row.waiting), whole(row.version),
+        row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s)]), [3, 4, 5, 6, 7])
     : empty("None has said how it is."));
   const rows = now.trajectories;
   document.getElementById("trajectories-title").textContent =
