@@ -39,6 +39,11 @@ def test_an_nth_of_a_setup_trains_an_nth_of_the_batch_in_the_same_time() -> None
     assert whole.train([64] * 8) / 2 < doubled < whole.train([64] * 8)  # twice the GPUs are not twice as fast
 
 
+def test_workers_stand_still_at_each_update_for_as_long_as_a_transfer_that_nothing_overlaps() -> None:
+    plain, stalled = (measure(small([f"sim.stall_seconds={seconds}"])).step_seconds for seconds in (0, 50))
+    assert stalled >= plain + 50
+
+
 def test_every_rung_and_fleet_of_the_papers_is_a_valid_config() -> None:
     for model in ("8B", "14B", "32B"):
         for rung in LADDER:

@@ -112,14 +112,6 @@ def rollart(
         given += [*rollart_fleet(model, 64, 32), "run.mode=async"]
     else:
         given += [*rollart_fleet(model, 96, 0), *_ONE_CLASS, f"run.mode={rung}"]
-    if rung in (
-        "areal",
-        "async",
-        "affinity",
-    ):  # all environments stay busy across updates (6.2: E of them run); else the gate
-        given.append(
-            "rollout.redundant_groups=2.0"
-        )  # starts what the next batch needs, and every step waits for its last
     return scenario("rollart", [*given, *extra], scale)
 
 
