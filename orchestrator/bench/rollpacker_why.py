@@ -32,7 +32,7 @@ def _rung(detail: Detail, size: str, rung: str, what: str) -> float:
 
 def _each(detail: Detail, value: Callable[[str], float], form: str = "{:.0f}") -> str:
     """A value of each setup: "1, 2 and 3"."""
-    found = [form.format(value(size)) for size in detail["ladder"]]
+    found = [form.format(value(size)) for size in ("7B/8k", "14B/16k", "32B/32k")]
     return ", ".join(found[:-1]) + (" and " if len(found) > 1 else "") + found[-1]
 
 
@@ -237,9 +237,16 @@ def _thirteen(detail: Detail) -> str:
     )
 
 
+def _tokens(item: tuple[str, Any]) -> int:
+    return int(item[0])
+
+
 def _judge(detail: Detail) -> str:
     found = detail["figure_14b"]
-    parts = ", ".join(f"{one['apart'] / one['pipelined']:.2f} at {int(tokens):,}" for tokens, one in found.items())
+    parts = ", ".join(
+        f"{one['apart'] / one['pipelined']:.2f} at {int(tokens):,}"
+        for tokens, one in sorted(found.items(), key=_tokens)
+    )
     return (
         f"pipelining gains {parts} tokens: it is the streaming policy on the cost model, where the computation "
         "of a long sequence takes "
