@@ -1,7 +1,9 @@
 """RollPacker's setups are valid, its figures weigh rounds as they come up, and the policies they need act in the simulator."""
 
 import json
+import re
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from orchestrator.bench.rollpacker_figures import (
     stages,
     table_2,
 )
+from orchestrator.bench.rollpacker_why import BAR, WHY, reasons, unexplained
 from orchestrator.config import Config
 from orchestrator.sim.cluster import engine_costs, kv_bytes
 from orchestrator.sim.run import simulate
@@ -119,3 +122,17 @@ def test_what_a_step_is_made_of_adds_up_and_more_scores_at_a_time_shorten_the_re
     assert found[0]["reward"] > 1.5 * found[1]["reward"] > 1.0
     assert found[0]["rollout"] == pytest.approx(found[1]["rollout"])
     assert found[0]["training"] == pytest.approx(found[1]["training"])
+
+
+def test_every_row_that_is_further_off_than_the_bar_has_a_reason_with_a_number_on_the_page() -> None:
+    found = json.loads((Path(__file__).parent.parent / "docs" / "results" / "rollpacker-figures.json").read_text())
+    rows = found["detail"]["rows"]
+    assert unexplained(rows) == []
+    assert unexplained([*rows, {"what": "something new", "off": 0.06}]) == ["something new"]
+    said = reasons(found)
+    assert all(re.search(r"\d", text.partition(":")[2]) for text in said)
+    for why in WHY:
+        covered = [row for row in rows if re.match(why.rows, row["what"])]
+        assert covered, f"{why.title} covers no row"
+        shown = any(text.startswith(f"- **{why.title}**") for text in said)
+        assert shown is any(abs(row["off"]) > BAR for row in covered)

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.bench.rollpacker_why import reasons
+from orchestrator.sim.ablate import PLANNED
+
 _HEAD = """# Simulated figures beside the printed ones
 
 Made by `python -m orchestrator.bench.simulated_page docs/results` from the JSON files beside it. Everything here is **simulated**
@@ -69,37 +72,14 @@ _WHY = """
   left out of the fit one by one (on a busy machine), so none was added.
 - **Transfers**: the papers' have a start of seconds and reach 2 to 12 GB/s of links of 25 and 50; a roofline of the link does
   not.
-- **RollPacker's tail batching alone saves less than printed**: in our `sync` the slowest scorer is waited for in short rounds too
-  (up to 30 s of code, and a queue before it), which shrinks what the shorter rollout saves; with rewards beside the rollout
-  the speed-ups are nearer. How many scores are computed at a time is ASSUMED (four a GPU), so the split between these two rows is
-  less certain than their product (not varied).
-- **Lengths of 7B/8k and 32B/32k are ASSUMED**: the paper shows those of 14B/16k. At 32k our short rounds are faster than printed
-  and our long rounds slower: 1.8 times veRL's rollout, where the paper has them about equal. We take that to be since each of
-  its batches reaches the limit of lengths, and half a batch of ours often does not. A run has two long rounds, one seed, so that
-  a period's mean has an error of its own, which is not shown.
-- **Figure 12**: all speed-ups are smaller, at a quarter of a batch, whose longest response is shorter than a whole one's. How
-  alike the answers to one prompt are (0.6 of the variance, ASSUMED) decides what speculation in responses is worth.
-- **Figure 16**: training takes the same time for twice the batch on twice the GPUs in our model, which knows no cost of
-  communication; the paper says that training takes longer there. veRL's rollout gets longer with the batch, as in any long tail.
-- **The planner** begins with TP 1, 2 and the TP that the profile says, as RollPacker's setups do for 7B and 14B, and stays there:
-  nothing is preempted in these setups, as our median response is 450 tokens long. At 32B its profile takes a larger TP than
-  the paper's 2, since a long round waits for one long response. In figure 13a all responses have the step's length (ASSUMED);
-  the profile already begins with TP 2, and TP 4, for which preemptions ask, is refused: an engine's own time a sequence, which
-  is not divided by TP in our model, is longer than what is gained. In figure 13b nothing is preempted, so nothing is saved.
 - **Expert parallelism** (`experts` in the JSON): nothing is printed. The rule leaves it as soon as uneven routing has cost more
   than a change, and does not come back for the small gain of even routing.
-- **RollPacker's table 4**: our first fetch never holds 20 % of a batch, so the caps do not differ. **Figure 14b** is the
-  streaming policy on the cost model: computing a long sequence hides its transfers here, so that the gain falls with the
-  length, where the paper's rises.
-- **Figure 5**: first tokens come later in short rounds, which prefill 1.56 times the requests at once.
-- **RLHFuse is stronger here than printed** at 14B and 32B: of its training 9 and 13 s a step are left beside the
-  rollout, as half of the GPUs are freed within its long tail.
-- **The adaptive trigger frees GPUs at 20 %** in every long round of table 3, since KV memory is no concern at 7B; so it cannot
-  differ from the fixed 20 %. What limits it in the paper is not printed.
-- **Figure 14c**: an answer is one test case here, and run times of answers to one prompt are drawn apart, so a right answer
-  says less of the next one's time than it would where they resemble each other (not tried).
-- **Mixed tasks**: RollPacker's table 1 is of one task at a time; ours has all three in a batch, so that every step waits for
-  the slowest scorer.
+"""
+_ROLLPACKER = """
+### Why RollPacker's differ
+
+Every row that is more than 5 % off; numbers are of the run that the table shows, three in a row of 7B/8k, 14B/16k
+and 32B/32k.
 """
 
 
@@ -118,12 +98,16 @@ def page(folder: Path) -> str:
         found = _load(folder, name)
         if found:
             scale = found["detail"].get("scale")
-            part = "Half" if scale == 2 else f"One {scale}th"
-            note = f" {part} of cluster and batch." if scale else ""
+            part = {1: "Whole cluster and batch", 2: "Half of cluster and batch"}.get(
+                scale, f"One {scale}th of cluster and batch"
+            )
+            note = f" {part}." if scale else ""
             parts.append(f"\n## {title}\n\nValue {found['value']:.3f} ({found['unit']}); bar {found['bar']}: "
                          f"{'held' if found['holds'] else '**not held**'}.{note}\n")  # fmt: skip
             parts.append(_rows(found["detail"]["rows"]))
             parts += [f"Not played: {what}: {why}.\n" for what, why in found["detail"].get("not_played", {}).items()]
+            if name == "rollpacker-figures" and "search" in found["detail"]:  # the full form
+                parts.append("\n".join([_ROLLPACKER, *reasons(found), *_searched(found["detail"])]) + "\n")
             if "runs" in found["detail"]:
                 parts.append(_runs(found["detail"]["runs"]))
     ablation = _load(folder, "ablation")
@@ -134,9 +118,29 @@ def page(folder: Path) -> str:
             f"| {one['without'] or '(all on)'} | {one['over_all_on']:.3f} | {one['deviation']:.3f} |"
             for one in ablation
         ]
-        parts.append("\nThe first base is RollArt's, a 16th of it; the second is RollPacker's 7B/8k, a 4th.")
+        last = (
+            "; the third, with its planner, 32B/32k"
+            if any(one["without"] == PLANNED[0].name for one in ablation)
+            else ""
+        )
+        parts.append(f"\nThe first base is RollArt's, a 16th of it; the second is RollPacker's 7B/8k, a 4th{last}.")
     parts.append(_WHY)
     return "\n".join(parts)
+
+
+def _searched(detail: dict[str, Any]) -> list[str]:
+    """What the search over eta found, which nothing is printed of."""
+    found = detail["search"]
+    said = ", ".join(
+        f"{eta}: {tried:.1f} ({found['rollout_seconds_kept'][eta]:.1f})"
+        for eta, tried in found["rollout_seconds_tried"].items()
+    )
+    return [
+        f"- **The search over eta** (`rollout.rounds.search`, 6.3; 7B/8k, one {found['scale']}th) takes "
+        f"{found['rounds']} rounds and stays with "
+        f"{found['stays_with']}. Seconds of rollout a batch where it was tried (and where it was kept for 24 "
+        f"steps): {said}."
+    ]
 
 
 def _load(folder: Path, name: str) -> Any:
@@ -173,7 +177,8 @@ def _sim_error(found: dict[str, Any]) -> list[str]:
     lines = [
         "\n## The simulator's own error (`bench sim-error`)\n",
         f"Real engine (tiny Qwen3, this machine), sizes held back: largest error {100 * found['value']:.1f} %, "
-        f"mean {100 * detail['held_back_mean']:.1f} %, decode steps at most {100 * detail['held_back_decode_max']:.1f} %; "
+        f"mean {100 * detail['held_back_mean']:.1f} %, decode steps at most "
+        f"{100 * detail['held_back_decode_max']:.1f} %; "
         f"the bar is 5 %: {'held' if found['holds'] else '**not held**'}. Medians of {detail['samples']} rounds. "
         f"A whole rollout that was held back: {whole}. "
         f"Absolute numbers of the papers, median error {100 * papers['median_error']:.0f} %:\n",
