@@ -30,6 +30,7 @@ _MODULES = {
     "allocation": "orchestrator.bench.allocation",
     "prediction": "orchestrator.bench.prediction",
     "heddle": "orchestrator.bench.heddle",
+    "all-together": "orchestrator.bench.all_together",
     "stream-equality": "orchestrator.bench.stream_equality",
     "stream-step": "orchestrator.bench.stream_step",
     "merge-control": "orchestrator.bench.merge_control",
