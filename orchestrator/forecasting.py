@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from orchestrator.api import CommandError, GenerationRequest, Prompt, RetryableError, Trajectory, Turn
 from orchestrator.events import EventLog
 from orchestrator.policies.features import Progress, boundaries, progress_of
+from orchestrator.policies.lengths import ForecastLengths
 from orchestrator.policies.prediction import Forecast, Memory, Outcome, sound
 from orchestrator.proxy import LLMProxy
 from orchestrator.sections import PredictionSection
@@ -92,6 +93,7 @@ class Forecasts:
         self._last = -1.0
         self._changed: dict[str, int] = {}
         self._telling: asyncio.Task[None] | None = None
+        self.prompts = ForecastLengths()  # what was forecast of each prompt: for rounds (rollout.rounds.predict)
         self.asked = 0
         self.answered = 0
         self.stood_in = 0  # turns that began with what stands in
@@ -144,9 +146,13 @@ class Forecasts:
 
     def ended(self, trajectory: Trajectory, complete: bool) -> None:
         """It is over, whatever ended it."""
-        known = self._known.pop(trajectory.id, None)
+        known = self._known.get(trajectory.id)
         if known is None:
             return
+        rest = 0.0 if complete else self.of(trajectory.id).tokens
+        del self._known[trajectory.id]
+        if complete or known.forecast.source in ("model", "oracle"):
+            self.prompts.seen(trajectory.prompt, known.said + rest)
         if known.question is not None:
             known.question.cancel()
         self._changed.pop(trajectory.id, None)

@@ -14,11 +14,13 @@ from orchestrator.api import ConfigError, Prompt, RunError
 from orchestrator.policies.lengths import LengthHistory, LongPrompts, Predictor
 
 HISTORY = "history"
+PROGRESSIVE = "progressive"  # the run's own forecasts: `rollout.prediction`
 FIELD = "rollout.rounds.predict"
 
 
 class Lengths:
-    """``setting``: "" for nothing, "history" for the prompts' own lengths in earlier epochs, or ``module:function`` of a
+    """``setting``: "" for nothing, "history" for the prompts' own lengths in earlier epochs,
+    "progressive" for the run's own forecasts (``given``), or ``module:function`` of a
     predictor; ``given`` instead of it. False as a condition where nothing is predicted. Raises ConfigError."""
 
     def __init__(self, setting: str, given: Predictor | None = None) -> None:

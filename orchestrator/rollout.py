@@ -35,6 +35,7 @@ from orchestrator.events import EventLog
 from orchestrator.foresight import Foresight, forecasts_of
 from orchestrator.kv_moves import kv_moves
 from orchestrator.ledger import Ledger
+from orchestrator.lengths import PROGRESSIVE
 from orchestrator.lockstep import Lockstep
 from orchestrator.policies import modes
 from orchestrator.policies.filters import (
@@ -133,7 +134,8 @@ class Rollout:
             for part in (task, *parts_of(task).values())
         }
         self.forecasts = self.environments.forecasts = forecasts_of(config, task, self.proxy, events, foresight)
-        self.rounds = Rounds(config, task, events, rounds) if settings.rounds.enabled else None
+        known = self.forecasts.prompts if self.forecasts and settings.rounds.predict == PROGRESSIVE else None
+        self.rounds = Rounds(config, task, events, rounds, known) if settings.rounds.enabled else None
         self._prompts = task.prompts("train", config.run.seed)
         for _ in range(groups if self.rounds is None else 0):
             self._next_prompt()

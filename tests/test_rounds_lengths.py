@@ -13,7 +13,7 @@ from orchestrator.config import Config, load_config
 from orchestrator.epochs import account
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.lengths import Lengths
-from orchestrator.policies.lengths import LEAST, WINDOW, LengthHistory, LongPrompts
+from orchestrator.policies.lengths import LEAST, WINDOW, ForecastLengths, LengthHistory, LongPrompts
 from orchestrator.policies.rounds import RoundPlanner, RoundRules
 from orchestrator.rounds import Rounds
 from orchestrator.sim.run import SimResult, SimulationFailed, simulate
@@ -146,6 +146,22 @@ def test_from_the_second_epoch_on_what_was_long_is_not_played_to_be_thrown_away(
     found = account(result.journal.decode().splitlines(), EPOCH)
     assert found.epochs(EPOCH) == 3
     assert not [said for said in found.violations if "times" in said or "is not trained yet" in said]
+
+
+def test_prompts_that_the_runs_own_forecasts_call_long_go_to_the_long_queue_those_that_were_put_off_too() -> None:
+    given = ("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive")
+    result = simulate(config(*given))
+    rounds = rounds_in(result)
+    assert any(event["diverted"] for event in rounds)
+    found = account(result.journal.decode().splitlines(), EPOCH)
+    assert not [said for said in found.violations if "times" in said or "is not trained yet" in said]
+    with pytest.raises(ConfigError, match=r"rollout\.prediction\.enabled"):
+        config(given[1])
+    known = ForecastLengths()
+    known.seen(prompt("a"), 10.0)
+    known.seen(prompt("a"), 90.0)  # aborted after 20 tokens, 70 were still expected
+    known.seen(prompt("a"), 10.0)
+    assert (known(prompt("a")), known(prompt("b"))) == (50.0, None)
 
 
 def test_a_predictor_of_the_user_is_asked_and_believed() -> None:

@@ -31,6 +31,7 @@ _MODULES = {
     "reallocation": "orchestrator.bench.reallocation",
     "prediction": "orchestrator.bench.prediction",
     "heddle": "orchestrator.bench.heddle",
+    "all-together": "orchestrator.bench.all_together",
     "stream-equality": "orchestrator.bench.stream_equality",
     "stream-step": "orchestrator.bench.stream_step",
     "merge-control": "orchestrator.bench.merge_control",

@@ -94,6 +94,7 @@ def page(folder: Path) -> str:
         ("affinity", "Hardware affinity (`bench affinity`)"),
         ("rollart-figures", "RollArt's other figures (`bench rollart-figures`)"),
         ("rollpacker-figures", "RollPacker's figures (`bench rollpacker-figures`)"),
+        ("all-together", "All policies together (`bench all-together`)"),
     ):
         found = _load(folder, name)
         if found:

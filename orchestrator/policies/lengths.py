@@ -53,6 +53,23 @@ class LengthHistory:
         self._tokens = {str(key): float(tokens) for key, tokens in state.items()}
 
 
+class ForecastLengths:
+    """A predictor: of each prompt, the longest that a run's own forecasts said of its trajectories, those that were put off or
+    aborted included, which :class:`LengthHistory` never hears of. Older ones fade as there. It knows nothing after a resume."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+
+    def __call__(self, prompt: Prompt, /) -> float | None:
+        """See :class:`Predictor`."""
+        return self._tokens.get(prompt.key)
+
+    def seen(self, prompt: Prompt, tokens: float) -> None:
+        """A trajectory of it ended: what it said, and what was still expected of it if it did not come to its own end."""
+        known = self._tokens.get(prompt.key, tokens)
+        self._tokens[prompt.key] = max(tokens, (1 - _MEMORY) * known + _MEMORY * tokens)
+
+
 class LongPrompts:
     """Asks ``predict`` and compares with what it said of the last :data:`WINDOW` prompts."""
 

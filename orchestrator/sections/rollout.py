@@ -111,7 +111,7 @@ class RoundsSection(Section):
     tries: Positive = 16  # a prompt whose groups failed so often is given up, and counted
     isolate_environments: bool = False  # prompts that their environment made late wait in a queue of their own
     max_active: Positive | None = None  # trajectories in flight for each worker at most (DAPO with rounds)
-    predict: Annotated[str, Field(pattern=r"^(history|[\w.]+:\w+)?$")] = (
+    predict: Annotated[str, Field(pattern=r"^(history|progressive|[\w.]+:\w+)?$")] = (
         ""  # who says which prompts are long: the prompts'
     )
     # own lengths in earlier epochs, or a function of a prompt; they wait for a long round unplayed. Empty: nobody
@@ -268,6 +268,9 @@ class RolloutSection(Section):
             for name, eta in (("redundant_groups", "eta_prompts"), ("redundant_members", "eta_responses"))
             if getattr(self, name) > 1
         ]
+        if self.rounds.predict == "progressive" and not self.prediction.enabled:
+            fix = "goes by the run's own forecasts: set rollout.prediction.enabled to true, or take 'history'"
+            found.append(("rounds.predict", "progressive", fix))
         members, rounds = speculated(self.rounds.largest[1], self.group_size), self.rounds
         room = (rounds.max_active or members) * (self.workers + len(self.served))
         if room < members:
