@@ -74,9 +74,6 @@ def check_planner(config: Config) -> None:
     if len(set(fleet(config))) > 1:
         fix = "the planner cuts devices of one class: leave it out, or set rollout.planner.enabled to false"
         raise ConfigError("sim.fleet", dict(config.sim.fleet), fix)
-    if config.sim.fault_rate:
-        fix = "faults are not played with workers that change: set it to 0, or rollout.planner.enabled to false"
-        raise ConfigError("sim.fault_rate", config.sim.fault_rate, fix)
 
 
 def resizable(config: Config, planner: ParallelismPlanner) -> Callable[..., SimWorker]:
