@@ -15,6 +15,7 @@ from orchestrator.placing import Placing, SpeedOf, speed_of
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
 from orchestrator.proxy import LLMProxy
+from orchestrator.reallocating import read_profile, speed_of_degree, speed_of_lane
 from orchestrator.sections import PredictionSection
 
 
@@ -78,6 +79,10 @@ def forecasts_of(
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", unknown[0], fix)
         speed = given.speeds or speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
+        if given.speeds is None and rollout.placement.degrees.enabled:
+            speed = speed_of_lane(proxy.lanes, speed_of_degree(config, task, read_profile(config)))
         mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
         placer = Placing(rollout.placement, proxy.router, events, speed, mover)
-    return Forecasts(rollout.prediction, predictor, events, prior, partial(prioritize, proxy), placer)
+    return Forecasts(
+        rollout.prediction, predictor, events, prior, partial(prioritize, proxy, limit=rollout.stall_timeout), placer
+    )

@@ -184,6 +184,7 @@ class KvMoves:
                 tokens=moved.moved,
                 bytes=moved.bytes,
                 seconds=round(seconds, 6),
+                carrier=moved.carrier,
             )
         if why and self.failures[kind] == 1 and kind != EVICTED:
             what = f"kv {source.worker.name} to {lane.worker.name}"

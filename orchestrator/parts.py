@@ -14,6 +14,7 @@ from orchestrator.foresight import Foresight
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import Gpus
 from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.policies.reallocation import Reallocation
 from orchestrator.policies.timeouts import AdaptiveTimeouts
 
 
@@ -65,6 +66,7 @@ class Parts:
     kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
     foresight: Foresight = field(default_factory=Foresight)  # what predicts lengths, and what moves trajectories
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
+    reallocation: Reallocation | None = None  # the same, of rollout.placement.degrees
 
 
 @dataclass

@@ -32,8 +32,8 @@ from orchestrator.evaluation import evaluate
 from orchestrator.feeding import Fed, Feeder
 from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parts import Parts, Position
-from orchestrator.planning import planning_of
 from orchestrator.policies.weighting import LagWeight, effective_share
+from orchestrator.reallocating import cutting_of
 from orchestrator.rollout import Rollout
 from orchestrator.samples import histogram, note_uniform, to_samples
 from orchestrator.streaming import turns_of
@@ -69,7 +69,7 @@ class Pipeline:
         self.delivery = Delivery(
             parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit, config.relay.patience
         )
-        self.planning = planning_of(config, parts.task, self.rollout.proxy, parts.events, parts.planner)
+        self.planning = cutting_of(config, parts, self.rollout.proxy, self.rollout.forecasts)
         self.lag_weight = LagWeight(config.rollout.staleness_decay)
         self._training: asyncio.Task[None] | None = None
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
@@ -325,6 +325,8 @@ class Pipeline:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
         await self.delivery.close()
+        if self.rollout.forecasts is not None:
+            await self.rollout.forecasts.close()
         await self.rollout.proxy.close()
         self.parts.store.flush()
         self.parts.ledger.check()

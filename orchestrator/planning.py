@@ -1,9 +1,9 @@
 """The parallelism planner at work: what each step was like, what is planned, and carrying it out between steps.
 
 Guarantees: every step ends in one event ``plan`` that says what was seen and what was decided, every change in one event
-``reshape`` with what it cost; a change that fails leaves the layout as it was and is not tried again. Re-profiling is asked
-for in an alarm: the engines of a run are not measured under it. Until then its times are scaled by what steps take, which the
-event ``profile_scaled`` says.
+``reshape`` with what it cost; a change that fails leaves the layout as it was and is not tried again. Where steps leave the
+profile it is mended by what they take, which the events ``profile_scaled`` and ``profile_measured`` say; a whole new one is asked
+for in an alarm.
 """
 
 from __future__ import annotations
@@ -80,8 +80,13 @@ class Planning:
             cost=round(plan.cost, 6),
             correction=round(self._planner.correction, 6),
         )
+        if plan.measured is not None:
+            point = {name: round(getattr(plan.measured, name), 6) for name in ("batch", "context", "seconds")}
+            self._events.emit("profile_measured", step=step, tp=before.tp, **point)
         if plan.reprofile is not None:
-            found = f"steps with {plan.reprofile} do not take what the profile says, or lie outside of it"
+            found = f"steps with {plan.reprofile} do not take what the profile says"
+            if plan.measured is not None:
+                found = f"steps with {plan.reprofile} lie outside of the profile; what they took was added to it"
             if plan.scaled is not None:
                 total = self._planner.correction
                 found = f"steps with {plan.reprofile} take {plan.scaled:.3g} times what the profile says; it is scaled by that"

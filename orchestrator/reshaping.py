@@ -1,7 +1,9 @@
-"""A proxy that can cut its engines anew: between steps, by starting workers over more or fewer devices (RollPacker 4.2).
+"""A proxy that can cut its engines anew: between steps, by starting workers over more or fewer devices (RollPacker 4.2, Heddle
+6).
 
-Of the run's own workers w0, w1, ..., each with a device, TP t has every t-th one run over its own device and the t - 1 after
-it; the others are parked: no process, no request, no command.
+Of the run's own workers w0, w1, ..., each with a device, an engine of t devices is a worker that runs over its own device and the
+t - 1 after it; the others are parked: no process, no request, no command. TP t of all engines is every t-th worker; of unequal
+degrees the engines stand one after the other (:func:`seats`). A worker whose devices stay goes on as if nothing had been.
 
 Guarantees: no request is lost and none is refused: those in flight keep their tokens, wait, and go on in the new engines,
 prefilled again; served workers are not touched and take what they can meanwhile. New engines hold the proxy's version before
@@ -25,7 +27,8 @@ from orchestrator.proxy import _LOST, LLMProxy
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """``error`` empty: it was done. ``seconds``: generation stood still for so long; ``moved``: requests that waited."""
+    """``error`` empty: it was done. ``seconds``: generation stood still for so long in the engines that changed; ``moved``:
+    requests that waited. ``tp``: devices of the largest engine."""
 
     tp: int
     seconds: float
@@ -39,37 +42,45 @@ class ReshapingProxy(LLMProxy):
     def __init__(self, workers: Sequence[ManagedWorker], *arguments: Any, **keywords: Any) -> None:
         super().__init__(workers, *arguments, **keywords)
         for lane in self._own:
-            if not _ranks(lane):
+            if not ranks_of(lane):
                 self._park(lane)
 
     @property
     def tp(self) -> int:
-        """Devices an engine, now."""
-        return max((_ranks(lane) for lane in self._own), default=1)
+        """Devices an engine, now; of the largest."""
+        return max((ranks_of(lane) for lane in self._own), default=1)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Devices of each engine, descending."""
+        return tuple(sorted((ranks_of(lane) for lane in self._own if ranks_of(lane)), reverse=True))
 
     @property
     def engines(self) -> int:
         """The run's own that are not parked."""
-        return sum(_ranks(lane) > 0 for lane in self._own)
+        return sum(ranks_of(lane) > 0 for lane in self._own)
 
     @property
     def devices(self) -> int:
         """Of the run's own workers."""
         return len(self._own)
 
-    async def reshape(self, tp: int) -> Reshaped:
-        """Let the run's own engines have ``tp`` devices each. Raises ValueError for a number that does not divide them."""
-        if tp < 1 or not self._own or len(self._own) % tp:
-            raise ValueError(f"{len(self._own)} devices cannot be cut into engines of {tp}")
+    async def reshape(self, cut: int | Sequence[int]) -> Reshaped:
+        """Let the run's own engines have ``cut`` devices each, or one after the other so many. Raises ValueError for what does
+        not make up the devices."""
+        ranks = seats(cut, len(self._own))
         loop = asyncio.get_running_loop()
-        begun, before, moved = loop.time(), self.tp, len(self._pending)
-        await self._stop_all(tp)
-        why = await self._start_all(give_up=True)
+        begun, before = loop.time(), [ranks_of(lane) for lane in self._own]
+        changes = [index for index, (now, then) in enumerate(zip(before, ranks, strict=True)) if now != then]
+        lanes = [self._own[index] for index in changes]
+        moved = len(self._pending) if len(lanes) == len(self._own) else sum(len(lane.sent) for lane in lanes)
+        await self._stop_all(lanes, [ranks[index] for index in changes])
+        why = await self._start_all(lanes, give_up=True)
         if why:
-            await self._stop_all(before)
-            await self._start_all(give_up=False)
+            await self._stop_all(lanes, [before[index] for index in changes])
+            await self._start_all(lanes, give_up=False)
         self._dispatch()
-        return Reshaped(tp, loop.time() - begun, moved, why)
+        return Reshaped(max(ranks), loop.time() - begun, moved, why)
 
     @property
     def _own(self) -> list[Lane]:
@@ -84,16 +95,16 @@ class ReshapingProxy(LLMProxy):
         lane.alive, lane.removed = False, True
         self._seat(lane)
 
-    async def _stop_all(self, tp: int) -> None:
-        """End all processes, their requests taken away first, and say what starts next."""
-        for lane in self._own:
+    async def _stop_all(self, lanes: Sequence[Lane], ranks: Sequence[int]) -> None:
+        """End these processes, their requests taken away first, and say what starts next."""
+        for lane in lanes:
             lane.lent = True  # until it is open again: nothing is sent there
             self._seat(lane)
-        await asyncio.gather(*(self._empty(lane) for lane in self._own))
-        for index, lane in enumerate(self._own):
+        await asyncio.gather(*(self._empty(lane) for lane in lanes))
+        for lane, count in zip(lanes, ranks, strict=True):
             worker = lane.worker
             assert isinstance(worker, ResizableWorker)
-            await worker.resize(tp if index % tp == 0 else 0)
+            await worker.resize(count)
 
     async def _empty(self, lane: Lane) -> None:
         if lane.reviver is not None and not lane.reviver.done():
@@ -113,7 +124,7 @@ class ReshapingProxy(LLMProxy):
         lane.alive = False
         self.router.close(lane.index, cache_lost=True)
 
-    async def _start_all(self, *, give_up: bool) -> str:
+    async def _start_all(self, lanes: Sequence[Lane], *, give_up: bool) -> str:
         """Start those that are to run; returns why one did not come up. ``give_up``: then the caller goes another way, else
         it is brought up in the background."""
 
@@ -129,9 +140,9 @@ class ReshapingProxy(LLMProxy):
             lane.wake.set()
             return ""
 
-        running = [lane for lane in self._own if _ranks(lane)]
-        for lane in self._own:
-            if not _ranks(lane):
+        running = [lane for lane in lanes if ranks_of(lane)]
+        for lane in lanes:
+            if not ranks_of(lane):
                 self._park(lane)
         why = await asyncio.gather(*(one(lane) for lane in running))
         for lane, failure in zip(running, why, strict=True):
@@ -139,18 +150,29 @@ class ReshapingProxy(LLMProxy):
                 lane.lent = False
                 self.note_fault(f"worker {lane.worker.name}", failure)
                 lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
-        for lane in self._own:
-            if not _ranks(lane):
+        for lane in lanes:
+            if not ranks_of(lane):
                 lane.lent = False
         return next((failure for failure in why if failure), "")
 
 
-def require_resizable(workers: Sequence[ManagedWorker]) -> None:
-    """Raises ConfigError where no worker can be cut anew."""
+def seats(cut: int | Sequence[int], devices: int) -> list[int]:
+    """The ranks of each worker: engines of ``cut`` devices each, or of these degrees one after the other; 0: parked. Raises
+    ValueError."""
+    degrees = ([cut] * (devices // cut) if cut > 0 else []) if isinstance(cut, int) else list(cut)
+    if not devices or sum(degrees) != devices or min(degrees) < 1:
+        raise ValueError(f"{devices} devices cannot be cut into engines of {cut}")
+    return [rank for degree in degrees for rank in (degree, *[0] * (degree - 1))]
+
+
+def require_resizable(workers: Sequence[ManagedWorker], planner: bool = True) -> None:
+    """Raises ConfigError where no worker can be cut anew. ``planner``: it is the one that asks for it."""
+    field = "rollout.planner.enabled" if planner else "rollout.placement.degrees.enabled"
     if not any(isinstance(worker, ResizableWorker) for worker in workers):
         fix = "needs engines that the run starts itself (rollout.workers), in real processes; set it to false"
-        raise ConfigError("rollout.planner.enabled", True, fix)
+        raise ConfigError(field, True, fix)
 
 
-def _ranks(lane: Lane) -> int:
+def ranks_of(lane: Lane) -> int:
+    """Devices of a worker that can be cut anew; 0: it is parked, or no such worker."""
     return lane.worker.ranks if isinstance(lane.worker, ResizableWorker) else 0

@@ -18,11 +18,13 @@ from orchestrator.disaggregation import DisaggregatingProxy
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.kv_moves import kv_moves
 from orchestrator.policies.routing import DECODE, PREFILL, Seat, TurnRouter
+from orchestrator.runtime import cutting, pools
 from orchestrator.sections import DisaggregationSection
 from orchestrator.sim import loop as virtual
 from orchestrator.sim.worker import SimWeights, SimWorker
 
 T = TypeVar("T")
+PD = ("rollout.disaggregation.prefill=P", "rollout.disaggregation.decode=D", "rollout.workers=3")
 ON = ("rollout.kv_transfer.enabled=true", "rollout.disaggregation.enabled=true")
 
 
@@ -171,6 +173,9 @@ def test_a_part_never_leaves_its_class_and_a_trajectory_has_a_worker_in_each() -
         (["rollout.disaggregation.enabled=true"], "disaggregation"),
         ([*ON, "rollout.disaggregation.prefill=P"], "disaggregation"),
         ([*ON, "rollout.disaggregation.prefill=P", "rollout.disaggregation.decode=P"], "disaggregation"),
+        (["rollout.disaggregation.degrees={vllm-0=2}"], "disaggregation.degrees"),
+        ([*ON, *PD, "rollout.disaggregation.degrees={vllm-3=2}"], "there is no vllm-3: rollout.workers is 3"),
+        ([*ON, *PD, "rollout.disaggregation.degrees={sim-0=2}"], "disaggregation.degrees"),
     ],
 )
 def test_a_section_that_could_not_work_is_refused(overrides: list[str], field: str) -> None:
@@ -183,3 +188,24 @@ def test_a_class_that_no_worker_is_of_is_named() -> None:
     with pytest.raises(ConfigError, match="H800") as refused:
         fleet.plan(settings().rollout.routing, ["vllm-0"], [""], [False], section)
     assert refused.value.field == "rollout.disaggregation.prefill"
+
+
+def test_each_engine_of_a_class_has_the_devices_that_the_config_gives_it() -> None:
+    config = settings(*ON, *PD, "rollout.disaggregation.degrees={vllm-0=2, vllm-2=4}")
+    cut = cutting._fixed(config, heads=4)
+    assert [cut.of(index) for index in range(3)] == [
+        {"first_device": 0, "ranks": 2},
+        {"first_device": 2, "ranks": 1},
+        {"first_device": 3, "ranks": 4},
+    ]
+    with pytest.raises(ConfigError, match="vllm-2 cannot have 4 devices: the model has 6 attention heads"):
+        cutting._fixed(config, heads=6)
+    assert cutting._fixed(settings(*ON, *PD), heads=6).of(1) == {}
+    pooled = "resources.pools={P=8, D=8, H800=8}", "resources.rollout={P=1, D=2}"
+    config = settings(*ON, *PD, *pooled, "rollout.disaggregation.degrees={vllm-0=2, vllm-2=4}")
+    assert cutting._fixed(config, heads=4).of(2) == {"first_device": -1, "ranks": 4}, "the pool says which"
+    assert [(name, devices) for name, _, devices in pools.wishes(config)][-3:] == [
+        ("vllm-0", 2),
+        ("vllm-1", 1),
+        ("vllm-2", 4),
+    ]

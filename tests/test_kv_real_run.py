@@ -41,12 +41,26 @@ PLACED = (
     "rollout.placement.renew_seconds=0.0",
 )
 
+PARTED = (
+    "rollout.kv_transfer.carrier=mooncake",
+    "rollout.disaggregation.enabled=true",
+    "rollout.disaggregation.prefill=P",
+    "rollout.disaggregation.decode=D",
+    "rollout.disaggregation.min_tokens=1",
+    "rollout.disaggregation.degrees={vllm-0=2}",
+    "rollout.routing.hardware={vllm-0=P, vllm-1=D}",
+    "rollout.groups_per_step=2",
+    "rollout.environments=16",
+    "run.steps=2",
+)
+
 
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param(("rollout.routing.policy=round-robin",), id="every other turn goes to the other engine"),
         pytest.param(PLACED, id="trajectories are placed by predicted length, and move in gaps"),
+        pytest.param(PARTED, id="prefill on an engine of two devices, decode on one of one, over Mooncake"),
     ],
 )
 def test_a_run_whose_turns_change_engines_moves_their_kv_and_accounts_for_every_trajectory(
@@ -74,4 +88,5 @@ def test_a_run_whose_turns_change_engines_moves_their_kv_and_accounts_for_every_
     counted = recount((folder / "ledger.jsonl").read_text().splitlines())
     ends = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed", "in_flight")
     assert counted["started"] == sum(counted[name] for name in ends)
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert json.loads((folder / "summary.json").read_text())["steps"] == (2 if options is PARTED else 3)
+    assert {event["carrier"] for event in moves} == ({"mooncake"} if options is PARTED else {"tcp"})

@@ -30,13 +30,16 @@ async def say(worker: RolloutWorker, name: str, tokens: tuple[int, ...], count: 
     return found[0]
 
 
+@pytest.mark.parametrize("carrier", ["tcp", "mooncake"])
 def test_a_prefix_goes_from_a_server_to_an_engine_of_the_run_and_back(
-    tmp_path: Path, vllm_serve: Callable[..., AbstractContextManager[Any]]
+    tmp_path: Path, vllm_serve: Callable[..., AbstractContextManager[Any]], carrier: str
 ) -> None:
     model = tmp_path / "model"
     write_tiny_qwen3(model, 1)
     plugin = {"kv_transfer": True}
-    child = Child("b", model=str(model), max_model_len=512, kv_cache_mb=4, plugin=plugin, kv={"token": TOKEN})
+    child = Child(
+        "b", model=str(model), max_model_len=512, kv_cache_mb=4, plugin=plugin, kv={"token": TOKEN, "carrier": carrier}
+    )
 
     async def scenario(url: str) -> None:
         served = HttpWorker(url, TOKEN, "served")
@@ -48,7 +51,7 @@ def test_a_prefix_goes_from_a_server_to_an_engine_of_the_run_and_back(
             there, here = await served.kv_place(), await child.kv_place()
             context = (*context, *(await say(served, "first", context, 30)).token_ids, 1, 2, 3)
             moved = await child.fetch_kv(KvMove("t", context, there, 60.0))
-            assert (moved.moved, moved.why) == ((len(context) - 4) // BLOCK * BLOCK, "")
+            assert (moved.moved, moved.why, moved.carrier) == ((len(context) - 4) // BLOCK * BLOCK, "", carrier)
             counted = await child.computed()
             after = await say(child, "second", context, 40)
             assert await child.computed() - counted == len(context) - moved.moved + 39
@@ -59,7 +62,7 @@ def test_a_prefix_goes_from_a_server_to_an_engine_of_the_run_and_back(
             before = (await served.stats()).prefix_hits
             returned = await served.fetch_kv(KvMove("t", back, here, 60.0))
             assert returned.tokens >= len(context) // BLOCK * BLOCK
-            assert returned.why == ""
+            assert (returned.why, returned.carrier) == ("", carrier)
             await say(served, "fourth", back, 8)
             assert (await served.stats()).prefix_hits - before == returned.tokens
             await served.suspend()  # weights may be changing: nothing is handed out, or taken
@@ -72,5 +75,6 @@ def test_a_prefix_goes_from_a_server_to_an_engine_of_the_run_and_back(
             await served.close()
             await child.close()
 
-    with vllm_serve(tmp_path, model, TOKEN, "--rl-kv-transfer", "--max-model-len", "512") as server:
+    flags = ("--rl-kv-transfer", "--rl-kv-carrier", carrier, "--max-model-len", "512")
+    with vllm_serve(tmp_path, model, TOKEN, *flags) as server:
         asyncio.run(scenario(server.url))

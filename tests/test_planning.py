@@ -30,12 +30,13 @@ from orchestrator.policies.planner import ParallelismPlanner
 from orchestrator.policies.profile import PHASES, Layout, Point, Profile
 from orchestrator.report.html import write_report
 from orchestrator.reshaping import Reshaped, ReshapingProxy, require_resizable
-from orchestrator.runtime import preflight
+from orchestrator.runtime import cutting
 from orchestrator.sim import resizing
 from orchestrator.sim import run as sim_run
 from orchestrator.sim.loop import run
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.resizing import ResizableSimWorker
+from orchestrator.sim.twins import SimTask
 from orchestrator.sim.worker import SimWorker
 
 
@@ -314,9 +315,9 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreig
     pools = planned().model_dump() | {"resources": {"pools": {"CPU": 4}}}
     config = Config.model_validate(pools)
     with pytest.raises(ConfigError, match=r"resources\.pools.*all devices on this machine"):
-        preflight._planner(config)
+        cutting.check(config, SimTask(config))
     with pytest.raises(ConfigError, match=r"rollout\.planner\.profile.*cannot be read"):
-        preflight._planner(planned(profile=str(tmp_path / "none.json")))
+        cutting.check(planned(profile=str(tmp_path / "none.json")), SimTask(planned()))
 
 
 def test_what_the_planner_did_is_in_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

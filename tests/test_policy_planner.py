@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.planner import ParallelismPlanner, StepLoad, layouts_of, replay
+from orchestrator.policies.planner import Measured, ParallelismPlanner, Plan, StepLoad, layouts_of, replay
 from orchestrator.policies.profile import EngineShape, Layout, Point, Profile
 from orchestrator.profile import grid
 
@@ -216,6 +216,35 @@ def test_until_it_is_measured_again_a_profile_that_is_wrong_is_scaled_by_what_st
     assert [after(2.0) for _ in range(3)][2] == pytest.approx(2.0)
     made.reprofiled(profile)
     assert made.correction == 1.0
+
+
+def test_steps_beyond_the_profile_are_measurements_of_their_own_and_leave_what_was_measured_alone() -> None:
+    layouts = layouts_of(2, 2)
+    profile = table(layouts)
+    made = ParallelismPlanner(2, layouts, profile)
+
+    def after(seconds: float, batch: float, context: float = 1000) -> Plan:
+        return made.after(replace(LOAD, token_seconds=seconds, batch=batch, context=context))
+
+    beyond = profile.decode_seconds(256, 1000)
+    plans = [after(times * beyond, 256) for times in (4.0, 6.0, 5.0)]
+    assert [plan.measured for plan in plans[:2]] == [None, None]
+    assert plans[2].measured == Measured(256, 1000, 5.0 * beyond)
+    assert plans[2].reprofile == Layout(1)
+    assert made.profile is not None
+    assert made.profile.decode_seconds(256, 1000) == pytest.approx(5.0 * beyond)
+    assert made.profile.decode_seconds(256, 32) == pytest.approx(5.0 * profile.decode_seconds(256, 32))
+    for batch, context in ((1, 32), (64, 4096), (8, 1000)):
+        assert made.profile.decode_seconds(batch, context) == profile.decode_seconds(batch, context)
+    assert made.profile.decode_seconds(256, 1000, Layout(2)) == profile.decode_seconds(256, 1000, Layout(2))
+    assert made.correction == 1.0
+    assert [after(5.0 * beyond, 256).measured for _ in range(5)] == [None] * 5, "now it is known"
+    longer = profile.decode_seconds(8, 9000)
+    plans = [after(3.0 * longer, 8, 9000) for _ in range(3)]
+    assert plans[2].measured == Measured(8, 9000, 3.0 * longer)
+    assert plans[2].reprofile is None, "a whole new one was asked for before"
+    assert made.profile.decode_seconds(8, 9000) == pytest.approx(3.0 * longer)
+    assert made.profile.decode_seconds(8, 4096) == pytest.approx(profile.decode_seconds(8, 4096))
 
 
 def test_what_is_expected_of_a_layout_goes_by_the_scaled_profile() -> None:

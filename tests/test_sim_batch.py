@@ -57,6 +57,23 @@ def test_when_kv_runs_out_the_latest_waits_and_computes_again_what_was_overwritt
     assert (batch.generated, second.spans) == (40, [(-1, 10), (-1, 10)])
 
 
+def test_a_turn_finds_what_its_task_can_reuse_and_a_preempted_request_all_it_had() -> None:
+    batch = Batch(slots=1, room=None, reuse={"sim": 0.25})
+    batch.add(sequence(0, 40, 10, priority=5, trajectory="a"))
+    assert batch.fill(0.0)[0] == 40
+    batch.advance(4)
+    batch.add(sequence(1, 8, 1, priority=0, trajectory="b"))
+    assert batch.fill(0.0)[0] == 8  # it outranks the first one, whose 44 tokens stay as they are
+    batch.advance(1)
+    for done in list(batch.complete()):
+        batch.remove(done)
+    assert batch.fill(0.0)[0] == 1
+    assert (batch.prefix("b"), batch.preemptions) == (2, 1)
+    play(batch)
+    batch.add(sequence(2, 60, 1, trajectory="a"))
+    assert batch.fill(0.0)[0] == 60 - 12  # a quarter of the 50 tokens of the turn before, rounded down
+
+
 def test_who_does_not_fit_waits_until_there_is_room() -> None:
     batch = Batch(slots=8, room=100)
     for number, prompt in enumerate((60, 50, 10)):

@@ -15,11 +15,11 @@ from orchestrator.bench import describe, printed, simulated
 from orchestrator.bench.affinity import FLEETS, config_of, config_of_task
 from orchestrator.bench.simulated_page import page
 from orchestrator.config import Config, load_config
-from orchestrator.sim.ablate import FEATURES, SYNCHRONOUS, Feature, ablate, draw, table
+from orchestrator.sim.ablate import FEATURES, PLANNED, SYNCHRONOUS, Feature, ablate, draw, planned, synchronous, table
 from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
-from orchestrator.sim.cluster import engine_costs, fleet
+from orchestrator.sim.cluster import engine_costs, fleet, trainer_costs
 from orchestrator.sim.costs import CHUNK_TOKENS, seconds_of
-from orchestrator.sim.setups import LADDER, measure, rollart, rollpacker, scenario
+from orchestrator.sim.setups import LADDER, measure, rollart, scenario
 
 NAMES = sorted(file.name.removesuffix(".toml") for file in (files("orchestrator.sim") / "scenarios").iterdir())
 
@@ -31,6 +31,18 @@ def test_every_scenario_loads_and_its_engines_exist(name: str) -> None:
     text = (files("orchestrator.sim") / "scenarios" / f"{name}.toml").read_text(encoding="utf-8")
     assert text.startswith(("# Roll", "# Heddle"))  # its source
     assert scenario(name, scale=4).batch_trajectories * 4 <= config.batch_trajectories + 3 * config.rollout.group_size
+
+
+def test_an_nth_of_a_setup_trains_an_nth_of_the_batch_in_the_same_time() -> None:
+    whole, part = (trainer_costs(scenario("rollart", scale=scale)) for scale in (1, 8))
+    assert part.train([64]) == pytest.approx(whole.train([64] * 8))
+    doubled = trainer_costs(scenario("rollart", ["sim.trainer_gpus=64"])).train([64] * 8)
+    assert whole.train([64] * 8) / 2 < doubled < whole.train([64] * 8)  # twice the GPUs are not twice as fast
+
+
+def test_workers_stand_still_at_each_update_for_as_long_as_a_transfer_that_nothing_overlaps() -> None:
+    plain, stalled = (measure(small([f"sim.stall_seconds={seconds}"])).step_seconds for seconds in (0, 50))
+    assert stalled >= plain + 50
 
 
 def test_every_rung_and_fleet_of_the_papers_is_a_valid_config() -> None:
@@ -80,9 +92,10 @@ def test_features_have_names_of_their_own_and_valid_overrides() -> None:
     on = [override for feature in FEATURES for override in feature.on]
     for feature in FEATURES:
         assert scenario("rollart", [*on, *feature.off], 16) != scenario("rollart", on, 16)
-    for feature in SYNCHRONOUS:
-        given = [*feature.on, *feature.off]
-        assert rollpacker("7B/8k", "+ stream trainer", 4, extra=given) != rollpacker("7B/8k", "+ stream trainer", 4)
+    for features, base in ((SYNCHRONOUS, synchronous), (PLANNED, planned)):
+        for feature in features:
+            assert base([*feature.on, *feature.off]) != base(feature.on)
+    assert planned(PLANNED[0].off).rollout.workers * 2 == planned(()).rollout.workers == 16
 
 
 def test_the_command_line_ablates_and_draws(

@@ -296,11 +296,23 @@ class ControlPlugin:
         control.refreshing = asyncio.create_task(keep_fresh(metrics, worker), name="rl-coserve metrics")
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
-            control.mover = KvMover(KvOptions(token=token, host=options.kv_host), worker.kv_command)
+            control.mover = KvMover(_kv(config, options, token), worker.kv_command)
+            control.mover.load()
         guard = Guard(token, options.networks())
         setattr(state, STATE, Door(guard, _bytes(options), instance, lambda: worker.cycle.history.number))
         setattr(state, CONTROL, control)
         _warn(control)
+
+
+def _kv(config: Any, options: FrontendOptions, token: str) -> KvOptions:
+    return KvOptions(
+        token=token,
+        host=options.kv_host,
+        carrier=options.kv_carrier,
+        protocol=options.kv_protocol,
+        device=options.kv_device,
+        room_mb=PluginOptions.of(config).kv_staging_mb,
+    )
 
 
 def _bytes(options: FrontendOptions) -> int:

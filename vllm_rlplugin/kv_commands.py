@@ -35,7 +35,10 @@ def run(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]
         return refused("off", "this engine was started without KV transfer")
     if command == "kv_counts":
         return {"loaded": connector.loaded, "failed": connector.failed, "staged": connector.staged}
-    layout = _layout(core)
+    try:
+        layout = _layout(core)
+    except ValueError as error:  # ranks that do not make a whole row
+        return refused("layout", str(error))
     facts = _facts(core, layout)
     if "refused" in facts:
         return facts
@@ -96,10 +99,11 @@ def _layout(core: Any) -> Layout:
 def _facts(core: Any, layout: Layout) -> dict[str, Any]:
     """What two engines must have in common: the weights by content, the model, the way KV lies in memory."""
     scheduler, config = core.scheduler, core.vllm_config
-    report = core.model_executor.collective_rpc("rl_kv_weights")[0]
-    version = int(report["version"])
-    if not report["usable"] or max(version, 0) != scheduler._rl_version:
-        return refused("updating", f"weights of version {version}, KV of version {scheduler._rl_version}")
+    reports = core.model_executor.collective_rpc("rl_kv_weights")
+    report, version = reports[0], int(reports[0]["version"])
+    if any(one != report for one in reports) or not report["usable"] or max(version, 0) != scheduler._rl_version:
+        versions = ", ".join(str(one["version"]) for one in reports)
+        return refused("updating", f"weights of version {versions}, KV of version {scheduler._rl_version}")
     cache = config.cache_config
     return {
         **layout.facts,

@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 
 from orchestrator.api import ConfigError, KvMove, KvMoved, RetryableError
-from orchestrator.transfer.kv import KvAsk, KvBlocks, KvRefused, KvServer, fetch
+from orchestrator.transfer.kv import Carrier, KvAsk, KvBlocks, KvRefused, KvServer, fetch
+from orchestrator.transfer.kv_mooncake import MooncakeCarrier, check_device
 
 NODE = "node"  # as a host: this machine's own address
+CARRIERS = ("tcp", "mooncake")
 _logger = logging.getLogger("vllm.rl_coserve")
 # A KV command to the engine, between two steps (vllm_rlplugin.kv_commands).
 Command = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
@@ -33,12 +35,17 @@ Command = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions:
-    """Where a worker hands out KV, and the token that both sides need. ``limit``: seconds that it gives one client."""
+    """Where a worker hands out KV, and the token that both sides need. ``limit``: seconds that it gives one client. ``carrier``:
+    what the bytes travel over, with ``room_mb`` of memory; ``protocol`` and ``device`` are Mooncake's."""
 
     token: str
     host: str = "127.0.0.1"
     port: int = 0  # a free one
     limit: float = 30.0
+    carrier: str = "tcp"
+    protocol: str = "tcp"
+    device: str = ""  # names with commas between; empty: Mooncake chooses
+    room_mb: int = 256
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KvOptions:
@@ -49,6 +56,18 @@ class KvOptions:
             raise ConfigError("kv.token", "", "KV is handed out to who has the token: give one")
         return cls(**values)
 
+    def __post_init__(self) -> None:
+        if self.carrier not in CARRIERS:
+            raise ConfigError("kv.carrier", self.carrier, f"is {' or '.join(map(repr, CARRIERS))}")
+        if self.carrier == "tcp" and (self.protocol, self.device) != ("tcp", ""):
+            raise ConfigError("kv.protocol", self.protocol, "protocol and device are Mooncake's: set carrier to it")
+        check_device(self.protocol, self.device, "kv.")
+
+    @property
+    def address(self) -> str:
+        """Of ``host``."""
+        return socket.gethostbyname(socket.gethostname()) if self.host == NODE else self.host
+
 
 class KvMover:
     """Of one engine. Make it anywhere; :meth:`open` it inside the event loop that the commands belong to."""
@@ -57,28 +76,39 @@ class KvMover:
         self._options, self._command = options, command
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: KvServer | None = None
+        self._carrier: Carrier | None = None
+        self._others: set[str] = set()  # sources that had no such carrier
         self.failures: Counter[str] = Counter()  # by kind; of this worker as a destination
         self.sent = 0  # blocks handed out
+
+    def load(self) -> None:
+        """Start the carrier, when the engine's processes are started: it brings threads. Idempotent. Raises ConfigError."""
+        options = self._options
+        if options.carrier == "mooncake" and self._carrier is None:
+            self._carrier = MooncakeCarrier(options.address, options.protocol, options.device, options.room_mb << 20)
 
     def open(self) -> str:
         """Begin to hand out. Returns the place, host:port. Idempotent."""
         if self._server is None:
             self._loop = asyncio.get_running_loop()
             options = self._options
-            host = socket.gethostbyname(socket.gethostname()) if options.host == NODE else options.host
-            self._server = KvServer(self._answer, options.token, host, options.port, options.limit)
+            self._server = KvServer(
+                self._answer, options.token, options.address, options.port, options.limit, self._carrier
+            )
         return self._server.place
 
     def close(self) -> None:
         """Hand out no more. Idempotent."""
         if self._server is not None:
             self._server.close()
+        if self._carrier is not None:
+            self._carrier.close()
 
     async def fetch(self, move: KvMove) -> KvMoved:
         """See :meth:`orchestrator.api.KvWorker.fetch_kv`."""
         started = time.monotonic()
         have = moved = size = 0
-        why = ""
+        why = carrier = ""
         tokens = np.array(move.token_ids, np.uint32)
         try:
             asked = _checked(await self._command("kv_ask", {"tokens": tokens.tobytes()}))
@@ -86,7 +116,11 @@ class KvMover:
             block_bytes = int(asked["block_bytes"])
             if have < asked["blocks"]:
                 ask = KvAsk(tokens, have, asked["facts"], move.limit)
-                found = await asyncio.to_thread(fetch, move.source, self._options.token, ask, block_bytes)
+                found = await asyncio.to_thread(
+                    fetch, move.source, self._options.token, ask, block_bytes, self._carrier
+                )
+                carrier = found.carrier
+                self._note_carrier(carrier, move)
                 taken = found.payload[: asked["blocks"] - have]
                 staged = {
                     "tokens": tokens.tobytes(),
@@ -99,7 +133,14 @@ class KvMover:
             why = str(refusal)
             self._note(refusal, move)
         seconds = time.monotonic() - started
-        return KvMoved((have + moved) * size, moved * size, moved * block_bytes if moved else 0, seconds, why)
+        sent = moved * block_bytes if moved else 0
+        return KvMoved((have + moved) * size, moved * size, sent, seconds, why, carrier if moved else "")
+
+    def _note_carrier(self, carrier: str, move: KvMove) -> None:
+        if self._carrier is not None and carrier != self._carrier.name and move.source not in self._others:
+            self._others.add(move.source)
+            said = "KV from %s came over %s: it has no %s over %s (said once)"
+            _logger.warning(said, move.source, carrier, self._carrier.name, self._carrier.protocol)
 
     def _note(self, refusal: KvRefused, move: KvMove) -> None:
         self.failures[refusal.reason] += 1

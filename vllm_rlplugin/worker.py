@@ -122,6 +122,8 @@ class EngineWorker:
             ),
             clock=lambda: asyncio.get_running_loop().time(),
         )
+        if self._mover is not None:
+            self._mover.load()
         options = PluginOptions.from_dict(plugin or {})
         self._book = RequestBook(options.lookahead)
         self._held_limit = options.max_wait / 2  # seconds; the scheduler counts the wait anew

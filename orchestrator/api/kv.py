@@ -27,13 +27,14 @@ class KvMove:
 class KvMoved:
     """What became of a move. ``tokens``: of the context, whose KV the destination has now without computing it, its own cache
     included; ``moved``: of these, how many came over the wire, with ``bytes``. ``why``: empty, or why the rest is recomputed
-    (a word, a colon, details). ``seconds``: from the command to the end."""
+    (a word, a colon, details). ``seconds``: from the command to the end. ``carrier``: how it came, "" where nothing did."""
 
     tokens: int
     moved: int
     bytes: int
     seconds: float
     why: str = ""
+    carrier: str = ""
 
 
 @runtime_checkable

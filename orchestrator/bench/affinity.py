@@ -1,14 +1,16 @@
 """Simulated throughput of hardware affinity over one class of GPUs at about equal cost (RollArt, figure 11a and 7.3, R1).
 
 32 H800 train; 64 H800 and 24 H20 with affinity generate, or 72 H800, or 208 H20; ``rollart.toml``, alpha 1, weights over the
-relay for all three, so that only the devices and the routing differ. Also figure 4: one task on two H800 or on six H20.
+relay for all three, so that only the devices and the routing differ; and once more with training and push for nothing, where
+nothing but rollouts counts. Also figure 4: one task on two H800 or on six H20.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.bench.modes import FASTER
+from orchestrator.bench.modes import FREE, FREE_NAME
 from orchestrator.bench.simulated import frame, now, row
 from orchestrator.config import Config
 from orchestrator.sim.setups import measure, rollart_fleet, scenario
@@ -19,10 +21,9 @@ FLEETS = {"affinity": (64, 24), "h800": (72, 0), "h20": (0, 208)}
 _NO_AFFINITY = "rollout.routing.affinity={}"
 
 
-def config_of(model: str, fleet: str, scale: int, steps: int, trainer_gpus: int = 32) -> Config:
+def config_of(model: str, fleet: str, scale: int, steps: int, extra: Sequence[str] = ()) -> Config:
     """One of the three."""
-    given = [f"run.steps={steps}", *rollart_fleet(model, *FLEETS[fleet]), "rollout.redundant_groups=2.0"]
-    given.append(f"sim.trainer_gpus={trainer_gpus}")
+    given = [f"run.steps={steps}", *rollart_fleet(model, *FLEETS[fleet]), *extra]
     return scenario("rollart", [*given, *([] if fleet == "affinity" else [_NO_AFFINITY])], scale)
 
 
@@ -41,7 +42,10 @@ def config_of_task(task: str, hardware: str, batch: int) -> Config:
         f"rollout.groups_per_step={batch // 8}",
         "rollout.weights=collective",
         "rollout.collective_timeout=3600.0",
+        "sim.push_gb_s=0",  # one cluster: no relay across Ethernet
+        "sim.pull_gb_s=0",
         "sim.trainer_gpus=100000",
+        "sim.trainer_serial_seconds=0",
         *(f"sim.tasks.{name}.weight=1e-9" for name in sorted(others)),
     ]
     return scenario("rollart", given)
@@ -58,10 +62,13 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         steps[model] = {name: measure(config_of(model, name, scale, 3 if quick else 5)).step_seconds for name in fleets}
     rows = [one for model, found in steps.items() for one in _rows(model, found)]
     if not quick:
-        steps["8B, faster trainer"] = fast = faster(scale)
-        rows += _rows("8B, faster trainer", fast)
+        for model in models:
+            free = {name: measure(config_of(model, name, scale, 5, FREE)).step_seconds for name in FLEETS}
+            name = FREE_NAME.replace("8B", model)
+            steps[name] = free
+            rows += _rows(name, free)
         rows += _figure_4()
-    gains = [one["simulated"] for one in rows if "over affinity" in one["what"] and "faster" not in one["what"]]
+    gains = [one["simulated"] for one in rows if "over affinity" in one["what"] and "nothing" not in one["what"]]
     value = min(gains)
     return frame(
         NAME,
@@ -76,12 +83,6 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         nonce=nonce,
         begun=begun,
     )
-
-
-def faster(scale: int) -> dict[str, float]:
-    """8B with a trainer at Megatron's pre-training rate: see :mod:`orchestrator.bench.modes`."""
-    gpus = round(32 * FASTER)
-    return {name: measure(config_of("8B", name, scale, 5, gpus)).step_seconds for name in FLEETS}
 
 
 def _rows(model: str, found: dict[str, float]) -> list[dict[str, Any]]:

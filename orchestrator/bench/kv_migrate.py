@@ -2,7 +2,8 @@
 
 Two real engines, a process each, loopback TCP: ``vllm_rlplugin.kv_probe``. The value is the ratio at the longest prefix, the
 detail has all lengths and the break-even, as the run's own policy (:class:`orchestrator.policies.kv_transfer.BreakEven`) derives
-it from these figures. Every move is compared bit for bit with the engine that the trajectory came from.
+it from these figures; and some lengths over Mooncake's transfer engine, TCP too. Every move is compared bit for bit
+with the engine that the trajectory came from.
 ``--quick``: 256 and 1,024 tokens.
 """
 
@@ -18,17 +19,26 @@ from orchestrator.policies.kv_transfer import BreakEven
 from orchestrator.runfolder import describe_machine
 
 NAME = "kv-migrate"
-_QUICK = [("256,1024", 1)]
-_FULL = [("256,512,1024,2048,4096", 3), ("256,8192", 1)]  # (lengths, rounds), each in processes of its own
+_QUICK = [("256,1024", 1, "tcp"), ("256,1024", 1, "mooncake")]
+_FULL = [  # (lengths, rounds, carrier), each in processes of its own
+    ("256,512,1024,2048,4096", 3, "tcp"),
+    ("256,8192", 1, "tcp"),
+    ("256,1024,4096", 3, "mooncake"),
+]
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails, as it does for a move that changed anything."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     parts = _QUICK if quick else _FULL
-    probes = [run_probe("kv", ["--lengths", lengths, "--rounds", str(rounds)]) for lengths, rounds in parts]
-    found = {row["tokens"]: row for probe in reversed(probes) for row in probe["rows"]}
+    probes = [
+        run_probe("kv", ["--lengths", lengths, "--rounds", str(rounds), "--carrier", carrier])
+        for lengths, rounds, carrier in parts
+    ]
+    plain = [probe for probe, (_, _, carrier) in zip(probes, parts, strict=True) if carrier == "tcp"]
+    found = {row["tokens"]: row for probe in reversed(plain) for row in probe["rows"]}
     rows = [found[tokens] for tokens in sorted(found)]
+    mooncake = probes[-1]["rows"]
     policy = BreakEven()
     for row in rows:
         policy.saw(True, row["tokens"], row["move"])
@@ -51,6 +61,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "break_even_tokens": policy.tokens if math.isfinite(policy.tokens) else None,
             "shortest_that_paid": next((row["tokens"] for row in rows if row["move"] < row["recompute"]), None),
             "megabytes_per_s": [row["bytes"] / row["transfer"] / 1e6 for row in rows],
+            "mooncake": mooncake,
+            "mooncake_megabytes_per_s": [row["bytes"] / row["transfer"] / 1e6 for row in mooncake],
             "started": begun,
             "ended": datetime.datetime.now(datetime.UTC).isoformat(),
             "pids": [os.getpid(), *(int(probe["pid"]) for probe in probes)],

@@ -1,4 +1,5 @@
-"""Simulated figures of RollArt beside the printed ones: 12 (serverless rewards), 13 (alpha), 14b (redundancy), table 4, 7.5.
+"""Simulated figures of RollArt beside the printed ones: 10c (scaling), 12 (serverless rewards), 13 (alpha), 14 (transfer of
+weights, redundancy), table 4, 7.5.
 
 And table 5: prefill on H800 and decode on H20 (:mod:`orchestrator.disaggregation`) against both on all. The value is the
 rollout time with four dedicated reward GPUs over that with serverless rewards (figure 12), three jobs on one cluster.
@@ -10,11 +11,12 @@ from typing import Any
 
 from orchestrator.bench.simulated import frame, now, row
 from orchestrator.sim.cluster import engine_costs, trainer_costs
-from orchestrator.sim.setups import measure, rollart, scenario
+from orchestrator.sim.setups import measure, rollart, rollart_fleet, scenario
 
 NAME = "rollart-figures"
 _MODELS = ("8B", "14B", "32B")
 _SCALE = 16  # a 16th of cluster and batch, for figure 13
+_TRANSFERS = (("8B", 38.6, 1.4), ("14B", 84.1, 5.1), ("32B", 157.0, 9.6))  # table 4: without overlap, and exposed
 _JUDGES = 16  # requests that a judging GPU serves at a time: ASSUMED, as in orchestrator.sim.setups
 
 
@@ -27,6 +29,10 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         rows, alphas = _figure_13()
         detail["rows"] += rows
         detail["alpha"] = alphas
+        detail["scaling"], rows = _figure_10c()
+        detail["rows"] += rows
+        detail["transfer"], rows = _figure_14a()
+        detail["rows"] += rows
         detail["redundancy"], rows = _figure_14b()
         detail["rows"] += rows
         detail["rows"] += _tax()
@@ -91,6 +97,48 @@ def _figure_13() -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
             )
         )
     return rows, found
+
+
+def _figure_10c() -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
+    """14B on 64 to 128 H800 without affinity; from one-off on, 32 of them train."""
+    found: dict[str, dict[str, float]] = {}
+    for rung in ("sync_plus", "one_off", "areal", "async"):
+        found[rung] = {}
+        for gpus in (64, 96, 128):
+            rollout = gpus if rung == "sync_plus" else gpus - 32
+            extra = [*rollart_fleet("14B", rollout, 0), f"sim.trainer_gpus={gpus if rung == 'sync_plus' else 32}"]
+            found[rung][str(gpus)] = round(measure(rollart("14B", rung, _SCALE, extra=extra)).throughput, 1)
+    base, last = found["sync_plus"], found["async"]
+    source = "RollArt 7.2, figure 10c"
+    return found, [
+        row(
+            f"14B, {gpus} H800: throughput of async over Sync+ on 64",
+            "1.33 to 2.08",
+            1.33,
+            2.08,
+            last[gpus] / base["64"],
+            source,
+        )
+        for gpus in base
+    ]
+
+
+def _figure_14a() -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
+    """The last rung against one whose workers stand still for table 4's push and pull, as with veRL's transfer; and how long
+    the paper's steps must be for its numbers."""
+    found: dict[str, dict[str, float]] = {}
+    rows, source = [], "RollArt 7.4, figure 14a"
+    for model, naive, exposed in _TRANSFERS:
+        stalled = ["sim.push_gb_s=0", "sim.pull_gb_s=0", f"sim.stall_seconds={naive}"]
+        apart = measure(rollart(model, "affinity", _SCALE)).step_seconds
+        together = measure(rollart(model, "affinity", _SCALE, extra=stalled)).step_seconds
+        found[model] = {"asynchronous": round(apart, 2), "synchronous": round(together, 2)}
+        what = f"{model}: step time, transfer that stops the rollout over the relay"
+        rows.append(row(what, "1.1 to 1.16", 1.10, 1.16, together / apart, source))
+        low, high = (naive - exposed) / 0.16, (naive - exposed) / 0.10
+        what = f"{model}: s a step of affinity; printed: what table 4 and the factors of 14a come to"
+        rows.append(row(what, f"{low:.0f} to {high:.0f}", low, high, apart, source + ", table 4"))
+    return found, rows
 
 
 def _figure_14b() -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -181,7 +229,7 @@ def _table_5() -> tuple[dict[str, float], list[dict[str, Any]]]:
 def _tax() -> list[dict[str, Any]]:
     """7.5 by data path: what of the transfer of weights stands in the way, without overlap and with it."""
     rows = []
-    for model, naive, exposed in (("8B", 38.6, 1.4), ("14B", 84.1, 5.1), ("32B", 157.0, 9.6)):
+    for model, naive, exposed in _TRANSFERS:
         config = rollart(model, "affinity")
         engine, trainer = engine_costs(config, "H20"), trainer_costs(config)
         source = "RollArt table 4 and 7.5"

@@ -14,9 +14,10 @@ Guarantees:
   it, else what the profile predicts, times what measured steps without preemptions took over their predictions. Where
   neither is known, the change is tried: then it is measured. A layout whose start failed is not asked for again.
 * When the engine's step time leaves the profile's by more than ``divergence`` times, or the step lies outside of what was
-  measured, for ``patience`` steps on end, re-profiling is asked for (section 7): once until it is done, where the times agree.
-  Where they do not, though all was measured, the decode times of the profile are scaled by the median of what those steps took
-  over what it says, and what is planned from then on goes by that; it is asked for again when the scaled ones diverge too.
+  measured, for ``patience`` steps on end, the profile is mended by what those steps took (section 7: targeted re-profiling; the
+  steps themselves are the measurement, so that it costs nothing), and what is planned from then on goes by that. Steps outside:
+  their median is a measurement of its own, of this layout. Steps inside: the decode times of all layouts are scaled by the
+  median of what they took over what it says. A whole new profile is asked for with it; for steps outside only once.
 
 Pure: seconds come in as numbers. The same object serves a run, the simulator and a replay.
 """
@@ -53,10 +54,19 @@ class StepLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A decode step as a run's steps were: ``batch`` sequences of ``context`` tokens, ``seconds``."""
+
+    batch: float
+    context: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """For the next step. ``reason``: why it changes, or why not although the rule asked; "" where it did not ask. ``gain``:
     seconds a step expected of it, None: unknown; ``cost``: seconds charged. ``reprofile``: measure this layout again;
-    ``scaled``: the profile's decode times were scaled by that now, None: they were not."""
+    ``scaled``: the profile's decode times were scaled by that now, None: they were not. ``measured``: what was added to it."""
 
     layout: Layout
     changes: bool = False
@@ -65,6 +75,7 @@ class Plan:
     cost: float = 0.0
     reprofile: Layout | None = None
     scaled: float | None = None
+    measured: Measured | None = None
 
 
 def layouts_of(
@@ -116,8 +127,8 @@ class ParallelismPlanner:
         self._cost: float | None = None  # of a change, measured
         self._failed: dict[Layout, str] = {}
         self._astray: list[
-            tuple[float, bool]
-        ] = []  # of steps on end that leave the profile: times over its; measured there
+            tuple[float, bool, Measured]
+        ] = []  # of steps on end that leave the profile: times over its; whether that was measured; what they were
         self._asked = False  # for re-profiling
         self.correction = 1.0  # what decode times of the profile as it was read have been scaled by
         if not self._candidates():
@@ -142,9 +153,9 @@ class ParallelismPlanner:
         self._measure(load)
         previous, self._previous = self._previous, load.preemptions
         self._calm = 0 if load.preemptions else self._calm + 1
-        reprofile, scaled = self._diverges(load)
+        reprofile, scaled, measured = self._diverges(load)
         plan = self._plan(load, previous, steps_left)
-        return replace(plan, reprofile=reprofile, scaled=scaled)
+        return replace(plan, reprofile=reprofile, scaled=scaled, measured=measured)
 
     def _plan(self, load: StepLoad, previous: int | None, steps_left: int | None) -> Plan:
         target, why = self._asked_for(load, previous)
@@ -252,25 +263,33 @@ class ParallelismPlanner:
             ratio = load.seconds / predicted
             self._ratio = ratio if self._ratio is None else _blend(self._ratio, ratio)
 
-    def _diverges(self, load: StepLoad) -> tuple[Layout | None, float | None]:
-        """(the layout to profile anew, what the profile was scaled by), each None where there is nothing to do."""
+    def _diverges(self, load: StepLoad) -> tuple[Layout | None, float | None, Measured | None]:
+        """(the layout to profile anew, what the profile was scaled by, what was added), None where there is nothing to do."""
         if self.profile is None or not load.token_seconds:
-            return None, None
-        ratio = load.token_seconds / self.profile.decode_seconds(load.batch, load.context, self.layout)
-        known = self.profile.covers(load.batch, load.context, self.layout)
+            return None, None, None
+        now = Measured(load.batch, load.context, load.token_seconds)
+        ratio = now.seconds / self.profile.decode_seconds(now.batch, now.context, self.layout)
+        known = self.profile.covers(now.batch, now.context, self.layout)
         if known and self._agrees(ratio):
             self._astray = []
-            return None, None
-        self._astray = [*self._astray, (ratio, known)][-self._patience :]
+            return None, None, None
+        self._astray = [*self._astray, (ratio, known, now)][-self._patience :]
         if len(self._astray) < self._patience:
-            return None, None
-        factor, asked, self._asked = median(found for found, _ in self._astray), self._asked, True
-        if self._agrees(factor) or not all(measured for _, measured in self._astray):
-            return None if asked else self.layout, None
+            return None, None, None
+        astray, self._astray = self._astray, []
+        asked, self._asked = self._asked, True
+        outside = [one for _, measured, one in astray if not measured]
+        if outside:
+            found = sorted(outside, key=lambda one: one.seconds)[len(outside) // 2]
+            self.profile = self.profile.extended(found.batch, found.context, self.layout, found.seconds)
+            return None if asked else self.layout, None, found
+        factor = median(found for found, _, _ in astray)
+        if self._agrees(factor):
+            return None if asked else self.layout, None, None
         self.profile = self.profile.scaled(factor)
         self.correction *= factor
-        self._astray, self._ratio = [], None
-        return self.layout, factor
+        self._ratio = None
+        return self.layout, factor, None
 
     def _agrees(self, ratio: float) -> bool:
         return 1 / self._divergence <= ratio <= self._divergence

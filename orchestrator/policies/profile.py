@@ -96,6 +96,25 @@ class Profile:
         ]
         return Profile(points, self.shapes.values())
 
+    def extended(self, batch: float, context: float, layout: Layout, seconds: float) -> Profile:
+        """This one with a decode step of this size, outside of what was measured of ``layout``, taking ``seconds``. Other sizes
+        out there take as many times what was read of them before; what was measured, and other layouts, stay. Raises KeyError
+        for a layout without any measurement, ValueError for seconds that are none."""
+        size, tokens = max(1, round(batch)), max(1, round(context))
+        factor = seconds / self.decode_seconds(size, tokens, layout)
+        contexts = {tokens, *(other for row in self._curves["decode", layout].values() for other in row)}
+        points = [
+            Point(phase, where, number, count, found)
+            for (phase, where), rows in self._curves.items()
+            for number, row in rows.items()
+            for count, found in row.items()
+        ]
+        for count in sorted(contexts):
+            before = self.decode_seconds(size, count, layout)
+            found = before if self.covers(size, count, layout) else factor * before
+            points.append(Point("decode", layout, size, count, found))
+        return Profile(points, self.shapes.values())
+
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Those with both phases, in order."""

@@ -1,4 +1,5 @@
-"""The part of a run's page about how its engines were cut: what the parallelism planner saw, decided and paid."""
+"""The part of a run's page about how its engines were cut: what the parallelism planner, or the resource manager, saw, decided
+and paid."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from orchestrator.report.text import count, duration, plural, tag
 
 
 def parallelism(run: RunLog) -> str:
-    """Each step that changed the layout, or on which the rule asked for that. "" without a planner."""
+    """Each step that changed the layout, or on which the rule asked for that. "" where nobody cuts them."""
+    if run.degrees:
+        return _degrees(run)
     if not run.plans:
         return ""
     costs = {int(done["step"]): done for done in run.reshapes}
@@ -44,3 +47,27 @@ def parallelism(run: RunLog) -> str:
     return section(
         "parallelism", "Tensor parallelism", lead, table(head, rows, (0, 2), f"What the planner decided ({run.kind})")
     )
+
+
+def _degrees(run: RunLog) -> str:
+    """Each step on which other degrees were better, and the last one."""
+    paid = {int(done["step"]): done for done in run.reshapes}
+    made = [done for done in run.reshapes if not done["error"]]
+    spent = sum(float(done["seconds"]) for done in run.reshapes)
+    lead = f"{tag('strong', plural(len(made), 'change'))} of the engines' degrees, which cost {tag('strong', duration(spent))}"
+    lead += " of generation in the engines that changed."
+    told = [item for item in run.degrees if item["reason"] or int(item["step"]) in paid] or run.degrees[-1:]
+    rows = []
+    for item in told:
+        done = paid.get(int(item["step"]))
+        stood = "" if done is None else escape(done["error"]) or duration(float(done["seconds"]))
+        cut = f"{_written(item['degrees'])} → {_written(item['next'])}"
+        gain = duration(float(item["gain"])) if item["gain"] > 0 else ""
+        rows.append([count(int(item["step"]) + 1), cut, gain, escape(item["reason"]) or "nothing to do", stood])
+    head = ("After step", "Devices of the engines", "Gain a step", "Why", "Stood still for")
+    body = table(head, rows, (0, 2), f"What the resource manager decided ({run.kind})")
+    return section("parallelism", "Degrees of parallelism", lead, body)
+
+
+def _written(degrees: list[int]) -> str:
+    return "+".join(map(str, degrees))

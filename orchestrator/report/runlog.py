@@ -186,6 +186,7 @@ class RunLog:
     rewards: dict[str, Any] = field(default_factory=dict)  # counters of the calls that score, of the last step
     plans: list[dict[str, Any]] = field(default_factory=list)  # events `plan` and `reshape`: see orchestrator.planning
     reshapes: list[dict[str, Any]] = field(default_factory=list)
+    degrees: list[dict[str, Any]] = field(default_factory=list)  # events `degrees`: see orchestrator.reallocating
     rounds: list[dict[str, Any]] = field(default_factory=list)  # events of short and long rounds; empty without
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
@@ -262,7 +263,7 @@ def load_run(folder: str | Path) -> RunLog:
     )
     events = list(_events(run, path / "events.jsonl"))
     for event in events:
-        _take(run, event)
+        take_event(run, event)
     run.seconds = max((max(float(e.get("t", 0.0)), float(e.get("end", 0.0))) for e in events), default=0.0)
     run.steps = _with_periods(run)
     journal = path / "ledger.jsonl"
@@ -290,7 +291,8 @@ def _events(run: RunLog, file: Path) -> Iterable[dict[str, Any]]:
             run.unreadable += 1
 
 
-def _take(run: RunLog, event: dict[str, Any]) -> None:
+def take_event(run: RunLog, event: dict[str, Any]) -> None:
+    """Fold one event into the records, in the order of the log."""
     t = float(event.get("t", 0.0))
     match event["kind"]:
         case "run_start":
@@ -354,6 +356,8 @@ def _take(run: RunLog, event: dict[str, Any]) -> None:
             run.plans.append(dict(event))
         case "reshape":
             run.reshapes.append(dict(event))
+        case "degrees":
+            run.degrees.append(dict(event))
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(

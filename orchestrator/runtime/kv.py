@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.runtime import served
+from orchestrator.transfer.kv_mooncake import check_device
 
 
 def kv_arguments(config: Config) -> dict[str, Any]:
@@ -19,5 +20,19 @@ def kv_arguments(config: Config) -> dict[str, Any]:
     token = served.read_token(config, os.environ) if config.rollout.served else secrets.token_hex(32)
     return {
         "plugin": {"kv_transfer": True, "kv_staging_mb": settings.staging_mb},
-        "kv": {"token": token, "host": settings.host},
+        "kv": {
+            "token": token,
+            "host": settings.host,
+            "carrier": settings.carrier,
+            "protocol": settings.protocol,
+            "device": settings.device,
+            "room_mb": settings.staging_mb,
+        },
     }
+
+
+def check(config: Config) -> None:
+    """Whether the carrier can work, as far as this machine says. Raises ConfigError."""
+    settings = config.rollout.kv_transfer
+    if settings.enabled and not config.ray.address:
+        check_device(settings.protocol, settings.device)

@@ -28,7 +28,11 @@ def wishes(config: Config) -> list[tuple[str, str, int]]:
     ranks = [(name, settings.trainer, settings.devices_per_rank) for name in trainer_names(trainer_ranks(config))]
     wanted = settings.rollout or {ROLE_CLASSES["ActorGen"]: config.rollout.workers}
     classes = [hardware for hardware, count in wanted.items() for _ in range(count)]
-    workers = [(f"vllm-{index}", hardware, settings.devices_per_worker) for index, hardware in enumerate(classes)]
+    degrees = config.rollout.disaggregation.degrees
+    workers = [
+        (name, hardware, max(settings.devices_per_worker, degrees.get(name, 1)))
+        for name, hardware in ((f"vllm-{index}", hardware) for index, hardware in enumerate(classes))
+    ]
     return ranks + workers
 
 

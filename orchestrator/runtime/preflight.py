@@ -16,8 +16,7 @@ from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
-from orchestrator.planning import read_profile
-from orchestrator.runtime import judge, pools, served
+from orchestrator.runtime import cutting, judge, kv, pools, served, viewing
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -50,20 +49,11 @@ def check(config: Config, task: Task) -> None:
     _metadata(config)
     for part in (task, *parts_of(task).values()):
         rules_of(config, part)
-    _planner(config)
+    cutting.check(config, task)
+    kv.check(config)
     pools.check(config)
+    viewing.check(config)
     served.check(config, task)
-
-
-def _planner(config: Config) -> None:
-    """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
-    if not config.rollout.planner.enabled:
-        return
-    for field, given in (("resources.pools", config.resources.pools), ("ray.address", config.ray.address)):
-        if given:
-            fix = "rollout.planner needs all devices on this machine, and free of pools: leave this out, or set it to false"
-            raise ConfigError(field, given, fix)
-    read_profile(config)
 
 
 def _heldout(config: Config) -> None:

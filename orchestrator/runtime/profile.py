@@ -20,7 +20,8 @@ from orchestrator.policies.profile import Layout
 from orchestrator.profile import Prober, ProfileFile, ProfileKey, Progress, grid, load, measure, model_name, powers
 from orchestrator.runfolder import describe_machine
 from orchestrator.runtime.actors import Actor
-from orchestrator.runtime.train import IDENTITY, TINY_MODEL, engine_environment
+from orchestrator.runtime.cutting import IDENTITY
+from orchestrator.runtime.train import TINY_MODEL, engine_environment
 from orchestrator.tasks import registry
 
 PROFILER = "vllm_rlplugin.profiling:EngineProfiler"

@@ -39,20 +39,16 @@ from orchestrator.ledger import Ledger
 from orchestrator.occupancy import nvml
 from orchestrator.parts import Parts, Position
 from orchestrator.pipeline import Pipeline
-from orchestrator.planning import make_planner
 from orchestrator.policies.allocation import Binding
-from orchestrator.policies.planner import ParallelismPlanner
-from orchestrator.profile import ProfileKey, model_name
-from orchestrator.profile import load as load_profile
-from orchestrator.profile.file import check as check_profile
 from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.runfolder import RunFolder
-from orchestrator.runtime import collector, hosts, pools
+from orchestrator.runtime import collector, hosts, pools, viewing
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.checkpoints import BesideTheLoop
+from orchestrator.runtime.cutting import cut_of
 from orchestrator.runtime.keeper import Keeper
 from orchestrator.runtime.kv import kv_arguments
 from orchestrator.runtime.mooncake import MooncakeMaster
@@ -64,7 +60,6 @@ from orchestrator.transfer.redis import PASSWORD_FILE
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.colocated:ColocatedTrainer"
-IDENTITY = "vllm_rlplugin.profiling:identity"
 TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
 _START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
@@ -171,6 +166,7 @@ class _Life:
             remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
+        sampler = await viewing.show(config, folder, events, display.message, stack)
         events.emit(
             "run_start",
             mode=config.run.mode,
@@ -187,7 +183,8 @@ class _Life:
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
             collector.calm()
-            pipeline = Pipeline(config, parts, position)
+            pipeline = sampler.pipeline = Pipeline(config, parts, position)
+            viewing.record_turns(config, folder, events, pipeline, stack)
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
             self.up = True
@@ -258,8 +255,7 @@ class _Assembly:
         await trainer.place()
         trainer.start()
         model = await self._model(trainer)
-        planner = await self._planner(trainer, model)
-        tp = planner.layout.tp if planner is not None else 1
+        cut = await cut_of(config, self.task, model, _shape(model), trainer.function)
         kv = kv_arguments(config)
         workers = [
             RayWorker(
@@ -268,8 +264,7 @@ class _Assembly:
                 _worker_arguments(config, model, endpoint, index) | kv,
                 {**engine_environment(config), **rewards.beside},
                 places.get(f"vllm-{index}"),
-                first_device=-1 if planner is None else index,
-                ranks=None if planner is None else (tp if index % tp == 0 else 0),
+                **cut.of(index),
             )
             for index in range(config.rollout.workers)
         ]
@@ -308,24 +303,13 @@ class _Assembly:
             parts.tools = lambda: tally.stats(own.stats())
         parts.rewards, parts.timeouts = rewards.counters, rewards.timeouts
         parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
-        parts.planner = planner
+        parts.planner, parts.reallocation = cut.planner, cut.reallocation
         parts.foresight.predictor = await hosts.start_predictor(config, self.task, self.stack, self.folder)
         parts.kv_bytes = kv_bytes_per_token(_shape(model), config.model.dtype)
         position = resumed.position if resumed is not None else Position()
         if version != position.version:
             raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
         return parts, position
-
-    async def _planner(self, trainer: RayTrainer, model: str) -> ParallelismPlanner | None:
-        """None: it is off. Its profile must be of this model, and of the engine and device that are here."""
-        config = self.config
-        if not config.rollout.planner.enabled:
-            return None
-        if name := config.rollout.planner.profile:
-            here = await trainer.function(IDENTITY, {"threads": config.rollout.engine.threads})
-            key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
-            check_profile(load_profile(Path(name), "rollout.planner.profile"), key, "rollout.planner.profile")
-        return make_planner(config, self.task, int(_shape(model)["num_attention_heads"]))
 
     async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
         """The version it starts at."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orchestrator.sections.base import Fraction, PositiveSeconds, Section
+from orchestrator.sections.base import Fraction, Positive, PositiveSeconds, Section
 
 
 class PredictionSection(Section):
@@ -26,6 +26,21 @@ class PredictionSection(Section):
     start: str = ""  # file of a predictor that another run saved (its predictor.npz)
 
 
+class DegreesSection(Section):
+    """Devices of each of the run's own engines, unequal ones in one run, chosen between steps (Heddle 6): docs/prediction.md.
+    ``rollout.workers`` are then the devices of this machine. Needs the placement; not beside ``rollout.planner``."""
+
+    enabled: bool = False
+    profile: str = ""  # file of `rl-coserve profile`: what an engine of each degree does; else
+    speeds: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = {}  # degree -> tokens a second alone,
+    # relative to the others; degrees that are not here, or not in the profile, are not used
+    start: tuple[Positive, ...] = ()  # degrees that the run begins with; empty: 1 each
+    horizon: Positive = 4  # steps that a gain is counted over, against the seconds of one change
+    start_seconds: Annotated[float, Field(ge=0)] | None = (
+        None  # of a change, before one was measured; None: the profile's
+    )
+
+
 class PlacementSection(Section):
     """Which worker a trajectory runs on, by its predicted length (Heddle 5): docs/prediction.md. Needs the prediction."""
 
@@ -40,3 +55,4 @@ class PlacementSection(Section):
     token_seconds: Annotated[float, Field(gt=0)] = 0.02  # of a generated one alone, at speed 1: what it gains
     renew_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of active trajectories that changed: placed anew
     renew_seconds: Annotated[float, Field(ge=0)] = 1.0  # but not more often than this
+    degrees: DegreesSection = DegreesSection()

@@ -49,6 +49,16 @@ class KvTransferSection(Section):
     limit: PositiveSeconds = 10.0  # of a move; then the prefix is computed
     staging_mb: Positive = 256  # of a worker's host memory, for KV that came and is not loaded yet
     host: str = "127.0.0.1"  # that the run's own workers hand KV out at; "node": the address of each one's machine
+    carrier: Literal["tcp", "mooncake"] = "tcp"  # of the blocks; who may have them is proved over TCP with either
+    protocol: Literal["tcp", "rdma"] = "tcp"  # of Mooncake's transfer engine
+    device: str = ""  # RDMA devices with commas between, as in /sys/class/infiniband; empty: Mooncake chooses
+
+    @model_validator(mode="after")
+    def _carried(self) -> KvTransferSection:
+        if self.carrier == "tcp" and (self.protocol, self.device) != ("tcp", ""):
+            fix = "protocol and device are of Mooncake's transfer engine: set carrier to 'mooncake', or leave them out"
+            raise ValidationError.from_exception_data("kv_transfer", [violation("protocol", self.protocol, fix)])
+        return self
 
 
 class DisaggregationSection(Section):
@@ -59,6 +69,7 @@ class DisaggregationSection(Section):
     decode: str = ""  # of those that decode
     tasks: tuple[str, ...] = ()  # that are served so; empty: all
     min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a turn with a shorter one is served whole
+    degrees: dict[Annotated[str, Field(pattern=r"^vllm-\d+$")], Positive] = {}  # own worker -> devices of its engine: 1
 
 
 class PlannerSection(Section):
@@ -197,11 +208,40 @@ class RolloutSection(Section):
         if self.placement.enabled and not self.prediction.enabled:
             fix = "places by predicted lengths: set rollout.prediction.enabled to true too"
             found.append(("placement", "enabled", fix))
+        if self.placement.degrees.enabled:
+            found += self._with_degrees()
         if self.disaggregation.enabled:
             found += self._disaggregated()
+        elif self.disaggregation.degrees:
+            fix = "are of engines that prefill or decode only: set rollout.disaggregation.enabled to true, or leave them out"
+            found.append(("disaggregation.degrees", dict(self.disaggregation.degrees), fix))
         if found:
             raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
         return self
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the run's own engines are cut anew between steps: by one of the two, never both."""
+        return self.planner.enabled or self.placement.degrees.enabled
+
+    def _with_degrees(self) -> list[tuple[str, object, str]]:
+        """Who else would cut or lend the engines, and what the degrees are chosen by."""
+        field, degrees = "placement.degrees", self.placement.degrees
+        found: list[tuple[str, object, str]] = []
+        others = [name for name in ("planner", "colocation", "disaggregation") if getattr(self, name).enabled]
+        if others:
+            fix = f"cuts the engines anew, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
+            found.append((f"{field}.enabled", True, fix))
+        if not self.workers:
+            fix = "cuts the run's own engines, and rollout.workers is 0: set it to false"
+            found.append((f"{field}.enabled", True, fix))
+        if not self.placement.enabled:
+            fix = "gives long trajectories the large engines: set rollout.placement.enabled to true too"
+            found.append((f"{field}.enabled", True, fix))
+        if degrees.start and sum(degrees.start) != self.workers:
+            fix = f"must add up to rollout.workers = {self.workers}, the devices"
+            found.append((f"{field}.start", list(degrees.start), fix))
+        return found
 
     def _disaggregated(self) -> list[tuple[str, object, str]]:
         """What prefill on other workers than decode needs."""
@@ -215,6 +255,10 @@ class RolloutSection(Section):
         if self.planner.enabled or self.colocation.enabled:
             fix = "keeps its workers: leave out rollout.planner and rollout.colocation"
             found.append(("disaggregation.enabled", True, fix))
+        strange = [name for name in settings.degrees if int(name.removeprefix("vllm-")) >= self.workers]
+        if strange:
+            fix = f"there is no {strange[0]}: rollout.workers is {self.workers}"
+            found.append(("disaggregation.degrees", dict(settings.degrees), fix))
         return found
 
     def _with_rounds(self) -> list[tuple[str, object, str]]:

@@ -22,6 +22,7 @@ class SimTaskSection(Section):
     turns_max: Positive = 1  # evenly drawn from min to max
     prompt_tokens: Positive = 512
     observation_tokens: Positive = 256  # of the turns after the first
+    reuse: Fraction = 1.0  # of a turn's context, whose KV its next turn finds; 1: it is appended to, 0: written anew
     response_tokens: Annotated[float, Field(gt=0)] = 512.0  # of a turn
     response_sigma: Sigma = 0.8
     response_max: Positive = 8192
@@ -59,12 +60,16 @@ class SimSection(Section):
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
     trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference
+    trainer_serial_seconds: Annotated[float, Field(ge=0)] | None = (
+        None  # roofline: of a trained token, however many GPUs train; None: orchestrator/sim/hardware.py
+    )
     feed_once: Fraction = (
         0.0  # a streamed step is fed once only, at most so much of a batch (RollPacker, table 4); 0: as it comes
     )
     pull_gb_s: Annotated[float, Field(ge=0)] = 0.0  # a worker from the relay; 0: its devices' network
     push_gb_s: Annotated[float, Field(ge=0)] = 0.0  # the trainer to the relay; 0: its devices' network
     kv_gb_s: Annotated[float, Field(ge=0)] = 0.0  # KV from worker to worker; 0: the receiver's devices' network
+    stall_seconds: Seconds = 0.0  # that workers stand still at each update beside loading: a transfer nothing overlaps
     kv_tokens: Positive | None = None  # that a worker has room for; None: what its devices have, linear: any number
     start_seconds: Seconds = 5.0  # of an engine's process, weights not counted; a model's figure, no measurement
     grain: Positive = 1  # tokens of the engine that one simulated token stands for

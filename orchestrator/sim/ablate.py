@@ -3,7 +3,8 @@
 A feature is a name and two lists of overrides, with it and without it (:data:`FEATURES`): a new one joins by a line. The base
 has all of them on; each row takes one away. Rows are paired by seed with the base: the same prompts, lengths and times; the bar
 is the standard deviation of the ratio over seeds. A ratio above 1 is what the feature saves. RollPacker's features, which need a
-synchronous run (:data:`SYNCHRONOUS`), are taken away from a base of their own, after the others.
+synchronous run (:data:`SYNCHRONOUS`), are taken away from a base of their own, after the others; its parallelism planner, which
+cannot share a run with devices that are freed within a step (:data:`PLANNED`), from one more.
 """
 
 from __future__ import annotations
@@ -45,8 +46,27 @@ FEATURES = (
 
 SYNCHRONOUS = (  # all on: the rung "+ stream trainer" of RollPacker's 7B/8k
     Feature("tail batching", (), ("rollout.rounds.enabled=false",)),
+    Feature("speculation in prompts", (), ("rollout.rounds.eta_prompts=1.0",)),
+    Feature("speculation in responses", (), ("rollout.rounds.eta_responses=1.0",)),
+    Feature("rewards beside the rollout", (), ("run.mode=sync",)),
     Feature("training streamed on freed devices", (), ("rollout.colocation.enabled=false", "trainer.stream=false")),
     Feature("adaptive reward timeout", (), ("reward.timeout=40",)),  # of a call; the scorer's own limit is 30 s
+)
+
+PLANNED = (  # 32B/32k, rewards beside the rollout; without it RollPacker's TP 2 throughout
+    Feature(
+        "parallelism planner",
+        (),
+        ("rollout.planner.enabled=false", "sim.tensor_parallel=2", "rollout.workers=32"),
+    ),
+)
+_PLANNER = (  # a worker a GPU; 780 tokens are expected of a response, in grains of 16
+    "rollout.weights=relay",
+    "sim.tensor_parallel=1",
+    "rollout.workers=64",
+    "rollout.planner.enabled=true",
+    "rollout.planner.max_tp=8",
+    "rollout.planner.expected_tokens=48",
 )
 
 
@@ -85,12 +105,13 @@ def ablate(
     said: Callable[[str], object] = lambda text: None,
 ) -> list[Row]:
     """All rows, the base first. ``features``: default: :data:`FEATURES`. ``make``: a config from overrides, default: the scenario
-    of this module. Without both, the rows of :data:`SYNCHRONOUS` follow. ``said`` hears of each run. Raises ConfigError,
-    SimulationFailed."""
+    of this module. Without both, the rows of :data:`SYNCHRONOUS` and :data:`PLANNED` follow. ``said`` hears of each run. Raises
+    ConfigError, SimulationFailed."""
     if seeds < 1:
         raise ConfigError("--seeds", seeds, "at least one")
     if make is None and features is None:
-        return [*ablate(seeds, FEATURES, _default, said), *ablate(seeds, SYNCHRONOUS, _synchronous, said)]
+        parts = ((FEATURES, _default), (SYNCHRONOUS, synchronous), (PLANNED, planned))
+        return [row for part, base in parts for row in ablate(seeds, part, base, said)]
     make, features = make or _default, FEATURES if features is None else features
     on = [override for feature in features for override in feature.on]
 
@@ -113,9 +134,14 @@ def _default(overrides: Sequence[str]) -> Config:
     return scenario(SCENARIO, [f"run.steps={STEPS}", BALANCED, *overrides], SCALE)
 
 
-def _synchronous(overrides: Sequence[str]) -> Config:
+def synchronous(overrides: Sequence[str]) -> Config:
     """Seven steps: those that are measured are four short rounds and a long one."""
     return rollpacker("7B/8k", "+ stream trainer", 4, steps=7, extra=overrides)
+
+
+def planned(overrides: Sequence[str]) -> Config:
+    """The same of 32B/32k, with the planner instead of the stream trainer."""
+    return rollpacker("32B/32k", "+ reward scheduler", 4, steps=7, extra=[*_PLANNER, *overrides])
 
 
 def table(rows: Sequence[Row]) -> str:

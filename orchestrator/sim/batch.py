@@ -13,7 +13,7 @@ KV is counted in tokens: half-empty blocks are not modelled, nor that members of
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.api import GenerationRequest
@@ -49,10 +49,11 @@ class Sequence:
 
 
 class Batch:
-    """``slots``: sequences that run at most; ``room``: tokens of KV, None: any number. :meth:`fill`, then at most :meth:`horizon`
-    steps by :meth:`advance`, then :meth:`complete`, and again."""
+    """``slots``: sequences that run at most; ``room``: tokens of KV, None: any number; ``reuse``: of a task, what share of its
+    context a trajectory's next turn begins with (1 where it is not named). :meth:`fill`, then at most :meth:`horizon` steps by
+    :meth:`advance`, then :meth:`complete`, and again."""
 
-    def __init__(self, slots: int, room: int | None) -> None:
+    def __init__(self, slots: int, room: int | None, reuse: Mapping[str, float] | None = None) -> None:
         self.running: dict[str, Sequence] = {}
         self.steps = 0  # taken so far
         self.context = 0  # tokens in the contexts of those that run
@@ -64,6 +65,7 @@ class Batch:
         self.version = -1  # that makes the tokens
         self._slots = slots
         self._room = room
+        self._reuse = reuse or {}
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._ends: list[tuple[int, int, Sequence]] = []
         self._prefix: dict[
@@ -94,10 +96,10 @@ class Batch:
         return [entry[2] for entry in self._waiting if not entry[2].done]
 
     def remove(self, sequence: Sequence) -> None:
-        """It ends, wherever it is; its KV stays as a prefix."""
+        """It ends, wherever it is; its KV stays as a prefix, as far as the next turn can use it."""
         sequence.done = True
         if self.running.pop(sequence.request.request_id, None) is not None:
-            self._stop(sequence)
+            self._stop(sequence, self._reuse.get(sequence.request.task, 1.0))
 
     def book(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Count the tokens that running sequences (None: all) have made since they were last looked at."""
@@ -221,13 +223,13 @@ class Batch:
         self.preemptions += 1
         heapq.heappush(self._waiting, (*sequence.rank, sequence))
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: Sequence, share: float = 1.0) -> None:
         self.book((sequence,))
         sequence.ends = -1
         self.context -= sequence.context
-        trajectory = sequence.request.trajectory_id
-        self._idle += sequence.context - self._prefix.pop(trajectory, 0)
-        self._prefix[trajectory] = sequence.context
+        trajectory, kept = sequence.request.trajectory_id, int(sequence.context * share)
+        self._idle += kept - self._prefix.pop(trajectory, 0)
+        self._prefix[trajectory] = kept
         self._trim()
 
     def _start(self, sequence: Sequence, now: float) -> None:

@@ -73,8 +73,9 @@ def trainer_costs(config: Config) -> TrainerCosts:
         costs = LinearTraining(sim.train_seconds_per_token, sim.publish_seconds)
     else:
         device = hardware.device(sim.trainer_device, "sim.trainer_device")
+        serial = hardware.TRAIN_SERIAL_SECONDS if sim.trainer_serial_seconds is None else sim.trainer_serial_seconds
         costs = RooflineTraining(
-            device, hardware.model(sim.model), sim.trainer_gpus, sim.trainer_forwards, sim.push_gb_s
+            device, hardware.model(sim.model), sim.trainer_gpus, sim.trainer_forwards, sim.push_gb_s, serial
         )
     return costs if sim.grain == 1 else GrainedTraining(costs, sim.grain)
 

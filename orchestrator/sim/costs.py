@@ -8,8 +8,8 @@ leaps over steps in which nothing changes, and ends where it would have ended st
 Monotone, and tested: more sequences, tokens or context never cost less; a larger tensor-parallel size never holds less KV.
 ``Grained`` makes one simulated token stand for several real ones, so that long contexts cost the simulator little.
 
-Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, pipeline bubbles and imbalance of training
-(they are in its efficiency), contention of transfers.
+Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, pipeline bubbles and imbalance of training one by
+one (they are in its time a token), contention of transfers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.api import ConfigError
-from orchestrator.sim.hardware import Device, Model
+from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS, Device, Model
 
 FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of the linear model
 KV_SHARE = 0.1  # of prefilling a token is moving its KV; likewise
@@ -85,8 +85,8 @@ class TrainerCosts(Protocol):
         """To put a version on the relay."""
         ...
 
-    def train(self, lengths: Iterable[int]) -> float:
-        """Forward and backward over sequences of these lengths."""
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
+        """Forward and backward over sequences of these lengths, on this share of the devices."""
         ...
 
 
@@ -153,9 +153,9 @@ class LinearTraining:
     token: float
     publish_seconds: float
 
-    def train(self, lengths: Iterable[int]) -> float:
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         """See the protocol."""
-        return sum(lengths) * self.token
+        return sum(lengths) * self.token / share
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +258,15 @@ class Roofline:
 @dataclass(frozen=True, slots=True)
 class RooflineTraining:
     """``gpus`` devices train one model. A token costs 6 operations a parameter and 2 for each forward pass beside: the log-probs
-    of the policy as it was, and those of a reference. ``push_gb_s``: at which versions go to the relay, all ranks together."""
+    of the policy as it was, and those of a reference; and ``serial`` seconds that more devices do not shorten. ``push_gb_s``:
+    at which versions go to the relay, all ranks together."""
 
     device: Device
     model: Model
     gpus: int
     forwards: int = 1
     push_gb_s: float = 0.0  # 0: the devices' network ports
+    serial: float = TRAIN_SERIAL_SECONDS
 
     @property
     def publish_seconds(self) -> float:
@@ -272,7 +274,7 @@ class RooflineTraining:
         rate = self.push_gb_s or self.device.network_gb_s * self.gpus * LINK_EFFICIENCY
         return self.model.weight_bytes / (rate * 1e9)
 
-    def train(self, lengths: Iterable[int]) -> float:
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         """See the protocol."""
         tokens = pairs = 0.0
         for length in lengths:
@@ -282,7 +284,7 @@ class RooflineTraining:
         model = self.model
         operations = 2 * model.active_parameters * tokens
         operations += 4 * pairs * model.layers * model.heads * model.head_size
-        return passes * operations / (self.device.train_flops * self.gpus)
+        return passes * operations / (self.device.train_flops * self.gpus * share) + self.serial * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +342,6 @@ class GrainedTraining:
         """See the protocol."""
         return self.inner.publish_seconds
 
-    def train(self, lengths: Iterable[int]) -> float:
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         """See the protocol."""
-        return self.inner.train(length * self.grain for length in lengths)
+        return self.inner.train((length * self.grain for length in lengths), share)

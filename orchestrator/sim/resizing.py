@@ -1,7 +1,8 @@
-"""Simulated workers whose tensor parallelism changes between steps, and the profile that their planner reads (RollPacker 4.2).
+"""Simulated workers whose devices change between steps, and the profile that their planner reads (RollPacker 4.2, Heddle 6.2).
 
-The planner, :mod:`orchestrator.planning` and :mod:`orchestrator.reshaping` are those of a real run. As there, a worker stands for
-one device (here: ``sim.tensor_parallel`` devices), and in layout TP t every t-th runs over t of them while the others are parked.
+The planner, the resource manager (:mod:`orchestrator.reallocating`) and :mod:`orchestrator.reshaping` are those of a real run. As
+there, a worker stands for one device (here: ``sim.tensor_parallel`` devices), and an engine of t runs over its own and the t - 1
+after it, while those workers are parked.
 Guarantees: requests that move go on with what they would have said; a layout in which the model does not fit, or in which the
 longest request could never run, does not come up, and is not in the profile; a change costs ``sim.start_seconds``, then the new
 engine's own time to fetch and to load the weights, during which nothing is generated.
@@ -15,11 +16,16 @@ from functools import partial
 
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
+from orchestrator.parts import Parts
 from orchestrator.planning import make_planner
 from orchestrator.policies.planner import ParallelismPlanner
 from orchestrator.policies.profile import EngineShape, Layout, Phase, Point, Profile
+from orchestrator.policies.reallocation import Reallocation
+from orchestrator.reallocating import make_reallocation
+from orchestrator.reshaping import seats
 from orchestrator.sim import hardware
 from orchestrator.sim.cluster import engine_costs, fleet
+from orchestrator.sim.foresight import Speeds
 from orchestrator.sim.moving import Moves, MovingWorker
 from orchestrator.sim.worker import SimWorker, Watch
 
@@ -41,8 +47,18 @@ class ResizableSimWorker(MovingWorker):
     def cut(self, ranks: int) -> None:
         """End the process; the next one has ``ranks`` devices (0: there is none)."""
         self.die()
+        self._cut(ranks)
+
+    def begin(self, ranks: int) -> None:
+        """It has so many devices from its first life on; with none there is no process."""
+        self._cut(ranks)
+        if not ranks or self._misfit:
+            self.die()
+
+    def _cut(self, ranks: int) -> None:
         self.ranks, self._misfit = ranks, ""
         if ranks:
+            self.degree = ranks
             try:
                 self._use(engine_costs(self._config, self.hardware, ranks))
             except ConfigError as error:
@@ -69,28 +85,65 @@ def planner_of(config: Config, task: Task) -> ParallelismPlanner | None:
 
 def check_planner(config: Config) -> None:
     """Raises ConfigError for what the simulator cannot cut."""
-    if not config.rollout.planner.enabled:
+    if config.rollout.disaggregation.degrees:
+        fix = "devices of a simulated worker are in sim.degrees: leave this out"
+        raise ConfigError("rollout.disaggregation.degrees", dict(config.rollout.disaggregation.degrees), fix)
+    if not config.rollout.reshapes:
         return
+    who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
     if len(set(fleet(config))) > 1:
-        fix = "the planner cuts devices of one class: leave it out, or set rollout.planner.enabled to false"
+        fix = f"{who} cuts devices of one class: leave this out, or set {who}.enabled to false"
         raise ConfigError("sim.fleet", dict(config.sim.fleet), fix)
+    if config.sim.fault_rate and config.rollout.placement.degrees.enabled:
+        fix = f"faults are not played with workers that change so: set it to 0, or {who}.enabled to false"
+        raise ConfigError("sim.fault_rate", config.sim.fault_rate, fix)
+    if config.sim.degrees:
+        fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start says what the run begins with)"
+        raise ConfigError("sim.degrees", list(config.sim.degrees), fix)
 
 
-def resizable(config: Config, planner: ParallelismPlanner) -> Callable[..., SimWorker]:
-    """Makes the workers of a run with this planner, all of one life. Arguments as :class:`ResizableSimWorker`."""
-    costs = engine_costs(config, fleet(config)[0], planner.layout.tp)
+Cutter = ParallelismPlanner | Reallocation
+
+
+def cutter_of(config: Config, task: Task) -> Cutter | None:
+    """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. Raises ConfigError."""
+    if not config.rollout.placement.degrees.enabled:
+        return planner_of(config, task)
+    if config.sim.costs == "linear" or not config.sim.tasks:
+        return make_reallocation(config, task)
+    heads = hardware.model(config.sim.model).heads
+    speeds, name = Speeds(config), fleet(config)[0]
+    return make_reallocation(config, task, max(1, heads // config.sim.tensor_parallel), partial(speeds.of, name))
+
+
+def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
+    """Makes the workers of a run with this one, all of one life. Arguments as :class:`ResizableSimWorker`."""
+    degree = cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees[0]
+    costs = engine_costs(config, fleet(config)[0], degree)
     return partial(ResizableSimWorker, moves=Moves(), costs=costs)
 
 
-def seat(workers: Sequence[SimWorker], planner: ParallelismPlanner | None, watch: Watch | None) -> None:
-    """Before they start: who watches them; with a planner every so many-th over its devices, the others parked."""
+def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
+    """Before they start: who watches them; where they are cut, each over its devices, the others parked."""
     for worker in workers:
         worker.watch = watch
-    tp = planner.layout.tp if planner is not None else 1
-    for index, worker in enumerate(workers if planner is not None else ()):
-        worker.ranks = tp if index % tp == 0 else 0
-        if not worker.ranks:
-            worker.die()
+    if cutter is None:
+        return
+    ranks = seats(cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees, len(workers))
+    for worker, count in zip(workers, ranks, strict=True):
+        assert isinstance(worker, ResizableSimWorker)
+        worker.begin(count)
+
+
+def hand_over(parts: Parts, cutter: Cutter | None) -> None:
+    """Give it to a simulated run."""
+    if cutter is None:
+        return
+    parts.kv_bytes = 0.0
+    if isinstance(cutter, Reallocation):
+        parts.reallocation = cutter
+    else:
+        parts.planner = cutter
 
 
 def roofline_profile(config: Config) -> Profile:

@@ -55,7 +55,7 @@ from orchestrator.sim.loop import SimulationError, VirtualTimeLoop, rare_collect
 from orchestrator.sim.moving import Moves
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
-from orchestrator.sim.resizing import check_planner, planner_of, resizable, seat
+from orchestrator.sim.resizing import check_planner, cutter_of, hand_over, resizable, seat
 from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker, Watch
@@ -358,14 +358,14 @@ class _Simulation:
             resumed_from=resumed_from,
         )
         self._task = SimTask(config, self.traces)
-        planner = planner_of(config, self._task)
-        make: Callable[..., SimWorker] = SimWorker if planner is None else resizable(config, planner)
+        cutter = cutter_of(config, self._task)
+        make: Callable[..., SimWorker] = SimWorker if cutter is None else resizable(config, cutter)
         make = partial(LendingWorker, moves=Moves()) if lends else disaggregated(config) or make
         self._workers = [
             make(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
             for index, name in enumerate(fleet(config))
         ]
-        seat(self._workers, planner, self._watch_requests)
+        seat(self._workers, cutter, self._watch_requests)
         task: Task = self._task
         reward: RewardFunction = SimReward(config, self.traces)
         workers: list[ManagedWorker] = list(self._workers)
@@ -387,8 +387,7 @@ class _Simulation:
         keeps = checkpoints if self._faulty else None
         parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
         equip(parts, config, self._workers)
-        if planner is not None:
-            parts.kv_bytes, parts.planner = 0.0, planner
+        hand_over(parts, cutter)
         return parts, position
 
     def _damage(self, checkpoints: SimCheckpoints, events: EventLog) -> None:

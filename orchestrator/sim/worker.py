@@ -76,7 +76,8 @@ class SimWorker:
         self._said = said
         self._speech = speech or Speech(config, traces)
         self._engine = config.rollout.engine
-        self._start_seconds = config.sim.start_seconds
+        self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
+        self._start_seconds, self._stall_seconds = config.sim.start_seconds, config.sim.stall_seconds
         self._use(costs or engine_costs(config, hardware, degree=self.degree))
         self._weights = weights
         weights.holders[name] = self
@@ -109,7 +110,7 @@ class SimWorker:
 
     def _reset(self) -> None:
         self._generated += self._batch.generated
-        self._batch = batch.Batch(self._engine.max_num_seqs, self._costs.kv_tokens)
+        self._batch = batch.Batch(self._engine.max_num_seqs, self._costs.kv_tokens, self._reuse)
         self._prepared = -1  # the version that was fetched and not loaded yet
         self._updating = False
         self._unusable = ""  # why the weights are
@@ -220,7 +221,7 @@ class SimWorker:
         fetch = self._costs.fetch_seconds if version != self._prepared else 0.0
         self._updating = True
         try:
-            await asyncio.sleep(fetch + self._costs.load_seconds)
+            await asyncio.sleep(fetch + self._costs.load_seconds + self._stall_seconds)
             self._check(incarnation)
         finally:
             if incarnation == self.incarnation:

@@ -10,7 +10,8 @@ Guarantees:
 * A client that is slow, silent or hostile costs the server one thread for ``limit`` seconds, and at most ``CLIENTS`` of them.
 
 Frames: four bytes of length (big endian), then a msgpack map. Server: {nonce}. Client: {header, nonce, proof}. Server: {header,
-proof}, then ``blocks`` times ``block_bytes`` raw bytes.
+proof}, then ``blocks`` times ``block_bytes`` raw bytes; or, where both sides have the same :class:`Carrier`, the header says
+where these lie, until the client closes the connection.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
@@ -65,14 +67,35 @@ class KvAsk:
 
 @dataclass(frozen=True, slots=True)
 class KvBlocks:
-    """``payload``: uint8 of shape (blocks, bytes of a block), from block ``first`` on."""
+    """``payload``: uint8 of shape (blocks, bytes of a block), from block ``first`` on. ``carrier``: how it came."""
 
     first: int
     payload: Bytes
     facts: Mapping[str, Any] = field(default_factory=dict)
+    carrier: str = "tcp"
 
 
 Answer = Callable[[KvAsk], KvBlocks]  # raises KvRefused
+
+
+class Carrier(Protocol):
+    """Another way for the payload (:mod:`orchestrator.transfer.kv_mooncake`); the sides use it where ``name`` and ``protocol``
+    are equal. All methods are called in threads."""
+
+    name: str
+    protocol: str
+
+    def lend(self, payload: Bytes) -> AbstractContextManager[Mapping[str, Any]]:
+        """What the other side's :meth:`read` needs; while the context lasts. Raises KvRefused."""
+        ...
+
+    def read(self, offer: Mapping[str, Any], size: int, limit: float) -> Bytes:
+        """So many bytes, in memory of the caller's own. Raises KvRefused, and TimeoutError after ``limit`` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
 
 
 def digests(payload: Bytes) -> bytes:
@@ -88,19 +111,20 @@ def parse_place(place: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def fetch(place: str, token: str, ask: KvAsk, block_bytes: int) -> KvBlocks:
-    """Ask the server at ``place``. ``block_bytes``: of a block, as the asker lays it out. Raises KvRefused, nothing else."""
+def fetch(place: str, token: str, ask: KvAsk, block_bytes: int, carrier: Carrier | None = None) -> KvBlocks:
+    """Ask the server at ``place``. ``block_bytes``: of a block, as the asker lays it out. ``carrier``: for the payload, where the
+    server has such a one too. Raises KvRefused, nothing else."""
     deadline = time.monotonic() + ask.limit
     try:
         with socket.create_connection(parse_place(place), timeout=ask.limit) as sock:
-            return _fetch(_Stream(sock, deadline), token, ask, block_bytes)
+            return _fetch(_Stream(sock, deadline), token, ask, block_bytes, carrier)
     except TimeoutError as error:
         raise KvRefused("timeout", f"{place} did not answer within {ask.limit:g} s") from error
     except OSError as error:
         raise KvRefused("unreachable", f"{place}: {error}") from error
 
 
-def _fetch(stream: _Stream, token: str, ask: KvAsk, block_bytes: int) -> KvBlocks:
+def _fetch(stream: _Stream, token: str, ask: KvAsk, block_bytes: int, carrier: Carrier | None) -> KvBlocks:
     greeting = stream.read_map(GREETING_BYTES)
     theirs, ours = _bytes(greeting, "nonce"), secrets.token_bytes(16)
     header = msgpack.packb(
@@ -109,6 +133,7 @@ def _fetch(stream: _Stream, token: str, ask: KvAsk, block_bytes: int) -> KvBlock
             "first": ask.first,
             "facts": dict(ask.facts),
             "tokens": np.ascontiguousarray(ask.token_ids, np.uint32).tobytes(),
+            **({} if carrier is None else {"carrier": _kind(carrier)}),
         }
     )
     stream.write({"header": header, "nonce": ours, "proof": _proof(token, b"ask", theirs, header)})
@@ -125,20 +150,32 @@ def _fetch(stream: _Stream, token: str, ask: KvAsk, block_bytes: int) -> KvBlock
         raise KvRefused("malformed", f"{count!r} blocks, {len(expected)} bytes of digests")
     if found.get("block_bytes") != block_bytes or found.get("facts") != dict(ask.facts):
         raise KvRefused("differs", f"blocks of {found.get('block_bytes')!r} bytes; {block_bytes} are expected")
-    payload = np.empty((count, block_bytes), np.uint8)
-    stream.read_into(payload.reshape(-1).data if count else memoryview(b""))
+    offer = found.get("carrier")
+    if carrier is not None and isinstance(offer, dict) and count:
+        payload = carrier.read(offer, count * block_bytes, stream.left).reshape(count, block_bytes)
+    else:
+        payload = np.empty((count, block_bytes), np.uint8)
+        stream.read_into(payload.reshape(-1).data if count else memoryview(b""))
     if digests(payload) != expected:
         raise KvRefused("damaged", "a block is not what was sent")
-    return KvBlocks(ask.first, payload, ask.facts)
+    return KvBlocks(ask.first, payload, ask.facts, carrier.name if carrier is not None and offer else "tcp")
 
 
 class KvServer:
     """Hands out blocks on ``host``:``port`` (0: a free one), from threads of its own. ``answer`` is called in them."""
 
-    def __init__(self, answer: Answer, token: str, host: str = "127.0.0.1", port: int = 0, limit: float = 30.0) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limit: float = 30.0,
+        carrier: Carrier | None = None,
+    ) -> None:
         if not token:
             raise ConfigError("kv_transfer.token", "", "KV is handed out to who has the token: give one")
-        self._answer, self._token, self._limit = answer, token, limit
+        self._answer, self._token, self._limit, self._carrier = answer, token, limit, carrier
         try:
             self._socket = socket.create_server((host, port), backlog=64)
         except OSError as error:
@@ -194,23 +231,33 @@ class KvServer:
         packed, theirs = _bytes(message, "header"), _bytes(message, "nonce")
         if not hmac.compare_digest(_bytes(message, "proof"), _proof(self._token, b"ask", ours, packed)):
             raise KvRefused("unauthorized")
-        payload = np.empty((0, 0), np.uint8)
-        try:
-            ask = _asked(_unpack(packed), self._limit)
-            found = self._answer(ask)
-            payload = np.ascontiguousarray(found.payload)
-            answer: dict[str, Any] = {
-                "facts": dict(found.facts),
-                "blocks": len(payload),
-                "block_bytes": payload.shape[1],
-                "digests": digests(payload),
-            }
-        except KvRefused as refusal:
-            answer = {"refused": refusal.reason, "detail": refusal.detail[:500]}
-        header = msgpack.packb(answer)
-        stream.write({"header": header, "proof": _proof(self._token, b"answer", theirs, header)})
-        if len(payload):
-            stream.send(payload.reshape(-1).data)
+        with ExitStack() as stack:  # what a carrier has to offer lies there until this ends
+            payload = np.empty((0, 0), np.uint8)
+            answer: dict[str, Any]
+            try:
+                asked = _unpack(packed)
+                found = self._answer(_asked(asked, self._limit))
+                payload = np.ascontiguousarray(found.payload)
+                answer = {
+                    "facts": dict(found.facts),
+                    "blocks": len(payload),
+                    "block_bytes": payload.shape[1],
+                    "digests": digests(payload),
+                }
+                if self._carrier is not None and len(payload) and asked.get("carrier") == _kind(self._carrier):
+                    answer["carrier"] = dict(stack.enter_context(self._carrier.lend(payload)))
+            except KvRefused as refusal:
+                answer = {"refused": refusal.reason, "detail": refusal.detail[:500]}
+            header = msgpack.packb(answer)
+            stream.write({"header": header, "proof": _proof(self._token, b"answer", theirs, header)})
+            if "carrier" in answer:
+                stream.until_closed()
+            elif "blocks" in answer and len(payload):
+                stream.send(payload.reshape(-1).data)
+
+
+def _kind(carrier: Carrier) -> list[str]:
+    return [carrier.name, carrier.protocol]
 
 
 def _asked(header: Mapping[str, Any], limit: float) -> KvAsk:
@@ -250,11 +297,21 @@ class _Stream:
         self._socket, self._deadline = sock, deadline
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._deadline - time.monotonic()
+
     def _arm(self) -> None:
-        left = self._deadline - time.monotonic()
+        left = self.left
         if left <= 0:
             raise TimeoutError
         self._socket.settimeout(left)
+
+    def until_closed(self) -> None:
+        """By the other side, which says nothing more."""
+        self._arm()
+        self._socket.recv(1)
 
     def write(self, values: Mapping[str, Any]) -> None:
         body = msgpack.packb(dict(values))
