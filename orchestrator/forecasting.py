@@ -281,13 +281,15 @@ class Forecasts:
             self._events.emit("alarm", what="prediction", detail=detail)
 
 
-async def prioritize(proxy: LLMProxy, priorities: Mapping[str, int]) -> None:
-    """Tell the engines that have turns of these trajectories."""
+async def prioritize(proxy: LLMProxy, priorities: Mapping[str, int], limit: float = 60.0) -> None:
+    """Tell the engines that have turns of these trajectories. One that is silent for ``limit`` seconds holds up no other."""
     for lane in proxy.lanes:
         held = {pending.request.trajectory_id for pending in lane.sent.values()}
         theirs = {name: priority for name, priority in priorities.items() if name in held}
         if theirs and lane.usable:
             try:
-                await lane.worker.prioritize(theirs)
-            except (RetryableError, CommandError) as error:
-                proxy.note_fault(f"prioritize {lane.worker.name}", str(error))  # if it died, its completions tell
+                async with asyncio.timeout(limit):
+                    await lane.worker.prioritize(theirs)
+            except (RetryableError, CommandError, TimeoutError) as error:
+                why = str(error) or f"no answer for {limit} s"
+                proxy.note_fault(f"prioritize {lane.worker.name}", why)  # if it died, its completions tell

@@ -86,4 +86,6 @@ def forecasts_of(
         mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
         rates = rates or line_rates(rollout.placement, names, slots)
         placer = Placing(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
-    return Forecasts(rollout.prediction, predictor, events, prior, partial(prioritize, proxy), placer)
+    return Forecasts(
+        rollout.prediction, predictor, events, prior, partial(prioritize, proxy, limit=rollout.stall_timeout), placer
+    )

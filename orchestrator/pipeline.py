@@ -325,6 +325,8 @@ class Pipeline:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
         await self.delivery.close()
+        if self.rollout.forecasts is not None:
+            await self.rollout.forecasts.close()
         await self.rollout.proxy.close()
         self.parts.store.flush()
         self.parts.ledger.check()

@@ -130,6 +130,7 @@ class ReshapingProxy(LLMProxy):
 
         async def one(lane: Lane) -> str:
             lane.removed, lane.lives = False, lane.lives + 1
+            self.router.regain(lane.index)
             try:
                 await self._bring_up(lane)
             except (*_LOST, TimeoutError) as error:

@@ -152,6 +152,19 @@ def test_when_the_last_worker_of_a_class_is_gone_its_turns_are_told_and_no_more_
     assert place(router, "e", "e", "maths") == 2
 
 
+def test_a_worker_that_is_started_after_it_was_given_up_is_waited_for() -> None:
+    router = TurnRouter([Seat(), Seat()])
+    for worker in range(2):
+        router.retire(worker)
+    with pytest.raises(RunError, match="no rollout worker is left"):
+        router.ask("a", "t", "sim")
+    router.regain(1)
+    router.ask("a", "t", "sim")
+    assert router.grant() is None  # it is not open yet
+    router.open(1)
+    assert router.grant() == ("a", 1)
+
+
 def test_a_slot_that_many_wait_for_goes_to_a_turn_whose_prefix_is_there() -> None:
     router = opened([Seat(cap=1), Seat(cap=1)])
     assert [place(router, name) for name in ("a", "b")] == [0, 1]

@@ -141,10 +141,20 @@ def test_an_unpressed_run_with_a_profile_stays_in_the_layout_that_the_profile_be
     assert not [event for event in events if event["kind"] == "reshape"]
 
 
-@pytest.mark.parametrize(
-    ("override", "field"),
-    [("sim.fleet={H800=2, H20=2}", r"sim\.fleet"), ("sim.fault_rate=0.01", r"sim\.fault_rate")],
-)
+@pytest.mark.parametrize("seed", [0, 2, 5])  # in 2 every worker was given up before engines were cut anew
+def test_with_faults_engines_are_cut_anew_and_nothing_is_lost(seed: int) -> None:
+    given = [f"run.seed={seed}", f"sim.fault_rate={(0.01, 0.03, 0.08)[seed % 3]}", "rollout.stall_timeout=30"]
+    given += ["rollout.workers=4", "rollout.environments=24", "rollout.groups_per_step=4", "rollout.worker_restarts=4"]
+    given += ["rollout.planner.calm_steps=1", "sim.kv_tokens=300", "sim.start_seconds=3", "sim.response_tokens_mean=30"]
+    given += ["evaluation.prompts=2", "run.mode=async", "rollout.alpha=1"]
+    given += [f"rollout.weights={('relay', 'collective')[seed % 2]}", "rollout.collective_timeout=20"]
+    result = simulate(pressed(*given))
+    assert result.ledger["in_flight"] == 0
+    assert result.injected
+    assert b'"kind":"reshape"' in result.events
+
+
+@pytest.mark.parametrize(("override", "field"), [("sim.fleet={H800=2, H20=2}", r"sim\.fleet")])
 def test_what_cannot_be_cut_is_refused_with_the_planner(override: str, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         simulate(roofline((override,)))

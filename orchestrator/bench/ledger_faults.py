@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from orchestrator.api import Trajectory
+from orchestrator.api import Prompt, Trajectory
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, parse_config
 from orchestrator.policies import modes
@@ -97,7 +97,13 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     around = _surroundings(more)
     if mode == "sync":
         around["environment"]["size"] = 0
-    rounds = rounds_of(seed, size, groups)
+    rounds, lengths = rounds_of(seed, size, groups), _lengths(stream(seed, "shape", "lengths"))
+    others = {}
+    if "disaggregation" in lengths:
+        workers = max(2, workers)
+        others = {f"sim-{index}": "H20" for index in range(1, workers)}
+    if "planner" in lengths:
+        workers = 4 if workers > 1 else 2
     if rounds["enabled"]:
         steps, environments, redundant_groups, members = steps + 1, max(environments, 2 * size), 1.0, 1.0
         around["filters"]["balance"] = "none"
@@ -129,13 +135,14 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                     "policy": route.choice(RULES),
                     "cap": route.choice((0, 1, 4)),
                     "imbalance": route.choice((0, 16)),
-                    "hardware": {"sim-0": "H800"},
+                    "hardware": {"sim-0": "H800", **others},
                     "affinity": route.choice(({}, {"default": "H800"}, {"sim-2": "H800"})),
                 },
                 "rounds": rounds,
                 "redundant_members": members,
                 "group_timeout": more.choice((None, None, 20.0)),
                 "staleness_decay": more.choice((0.0, 0.5)),
+                **lengths,
             },
             "trainer": {"stream": extra.choice((False, True))},
             "evaluation": {"prompts": 2, "every": rng.choice((0, 1))},
@@ -152,6 +159,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "tool_concurrency": more.choice((1, 16)),
                 "tool_burst": more.choice((0, 64)),
                 "response_tokens_max": 32,
+                **({"kv_tokens": 320, "start_seconds": 2.0} if "planner" in lengths else {}),
             },
         }
     )
@@ -169,7 +177,39 @@ def rounds_of(seed: int, size: int, groups: int) -> dict[str, Any]:
         "tries": rng.choice((2, 12)),  # of groups of up to six: fewer than the failures in a row that end a run
         "isolate_environments": rng.choice((False, True)),
         "max_active": rng.choice((None, 2 * size)),
+        "predict": stream(seed, "shape", "rounds", "predict").choice(("", "", "history", f"{__name__}:length_of")),
     }
+
+
+def length_of(prompt: Prompt) -> float | None:
+    """A user's guess of the tokens of a prompt's answers; of every third prompt it has none."""
+    return None if prompt.seed % 3 == 0 else float(prompt.seed % 97)
+
+
+def _lengths(draw: random.Random) -> dict[str, Any]:
+    """Forecasts and what is decided by them; where KV goes; how engines are cut. Sections of ``[rollout]``."""
+    found: dict[str, Any] = {}
+    if draw.random() < 1 / 3:
+        predictors, orders = ("progressive", "prompt-only", "history"), ("longest-first", "shortest-first", "fcfs")
+        found["prediction"] = {
+            "enabled": True,
+            "predictor": draw.choice(predictors),
+            "order": draw.choice(orders),
+            "patience": draw.choice((0.1, 2.0)),
+        }
+        found["placement"] = {"enabled": draw.random() < 0.6, "migrate": draw.choice((False, True))}
+    if draw.random() < 1 / 3:
+        found["kv_transfer"] = {
+            "enabled": True,
+            "min_tokens": draw.choice((0, 16)),
+            "limit": draw.choice((0.001, 10.0)),
+        }
+        if draw.random() < 1 / 2:
+            parts = {"enabled": True, "prefill": "H800", "decode": "H20", "min_tokens": draw.choice((0, 24))}
+            found["disaggregation"] = parts
+    if draw.random() < 1 / 6 and "disaggregation" not in found:
+        found["planner"] = {"enabled": True, "calm_steps": draw.choice((1, 2))}
+    return found
 
 
 def _surroundings(draw: random.Random) -> dict[str, Any]:

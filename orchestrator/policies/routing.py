@@ -191,6 +191,11 @@ class TurnRouter:
         self._retired[worker] = True
         return self._strand()
 
+    def regain(self, worker: int) -> None:
+        """It was retired, and is started after all: its devices are cut anew."""
+        self._retired[worker] = False
+        self._left |= {self._seats[worker].hardware}
+
     def reseat(self, worker: int, hardware: str) -> list[str]:
         """It was closed, and comes back as one of this class. Returns what :meth:`retire` does, of the class that it left."""
         if hardware == self._seats[worker].hardware:

@@ -51,6 +51,7 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.sim.draws import stream
+from orchestrator.sim.resizing import ResizableSimWorker
 from orchestrator.sim.twins import SimTrainer, Tools
 from orchestrator.sim.worker import SimWorker
 
@@ -173,10 +174,18 @@ class FaultyWorker:
     def __init__(self, inner: SimWorker, faults: FaultInjector) -> None:
         self.name = inner.name
         self.hardware = inner.hardware
-        self.ranks = inner.ranks
         self._inner = inner
         self._faults = faults
         self._delivered: list[Completion] = []
+
+    @property
+    def ranks(self) -> int:
+        """Devices that it has."""
+        return self._inner.ranks
+
+    @ranks.setter
+    def ranks(self, ranks: int) -> None:
+        self._inner.ranks = ranks
 
     async def _call(
         self,
@@ -456,6 +465,23 @@ class FaultyReward:
         return self._faults.rng.choice((float("nan"), float("inf"))) if kind == "duplicate" else score
 
 
+class FaultyResizableWorker(FaultyWorker):
+    """A ResizableWorker around another one. Ending a process does not fail, as nothing limits its time; starting it does."""
+
+    def __init__(self, inner: ResizableSimWorker, faults: FaultInjector) -> None:
+        super().__init__(inner, faults)
+        self._resizable = inner
+
+    async def resize(self, ranks: int) -> None:
+        """See the protocol."""
+        await self._resizable.resize(ranks)
+
+
 def faulty_workers(workers: Sequence[SimWorker], faults: FaultInjector) -> list[ManagedWorker]:
     """The workers, each behind its faults."""
-    return [FaultyWorker(worker, faults) for worker in workers]
+    return [
+        FaultyResizableWorker(worker, faults)
+        if isinstance(worker, ResizableSimWorker)
+        else FaultyWorker(worker, faults)
+        for worker in workers
+    ]
