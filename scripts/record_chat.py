@@ -87,6 +87,8 @@ async def record(options: argparse.Namespace) -> None:
             now = loop.time() + zero
             store.append(episode.trajectory(now, reward=reward, scored_at=now), 0, "scored")
             ended += 1
+            if ended % 16 == 0:
+                store.flush()  # a call that is killed has these
         except TrajectoryError as error:
             print(f"lost {number}-{member}: {error}", flush=True)
         finally:
