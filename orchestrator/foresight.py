@@ -12,6 +12,7 @@ from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts, Predictor, prioritize
 from orchestrator.kv_gaps import GapMover
 from orchestrator.placing import Placing, RatesOf, line_rates, profile_rates
+from orchestrator.policies.encoder import Encoder
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
 from orchestrator.proxy import LLMProxy
@@ -27,14 +28,28 @@ def make_predictor(settings: PredictionSection, prior: float, seed: int) -> Leng
         raise ConfigError("rollout.prediction.predictor", "oracle", fix)
     if settings.predictor == "history":
         return History(prior)
-    make = prompt_only if settings.predictor == "prompt-only" else Progressive
-    made = make(prior, coverage=settings.coverage, seed=seed)
+    if settings.predictor == "prompt-only":
+        made = prompt_only(prior, coverage=settings.coverage, seed=seed)
+    else:
+        made = Progressive(prior, coverage=settings.coverage, seed=seed, encoder=_encoder_of(settings, seed))
     if settings.start:
         try:
             made.load(Path(settings.start).read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError("rollout.prediction.start", settings.start, f"cannot be used: {error}") from error
     return made
+
+
+def _encoder_of(settings: PredictionSection, seed: int) -> Encoder | None:
+    """None: the policy's own."""
+    if settings.encoder == "hashed":
+        return None
+    if settings.in_process:
+        fix = "a language model would delay the event loop: set rollout.prediction.in_process = false"
+        raise ConfigError("rollout.prediction.encoder", settings.encoder, fix)
+    from orchestrator.runtime.length_lm import LanguageModelEncoder  # brings torch along
+
+    return LanguageModelEncoder(settings.encoder, seed=seed)
 
 
 class InProcess:

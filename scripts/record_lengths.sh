@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Records two trajectory sets with real engines for `rl-coserve bench prediction`: the demo's task, and three multi-turn tasks.
+# scripts/pack_lengths.py made those of them that come with the package.
 # Usage: scripts/record_lengths.sh FOLDER [FROZENLAKE_STEPS [TASKS_STEPS]]; then, with the FOLDER of before:
 #   RL_COSERVE_PREDICTION_SETS="frozenlake=FOLDER/lengths-frozenlake-001 tasks=FOLDER/lengths-tasks-001" rl-coserve bench prediction
 set -euo pipefail

@@ -5,9 +5,12 @@ paper's two measures: recall of the longest tenth and fifth, and Pearson's corre
 generated in all: what was said, and what is forecast), over the trajectories with more than two turns, the same ones after each
 turn. Baselines are given what was said too (at least so much), which the paper's are not.
 
-Sets: ``RL_COSERVE_PREDICTION_SETS``, ``name=PATH`` separated by blanks; a PATH is a run folder (``scripts/record_lengths.sh``)
-or a file of tau-bench. What is judged: recorded runs, in time: the predictor learns online all that ended before, and is judged
-from the second quarter on; tau-bench, of which there are 200 only: by the other trials of the same prompts, and by other prompts.
+Sets: those that come with the package (:func:`orchestrator.bench.length_sets.built_in`) and, beside them,
+``RL_COSERVE_PREDICTION_SETS``, ``name=PATH`` separated by blanks; a PATH is a run folder (``scripts/record_lengths.sh``), a
+packed set or a file of tau-bench. What is judged: recorded runs, in time: each forecast is asked for when the run asked for
+it, and knows what had ended by then; it is judged from the second quarter on. tau-bench, of which there are 200 only and no
+times: by the other trials of the same prompts, and by other prompts. The baseline of the prompt alone knows the prompt's finished
+siblings too, which the paper's does not.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.api import ConfigError
-from orchestrator.bench.length_sets import Case, recorded, tau_bench
+from orchestrator.bench.length_sets import Case, built_in, packed, recorded, tau_bench
 from orchestrator.bench.simulated import now
 from orchestrator.policies.prediction import History, LengthPredictor, Oracle, Progressive, prompt_only
 from orchestrator.runfolder import describe_machine
@@ -30,6 +33,7 @@ from orchestrator.runfolder import describe_machine
 NAME = "prediction"
 SETS = "RL_COSERVE_PREDICTION_SETS"
 TURNS = (0, 1, 2)
+MOST_TURNS = 12  # of a trajectory that are asked for
 COVERAGE = 0.8
 _TAILS = (0.1, 0.2)
 _PRIOR = 100.0  # tokens; before anything is learned
@@ -51,14 +55,15 @@ class Tally:
         self.rows: dict[int, list[tuple[float, float, float]]] = {turn: [] for turn in TURNS}
         self.covered: list[bool] = []
 
-    def ask(self, predictor: LengthPredictor, case: Case) -> None:
-        """A trajectory that the predictor has not seen."""
-        said, before = case.outcome.said, case.outcome.before
-        for turn in range(min(len(said), 12)):
-            forecast, left = predictor.forecast(before[turn]), sum(said[turn:])
-            self.covered.append(forecast.low <= left <= forecast.high)
-            if turn in self.rows and len(said) > TURNS[-1]:
-                self.rows[turn].append((forecast.tokens, float(left), float(sum(said[:turn]))))
+    def ask(self, predictor: LengthPredictor, case: Case, turn: int) -> None:
+        """A trajectory that the predictor has not seen, before a turn."""
+        said = case.outcome.said
+        if turn >= MOST_TURNS:
+            return
+        forecast, left = predictor.forecast(case.outcome.before[turn]), sum(said[turn:])
+        self.covered.append(forecast.low <= left <= forecast.high)
+        if turn in self.rows and len(said) > TURNS[-1]:
+            self.rows[turn].append((forecast.tokens, float(left), float(sum(said[:turn]))))
 
     def measures(self) -> dict[str, Any]:
         """By turn."""
@@ -97,12 +102,21 @@ def _membership(values: np.ndarray[Any, Any], number: int) -> np.ndarray[Any, An
 
 
 def online(cases: Sequence[Case], make: Callable[[], LengthPredictor], first: float = 0.25) -> dict[str, Any]:
-    """In time: all that ended before a trajectory is known when it is asked for. Judged after the first part."""
+    """In time: a forecast knows the trajectories that had ended when it was asked for, siblings that still ran it does not.
+    Judged after the first part. Cases without times: all that ended before."""
     predictor, tally = make(), Tally()
+    moments: list[tuple[float, int, int, int]] = []  # when, learned before asked, case, turn
     for number, case in enumerate(cases):
-        if number >= first * len(cases):
-            tally.ask(predictor, case)
-        predictor.learn(case.outcome)
+        asked = case.asked or (float(number),) * len(case.outcome.said)
+        moments += [(when, 1, number, turn) for turn, when in enumerate(asked)]
+        moments.append((case.ended if case.asked else number + 0.5, 0, number, 0))
+    for _, ask, number, turn in sorted(moments):
+        if not ask:
+            predictor.learn(cases[number].outcome)
+        elif number >= first * len(cases):
+            tally.ask(predictor, cases[number], turn)
+        else:
+            predictor.forecast(cases[number].outcome.before[turn])
     return tally.measures()
 
 
@@ -118,7 +132,8 @@ def folds(cases: Sequence[Case], make: Callable[[], LengthPredictor], part: Call
             predictor.finish()
         for case in cases:
             if part(case) == held:
-                tally.ask(predictor, case)
+                for turn in range(len(case.outcome.said)):
+                    tally.ask(predictor, case, turn)
     return tally.measures()
 
 
@@ -146,24 +161,26 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def sets() -> dict[str, list[tuple[str, list[Case]]]]:
-    """By name: how each is judged, and its cases. Raises ConfigError without any."""
-    found: dict[str, list[tuple[str, list[Case]]]] = {}
+    """By name: how each is judged, and its cases. Raises ConfigError."""
+    found: dict[str, list[tuple[str, list[Case]]]] = {
+        name: [("online", packed(path))] for name, path in built_in().items()
+    }
     for item in os.environ.get(SETS, "").split():
         name, separator, path = item.partition("=")
         if not separator or not Path(path).exists():
-            raise ConfigError(SETS, item, "write NAME=PATH, of a run folder or of a file of tau-bench")
+            raise ConfigError(SETS, item, "write NAME=PATH, of a run folder, a packed set or a file of tau-bench")
         if Path(path).is_dir():
             found[name] = [("online", recorded(path))]
+        elif path.endswith(".xz"):
+            found[name] = [("online", packed(path))]
         else:
             cases = tau_bench(path)
             found[name] = [("trials", cases), ("prompts", cases)]
-    if not found:
-        raise ConfigError(SETS, "", "no trajectory set is named: record some with scripts/record_lengths.sh")
     return found
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Measure. Raises ConfigError without sets."""
+    """Measure. Raises ConfigError for a set that cannot be read."""
     begun, seed = now(), zlib.crc32(nonce.encode())
     tables: dict[str, Any] = {}
     for name, ways in sets().items():

@@ -56,6 +56,7 @@ _EAGER = 0.25  # share of new rows after which it is solved anew, while there ar
 _STACK_MEMORY = 4_000.0  # rows: experts get better, the ridge and the encoder by what they learn
 _PROMPTS = 20_000  # that are remembered, the least recently finished forgotten first
 _MEMBERS = 32  # trajectories of a prompt that are
+_ASKED = 16_384  # turn boundaries that are kept until their trajectory ends, the oldest forgotten first
 _TURNS = 256  # beyond, one turn is like the other
 _ARRAYS = ("products", "targets", "weights", "errors", "counts")  # of the regression, that are kept
 _LONGEST = math.log1p(1e8)
@@ -157,17 +158,17 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """Turn boundaries as the model sees them. ``base``: logarithms of tokens and turns by the history; ``experts`` in tokens;
-    ``combined``, ``turns``: logarithms."""
+class _Row:
+    """A turn boundary as the model saw it when it was asked. ``base``: logarithms of tokens and turns by the history; ``experts``
+    in tokens; ``combined``, ``turns``: logarithms."""
 
-    vectors: Array
-    stages: list[int]
-    kinds: list[int]
-    base: Array
+    vector: Array
+    stage: int
+    kind: int
+    base: tuple[float, float]
     experts: Array
-    combined: Array
-    turns: Array
+    combined: float
+    turns: float
 
 
 class Progressive:
@@ -198,6 +199,7 @@ class Progressive:
         self._encoder = encoder or HashedEncoder(seed=seed)
         self.stack = Stack(len(EXPERTS), [stage for _ in range(_KNOWN) for stage in range(STAGES)], _STACK_MEMORY)
         self.memory = Memory(prior_tokens)
+        self._asked: dict[tuple[str, int], _Row] = {}  # of trajectories that go on, by turn
         self._new = 0
         self._most = 0.0  # the largest logarithm of remaining tokens that ever was
         self.version = 0  # how often it was solved
@@ -213,9 +215,14 @@ class Progressive:
         past = self.memory.past(shown)
         tokens, turns, source = past.prompt, past.turns, past.source
         kind = _kind(shown.turns, past.number)
+        if not self._prompt_only or not progress.turns:
+            seen = self._asked[progress.trajectory, progress.turns] = self._look((shown,))[0]
+            if len(self._asked) > _ASKED:
+                del self._asked[next(iter(self._asked))]
+        else:
+            seen = self._look((shown,))[0]
         if self.ready:
-            view = self._look((shown,))
-            tokens, turns, source = float(view.combined[0]), float(view.turns[0]), "model"
+            tokens, turns, source = seen.combined, seen.turns, "model"
         low, high = self._conformal.bounds(kind, self._coverage) if self.ready else (-3.0, 3.0)
         least = tokens + (low if math.isfinite(low) else -3.0)
         most = tokens + (high if math.isfinite(high) else 3.0)
@@ -229,64 +236,76 @@ class Progressive:
             turns = math.log1p(max(0.0, _unlog(turns) - progress.turns))
         return Forecast(*made, _unlog(turns), source)
 
-    def _look(self, rows: Sequence[Progress]) -> _View:
-        """What the experts say of turn boundaries, and what is made of it."""
+    def _look(self, rows: Sequence[Progress]) -> list[_Row]:
+        """What the experts say of turn boundaries now, and what is made of it."""
         pasts = [self.memory.past(one) for one in rows]
         vectors: Array = np.stack([encode(one, past, self._bends) for one, past in zip(rows, pasts, strict=True)])
-        stages, kinds = [_stage(one.turns) for one in rows], []
+        stages = [_stage(one.turns) for one in rows]
         base = np.array([(past.prompt, past.turns) for past in pasts])
         ridge = base + self._ridge.predict(vectors, stages)
-        if self._prompt_only:
-            kinds = [_kind(one.turns, past.number) for one, past in zip(rows, pasts, strict=True)]
-            combined = np.clip(ridge[:, 0], 0.0, self._most)  # a line goes on where nobody has been
-            return _View(vectors, stages, kinds, base, np.zeros((len(rows), 0)), combined, ridge[:, 1])
-        encoded = base + self._encoder.predict(rows, vectors[:, :DENSE])
-        experts: Array = np.zeros((len(rows), len(EXPERTS)))
+        encoded = ridge if self._prompt_only else base + self._encoder.predict(rows, vectors[:, :DENSE])
+        turns = ((ridge[:, 1] + encoded[:, 1]) / 2.0).tolist()
+        found = []
         for index, (one, past) in enumerate(zip(rows, pasts, strict=True)):
-            median = self.memory.median(one.task, one.prompt, one.turns)
-            start = _start_of(one)
-            first = self.memory.past(start)
-            learned = self._ridge.predict(encode(start, first, self._bends)[None, :], (0,))[0, 0]
-            whole = min(first.prompt + float(learned), self._most)
-            history = self.memory.whole(one.task, one.prompt)[0]
-            experts[index] = (
-                past.prompt,
-                past.prompt if median is None else median,
-                math.log1p(max(1.0, _unlog(history) - one.generated)),
-                math.log1p(max(1.0, _unlog(whole) - one.generated)),
-                ridge[index, 0],
-                encoded[index, 0],
-            )
-            kinds.append(_kind(one.turns, past.number))
-        experts = np.expm1(np.clip(experts, 0.0, self._most))
-        made = [self.stack.combine(row, kind) for row, kind in zip(experts, kinds, strict=True)]
-        combined = np.minimum(np.log1p(np.maximum(made, 0.0)), self._most)
-        return _View(vectors, stages, kinds, base, experts, combined, (ridge[:, 1] + encoded[:, 1]) / 2.0)
+            kind, experts = _kind(one.turns, past.number), np.zeros(0)
+            combined = min(max(float(ridge[index, 0]), 0.0), self._most)  # a line goes on where nobody has been
+            if not self._prompt_only:
+                said = self._experts(one, past, float(ridge[index, 0]), float(encoded[index, 0]))
+                experts = np.expm1(np.clip(said, 0.0, self._most))
+                combined = min(math.log1p(max(self.stack.combine(experts, kind), 0.0)), self._most)
+            known = (past.prompt, past.turns)
+            found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index]))
+        return found
+
+    def _experts(self, one: Progress, past: Past, ridge: float, encoded: float) -> list[float]:
+        """Logarithms of remaining tokens, in the order of ``EXPERTS``."""
+        median = self.memory.median(one.task, one.prompt, one.turns)
+        history = self.memory.whole(one.task, one.prompt)[0]
+        start = _start_of(one)
+        first = self.memory.past(start)
+        learned = self._ridge.predict(encode(start, first, self._bends)[None, :], (0,))[0, 0]
+        whole = min(first.prompt + float(learned), self._most)
+        return [
+            past.prompt,
+            past.prompt if median is None else median,
+            math.log1p(max(1.0, _unlog(history) - one.generated)),
+            math.log1p(max(1.0, _unlog(whole) - one.generated)),
+            ridge,
+            encoded,
+        ]
 
     def learn(self, outcome: Outcome) -> None:
-        """A trajectory that ended. Costs some milliseconds, and some tens of them every ``every`` rows."""
+        """A trajectory that ended: each of its turns as it was seen when it was asked for, since what has ended meanwhile (short
+        siblings before long ones) says how long it was. Costs some milliseconds, and some tens of them every ``every`` rows."""
         if not outcome.said:
             return
         before = outcome.before[:1] if self._prompt_only else outcome.before
-        view, rows = self._look(before), len(before)
-        values, weight = np.array(_logs(outcome.said)), rows**-0.5  # the rows of one trajectory are much alike
+        seen = [self._asked.pop((one.trajectory, one.turns), None) for one in before]
+        now = iter(
+            self._look([one for one, row in zip(before, seen, strict=True) if row is None]) if None in seen else ()
+        )
+        rows = [next(now) if row is None else row for row in seen]
+        vectors, base = np.stack([row.vector for row in rows]), np.array([row.base for row in rows])
+        stages, kinds = [row.stage for row in rows], [row.kind for row in rows]
+        values, weight = np.array(_logs(outcome.said)), len(rows) ** -0.5  # the rows of one trajectory are much alike
         if not outcome.complete:  # at least so much: what is expected of it, where that is more
-            expected = np.stack([view.combined, view.turns], axis=1) if self.ready else values[:rows]
-            values[:rows] = np.maximum(values[:rows], np.minimum(expected, _LONGEST))
-        targets = values[:rows] - view.base
+            expected = np.array([(row.combined, row.turns) for row in rows]) if self.ready else values[: len(rows)]
+            values[: len(rows)] = np.maximum(values[: len(rows)], np.minimum(expected, _LONGEST))
+        targets = values[: len(rows)] - base
         if self.ready and outcome.complete:
-            self._ridge.judge(view.vectors, targets, view.stages, weight)
-            for kind, value, said in zip(view.kinds, values[:rows, 0].tolist(), view.combined.tolist(), strict=True):
-                self._conformal.add(kind, value - said)
-        self._ridge.add(view.vectors, targets, view.stages, weight)
+            self._ridge.judge(vectors, targets, stages, weight)
+            for row, value in zip(rows, values[: len(rows), 0].tolist(), strict=True):
+                self._conformal.add(row.kind, value - row.combined)
+        self._ridge.add(vectors, targets, stages, weight)
         if not self._prompt_only:
-            self.stack.add(view.experts, np.expm1(values[:rows, 0]).tolist(), view.kinds, weight)
-            self._encoder.learn(before, view.vectors[:, :DENSE], targets, weight)
+            experts = np.stack([row.experts for row in rows])
+            self.stack.add(experts, np.expm1(values[: len(rows), 0]).tolist(), kinds, weight)
+            self._encoder.learn(before, vectors[:, :DENSE], targets, weight)
         first = outcome.before[0]
         if outcome.complete:
             self.memory.add(first.task, first.prompt, outcome.said, [(row[0], row[1]) for row in values.tolist()])
         self._most = max(self._most, float(values[0, 0]))
-        self._new += rows
+        self._new += len(rows)
         rows_so_far = self._ridge.counts[0]
         due = self._new >= min(self._every, max(16.0, _EAGER * rows_so_far)) or not self.ready
         if rows_so_far >= _LEAST_ROWS and due:

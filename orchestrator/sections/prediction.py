@@ -14,6 +14,9 @@ class PredictionSection(Section):
 
     enabled: bool = False
     predictor: Literal["progressive", "prompt-only", "history", "oracle"] = "progressive"  # oracle: simulated runs only
+    encoder: str = (
+        "hashed"  # of the progressive one's tokens; or the Hugging Face folder of a small model, fine-tuned online
+    )
     order: Literal["longest-first", "shortest-first", "fcfs", "round-robin"] = "longest-first"  # of turns in an engine
     prior_tokens: Annotated[float, Field(ge=0)] = 0.0  # of a trajectory, until some have ended; 0: one longest response
     levels: Annotated[float, Field(gt=0, le=16)] = (

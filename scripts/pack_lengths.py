@@ -1,0 +1,28 @@
+"""Makes one small file of a run folder's trajectories, for ``rl-coserve bench prediction``.
+
+python scripts/pack_lengths.py RUN_FOLDER FILE.json.xz --what "..." --how "..." --licence "..."
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from orchestrator.bench.length_sets import pack, packed, trajectories_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("file", type=Path)
+    for name in ("what", "how", "licence"):
+        parser.add_argument(f"--{name}", required=True)
+    options = parser.parse_args()
+    about = {name: getattr(options, name) for name in ("what", "how", "licence")}
+    options.file.write_bytes(pack(trajectories_of(options.folder), about))
+    cases = packed(options.file)
+    print(f"{len(cases)} trajectories, {options.file.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
