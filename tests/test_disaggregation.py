@@ -21,7 +21,6 @@ from orchestrator.policies.routing import DECODE, PREFILL, Seat, TurnRouter
 from orchestrator.runtime import cutting, pools
 from orchestrator.sections import DisaggregationSection
 from orchestrator.sim import loop as virtual
-from orchestrator.sim.run import simulate
 from orchestrator.sim.twins import SimTask
 from orchestrator.sim.worker import SimWeights, SimWorker
 
@@ -214,11 +213,3 @@ def test_each_engine_of_a_class_has_the_devices_that_the_config_gives_it() -> No
         ("vllm-1", 1),
         ("vllm-2", 4),
     ]
-
-
-def test_the_simulator_says_that_it_cannot_play_it() -> None:
-    """A simulated response is one draw, which two workers cannot share."""
-    with pytest.raises(ConfigError, match="disaggregation"):
-        simulate(
-            settings(*ON, "rollout.disaggregation.prefill=H800", "rollout.disaggregation.decode=H20", "run.steps=1")
-        )

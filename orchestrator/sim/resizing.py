@@ -100,9 +100,6 @@ def check_planner(config: Config) -> None:
     if config.sim.degrees:
         fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start says what the run begins with)"
         raise ConfigError("sim.degrees", list(config.sim.degrees), fix)
-    if config.sim.prefill:
-        fix = f"is not played with workers that change: leave it out, or set {who}.enabled to false"
-        raise ConfigError("sim.prefill", dict(config.sim.prefill), fix)
 
 
 Cutter = ParallelismPlanner | Reallocation
