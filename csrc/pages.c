@@ -15,6 +15,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_PAGES (1ull << 26)
 #define SOMEBODY 255 /* of `last`: a tenant that is no more */
+#define PATIENCE_NS 5000000 /* to wait for the lock, which is held for microseconds by whoever runs */
 
 static uint64_t table_bytes(uint64_t pages) {
     uint64_t bytes = (sizeof(rlc_header) + 3 * pages + 63) & ~63ull;
@@ -52,8 +53,14 @@ static void recount(rlc_pool *pool) {
     header->free = free_pages;
 }
 
+/* Nobody waits for a holder that was stopped in here: the caller is told, and decides about it. */
 static int take(rlc_pool *pool) {
-    int code = pthread_mutex_lock(&pool->header->lock);
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += PATIENCE_NS;
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    int code = pthread_mutex_clocklock(&pool->header->lock, CLOCK_MONOTONIC, &until);
+    if (code == ETIMEDOUT) return RLC_POOL_STUCK;
     if (code == EOWNERDEAD) {
         recount(pool);
         pool->header->recoveries++;
@@ -63,10 +70,14 @@ static int take(rlc_pool *pool) {
         errno = code;
         return RLC_POOL_SYSTEM;
     }
+    __atomic_store_n(&pool->header->holder, (int32_t)getpid(), __ATOMIC_RELAXED);
     return 0;
 }
 
-static void give(rlc_pool *pool) { pthread_mutex_unlock(&pool->header->lock); }
+static void give(rlc_pool *pool) {
+    __atomic_store_n(&pool->header->holder, 0, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&pool->header->lock);
+}
 
 /* Pages of tenants that are gone are free again. The lock is held. Idempotent: whoever dies in here leaves it to the next. */
 static int reap(rlc_pool *pool) {
@@ -400,6 +411,23 @@ EXPORT int rlc_pool_snapshot(rlc_pool *pool, uint64_t numbers[8], rlc_tenant ten
     if (owner) memcpy(owner, pool->owner, header->pages);
     if (lease) memcpy(lease, pool->lease, 8 * header->pages);
     give(pool);
+    return 0;
+}
+
+/* Who holds the lock now; 0: nobody. */
+EXPORT int rlc_pool_holder(const rlc_pool *pool) { return __atomic_load_n(&pool->header->holder, __ATOMIC_RELAXED); }
+
+/* Plain words without the lock: a wish of people or of another process. `add`: to what is there. */
+EXPORT int rlc_pool_control(rlc_pool *pool, int index, uint64_t value, int add) {
+    if (index < 0 || index >= RLC_CONTROLS) return RLC_POOL_SHAPE;
+    if (add) __atomic_fetch_add(&pool->header->control[index], value, __ATOMIC_RELEASE);
+    else __atomic_store_n(&pool->header->control[index], value, __ATOMIC_RELEASE);
+    return 0;
+}
+
+EXPORT int rlc_pool_controls(const rlc_pool *pool, uint64_t out[RLC_CONTROLS]) {
+    for (int index = 0; index < RLC_CONTROLS; index++)
+        out[index] = __atomic_load_n(&pool->header->control[index], __ATOMIC_ACQUIRE);
     return 0;
 }
 

@@ -11,11 +11,12 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define RLC_POOL_ABI 1
-#define RLC_POOL_SCHEMA 1
+#define RLC_POOL_ABI 2
+#define RLC_POOL_SCHEMA 2
 #define RLC_POOL_MAGIC 0x314c4f4f50564b52ull /* "RKVPOOL1" */
 #define RLC_TENANTS 16
 #define RLC_WORDS 14 /* of a tenant's published state */
+#define RLC_CONTROLS 8 /* what people and other processes ask of the serving tenant */
 
 enum {
     RLC_POOL_BUSY = -10,     /* EEXIST, or a role that is taken */
@@ -27,7 +28,8 @@ enum {
     RLC_POOL_MAPPED = -16,   /* a page that is still mapped cannot be released */
     RLC_POOL_GONE = -17,     /* the slot is not a live tenant's */
     RLC_POOL_OLD = -18,      /* a budget of an older revision */
-    RLC_POOL_SYSTEM = -19    /* errno says what */
+    RLC_POOL_SYSTEM = -19,   /* errno says what */
+    RLC_POOL_STUCK = -20     /* the ledger's lock is held for too long; nothing was done */
 };
 
 enum { RLC_FREE = 0, RLC_SERVING = 1, RLC_ROLLOUT = 2 };
@@ -57,6 +59,8 @@ typedef struct {
     uint64_t deaths;
     uint64_t hint;
     uint64_t free; /* derived */
+    uint64_t control[RLC_CONTROLS];
+    int32_t holder; /* who holds the lock, 0: nobody; in its own namespace */
     char device[64];
     pthread_mutex_t lock;
     rlc_tenant tenants[RLC_TENANTS];

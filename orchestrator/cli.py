@@ -1,4 +1,4 @@
-"""The command line: ``rl-coserve train | sim | cost | profile | report | bench | doctor``.
+"""The command line: ``rl-coserve train | sim | cost | profile | report | view | top | trace | bench | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -17,6 +17,7 @@ from pathlib import Path
 import orchestrator
 from orchestrator.api import ConfigError, CoserveError
 from orchestrator.config import Config, load_config, to_json
+from orchestrator.view import commands as looking
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", metavar="RUN", help="run folder (or `latest`) to go on with from its newest checkpoint"
     )
     train.add_argument("--replay", metavar="RUN", help="train on the trajectories that a run recorded, without engines")
+    train.add_argument("--view", action="store_true", help="show the run on a web page (view.enabled=true)")
     train.add_argument("--dry-run", action="store_true", help="check everything and print the resolved config")
     train.set_defaults(run=_train)
 
@@ -94,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
 
+    looking.add(commands, _run_path)
+
     doctor = commands.add_parser("doctor", help="check this installation")
     doctor.add_argument("config", nargs="?", default="", help="TOML file, to look at its relay, too")
     doctor.add_argument("--json", action="store_true")
@@ -117,6 +121,8 @@ def _train(arguments: argparse.Namespace) -> int:
         config = folder.config()
     else:
         config = load_config(arguments.config, arguments.overrides)
+    if arguments.view:
+        config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
     task = preflight.make_task(config)
     preflight.check(config, task)
     source = _replayed(arguments, config)

@@ -27,6 +27,7 @@ from orchestrator.sections import (
     EnvironmentSection,
     EvaluationSection,
     FiltersSection,
+    LoggingSection,
     ModelSection,
     RaySection,
     RelaySection,
@@ -39,6 +40,7 @@ from orchestrator.sections import (
     TaskSection,
     ToolsSection,
     TrainerSection,
+    ViewSection,
     WarmupSection,
 )
 from orchestrator.sections.base import Positive
@@ -77,6 +79,8 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resources: ResourcesSection = ResourcesSection()
     ray: RaySection = RaySection()
+    view: ViewSection = ViewSection()
+    logging: LoggingSection = LoggingSection()
     sim: SimSection = SimSection()
     cost: CostSection = CostSection()
 

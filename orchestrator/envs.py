@@ -94,6 +94,8 @@ class EnvManager:
     ) -> None:
         self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
         self.forecasts: Forecasts | None = None  # set where lengths are predicted
+        # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
+        self.on_turn: Callable[[Episode, float, float, float, float], None] | None = None
         self._task = task
         self._proxy = proxy
         self._step_timeout = step_timeout
@@ -185,6 +187,8 @@ class EnvManager:
                     context=begins,
                 )
             )
+            if self.on_turn is not None:
+                self.on_turn(episode, asked, answered, begun, loop.time())
             if result.done or result.truncated:
                 episode.truncated = result.truncated
                 return

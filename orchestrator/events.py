@@ -7,7 +7,7 @@ wall clock, and values that depend on the machine belong into ``environment.json
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,24 +41,42 @@ class EventLog:
         self._sink = sink
         self._now = now
         self._origin = now() - offset  # a resumed run goes on where the log ended
+        self._last = (self._origin, 0.0)  # the clock, and what it means: much happens in one tick of the event loop
+        self._open: dict[int, tuple[str, int, float]] = {}  # stages that have begun
+        self._listeners: list[Callable[[Mapping[str, Any]], None]] = []
+
+    def listen(self, listener: Callable[[Mapping[str, Any]], None]) -> None:
+        """Call ``listener`` with every event from now on. It must be quick, and must not raise."""
+        self._listeners.append(listener)
+
+    def open_stages(self) -> list[tuple[str, int, float]]:
+        """(stage, step, start) of those that have begun and not ended."""
+        return list(self._open.values())
 
     def time(self) -> float:
         """Seconds since the run's start."""
-        return round(self._now() - self._origin, 6)
+        now = self._now()
+        if now != self._last[0]:
+            self._last = now, round(now - self._origin, 6)
+        return self._last[1]
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event."""
         record = {"kind": kind, "t": self.time(), **fields}
         self._sink.write(json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=True) + "\n")
+        for listener in self._listeners:
+            listener(record)
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[StageNote]:
         """Record a stage with start and end; the body may say what it waited for."""
         note = StageNote()
         start = self.time()
+        self._open[id(note)] = (name, step, start)
         try:
             yield note
         finally:
+            del self._open[id(note)]
             self.emit(
                 "stage",
                 stage=name,

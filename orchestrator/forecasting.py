@@ -45,7 +45,9 @@ class Placer(Protocol):
 
     def begin(self, trajectory: str, task: str, tokens: float) -> None: ...
 
-    def update(self, trajectory: str, forecast: Forecast, context: int) -> None: ...
+    def turn_over(self, trajectory: str, said: int, heard: int) -> None: ...
+
+    def update(self, trajectory: str, forecast: Forecast) -> None: ...
 
     async def before(self, trajectory: str) -> None: ...
 
@@ -61,7 +63,6 @@ class _Known:
     task: str
     said: int = 0
     made: int = 0
-    context: int = 0
     question: asyncio.Task[None] | None = None
     sent: int | None = None  # priority of its turn in an engine; None: none is there
 
@@ -121,8 +122,9 @@ class Forecasts:
         if known is None:
             return
         known.said += len(action)
-        known.context += len(observation) + len(action)
         known.sent = None
+        if self._placer is not None:
+            self._placer.turn_over(trajectory, len(action), len(observation))
         now = Turn(tuple(observation), tuple(action), (), ())
         self._ask(known, progress_of(trajectory, prompt, (*turns, now), len(turns) + 1))
 
@@ -132,6 +134,8 @@ class Forecasts:
         if known is None:
             return request
         if self._placer is not None:
+            if not known.said and known.question is not None:
+                await asyncio.wait([known.question])  # where it runs depends on it; ``patience`` at most
             await self._placer.before(request.trajectory_id)
         forecast = self.of(request.trajectory_id)
         self.stood_in += forecast.source != "model"
@@ -210,7 +214,7 @@ class Forecasts:
     def _take(self, known: _Known, trajectory: str) -> None:
         forecast = self.of(trajectory)
         if self._placer is not None:
-            self._placer.update(trajectory, forecast, known.context)
+            self._placer.update(trajectory, forecast)
         if known.sent is None or self._prioritize is None:
             return
         priority = self._priority(known, forecast)

@@ -11,11 +11,12 @@ from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts, Predictor, prioritize
 from orchestrator.kv_gaps import GapMover
-from orchestrator.placing import Placing, SpeedOf, speed_of
+from orchestrator.placing import Placing, RatesOf, line_rates, profile_rates
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
+from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
-from orchestrator.reallocating import read_profile, speed_of_degree, speed_of_lane
+from orchestrator.reallocating import rates_of_degree, rates_of_lanes
 from orchestrator.sections import PredictionSection
 
 
@@ -54,11 +55,11 @@ class InProcess:
 
 @dataclass
 class Foresight:
-    """``predictor`` None: one in this process. ``speeds``: see
+    """``predictor`` None: one in this process. ``rates``: see
     :class:`orchestrator.placing.Placing`, None: as the config says."""
 
     predictor: Predictor | None = None
-    speeds: SpeedOf | None = None
+    rates: RatesOf | None = None
 
 
 def forecasts_of(
@@ -78,9 +79,13 @@ def forecasts_of(
         if unknown:
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", unknown[0], fix)
-        speed = given.speeds or speed_of(rollout.placement, names, rollout.engine.max_num_seqs)
-        if given.speeds is None and rollout.placement.degrees.enabled:
-            speed = speed_of_lane(proxy.lanes, speed_of_degree(config, task, read_profile(config)))
+        rates, slots = given.rates, rollout.engine.max_num_seqs
+        if rates is None and rollout.placement.profile:
+            profile = load_profile(Path(rollout.placement.profile), "rollout.placement.profile").profile
+            rates = profile_rates(profile, proxy.lanes, slots)
+        elif rates is None and rollout.placement.degrees.enabled:
+            rates = rates_of_lanes(proxy.lanes, rates_of_degree(config))
         mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
-        placer = Placing(rollout.placement, proxy.router, events, speed, mover)
+        rates = rates or line_rates(rollout.placement, names, slots)
+        placer = Placing(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
     return Forecasts(rollout.prediction, predictor, events, prior, partial(prioritize, proxy), placer)

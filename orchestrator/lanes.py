@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import (
@@ -16,9 +16,11 @@ from orchestrator.api import (
     RetryableError,
     UpdateResult,
 )
+from orchestrator.policies.routing import TurnRouter
 
 STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
 _ASK_AGAIN = 1.0  # seconds
+REST = 2.0  # seconds
 
 
 @dataclass(slots=True)
@@ -130,6 +132,24 @@ class Lane:
         self.outbox.clear()
         self.aborts.clear()
         return had
+
+
+def rest_from(
+    lane: Lane,
+    lanes: Sequence[Lane],
+    router: TurnRouter,
+    seat: Callable[[Lane], None],
+    dispatch: Callable[[], None],
+) -> None:
+    """A worker gave a request back, because it has no room or no time: while another is up it gets none for ``REST`` seconds."""
+
+    def reopen() -> None:
+        seat(lane)
+        dispatch()
+
+    if any(other.usable for other in lanes if other is not lane):
+        router.close(lane.index)
+        asyncio.get_running_loop().call_later(REST, reopen)
 
 
 def others_live(lanes: Sequence[Lane], lane: Lane) -> bool:

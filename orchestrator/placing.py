@@ -1,6 +1,7 @@
 """Where the trajectories of a run are, by their forecasts: placement inside each class of hardware, and moves in gaps (Heddle 5).
 
-Guarantees: a trajectory's first turn goes to the worker of its rank; later ones stay there until a forecast, made while its
+Guarantees: a trajectory's first turn goes to the worker of its rank, when that has room for its KV (the longest first; a worker
+that has nobody never lets one wait); later ones stay there until a forecast, made while its
 environment works, puts it elsewhere and the move pays; then its next turn goes there, and never one that is under way. The exact
 placement (:mod:`orchestrator.policies.placement`) is solved again when enough has changed; between, ranks are scaled
 (:mod:`orchestrator.policies.migration`). Where KV can be sent it is, in the order of the transmission scheduler; what could not
@@ -11,24 +12,29 @@ router's own rule serves what was placed on them.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Protocol
 
-from orchestrator.api import RetryableError
+from orchestrator.api import ConfigError, ResizableWorker, RetryableError
 from orchestrator.events import EventLog
+from orchestrator.lanes import Lane
+from orchestrator.policies.loads import SCORE, Pace, Rates, place_loads, rates_of, sorted_loads
 from orchestrator.policies.migration import Move, Partition, Transmissions, decide
-from orchestrator.policies.placement import Speed, place
 from orchestrator.policies.prediction import Forecast
+from orchestrator.policies.profile import Layout, Profile
 from orchestrator.policies.routing import TurnRouter
 from orchestrator.sections import PlacementSection
 
-_ROUNDS = 3  # of placing, each with the interference of the groups of the one before
+_AT_A_TIME = 4.0  # the part of the KV to come that is taken at a time, as trajectories get long one after the other
+_LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
 _CHANGED = 1.25  # a forecast by this factor is a change
 
-
-SpeedOf = Callable[[int, int, float], Speed]
+RatesOf = Callable[[int], Rates]  # of a worker, by its place in the fleet
 
 
 class Mover(Protocol):
@@ -47,8 +53,13 @@ class Mover(Protocol):
 class _Placed:
     tokens: float
     task: str
+    turns: float = 1.0
+    spread: float = 0.0  # of the logarithm of the tokens
     worker: int = -1
     context: int = 0
+    since: float = -1.0  # its environment works; -1: it does not
+    counted: tuple[int, float, float] = (-1, 0.0, 0.0)  # worker, context and KV to come as they are in its account
+    waits: asyncio.Future[None] | None = None  # until its worker has room for it
     sending: asyncio.Task[None] | None = None
 
 
@@ -58,31 +69,39 @@ class _Group:
 
     ranks: list[tuple[float, str]] = field(default_factory=list)  # (-tokens, trajectory)
     partition: Partition | None = None
-    speeds: dict[int, Speed] = field(default_factory=dict)  # of its workers, with the groups that it made
+    members: frozenset[int] = frozenset()  # workers of the last placement
     changed: int = 0  # since it was solved
     solved: float = 0.0
 
 
 class Placing:
-    """One run's. ``speed_of(worker, most, tokens)``: what a worker does with up to ``most`` trajectories at once, with so many
-    tokens before each of them in the mean."""
+    """One run's. ``rates_of``: what each worker does; ``longest``: tokens of context at which a trajectory ends."""
 
     def __init__(
         self,
         settings: PlacementSection,
         router: TurnRouter,
         events: EventLog,
-        speed_of: SpeedOf,
+        rates_of: RatesOf,
         mover: Mover | None = None,
+        longest: float = math.inf,
     ) -> None:
         self._settings = settings
         self._router = router
         self._events = events
-        self._speed_of = speed_of
+        self._rates_of = rates_of
+        self._pace = Pace()
+        self._longest = longest
         self._mover = mover
         self._placed: dict[str, _Placed] = {}
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._group_of: dict[str, _Group] = {}  # by task
+        self._accounts: dict[
+            int, list[float]
+        ] = {}  # worker -> trajectories that began there, their contexts, KV to come
+        self._waiting: dict[
+            int, list[tuple[float, str]]
+        ] = {}  # worker -> heap of those that have not begun, longest first
         self._transmissions = Transmissions()
         self._moves: dict[str, Move] = {}
         self.moved = 0
@@ -98,7 +117,16 @@ class Placing:
         insort(group.ranks, (-tokens, trajectory))
         group.changed += 1
 
-    def update(self, trajectory: str, forecast: Forecast, context: int) -> None:
+    def turn_over(self, trajectory: str, said: int, heard: int) -> None:
+        """The policy has said so many tokens after so many new ones; its environment works."""
+        placed = self._placed.get(trajectory)
+        if placed is not None:
+            self._pace.turn(placed.task, said, heard, not placed.context)
+            placed.context += said + heard
+            placed.since = asyncio.get_running_loop().time()
+            self._account(placed)
+
+    def update(self, trajectory: str, forecast: Forecast) -> None:
         """A new forecast; where it is in a gap, it may be moved."""
         placed = self._placed.get(trajectory)
         if placed is None:
@@ -108,9 +136,10 @@ class Placing:
         if max(was, forecast.tokens) > _CHANGED * max(1.0, min(was, forecast.tokens)):
             group.changed += 1
         del group.ranks[bisect_left(group.ranks, (-was, trajectory))]
-        placed.tokens, placed.context = forecast.tokens, context
+        placed.tokens, placed.turns, placed.spread = forecast.tokens, forecast.turns, _spread(forecast)
         insort(group.ranks, (-forecast.tokens, trajectory))
-        if placed.worker >= 0 and self._settings.migrate and context:
+        self._account(placed)
+        if placed.worker >= 0 and self._settings.migrate and placed.context:
             self._reconsider(trajectory, placed, group, forecast)
 
     async def before(self, trajectory: str) -> None:
@@ -118,12 +147,16 @@ class Placing:
         placed = self._placed.get(trajectory)
         if placed is None:
             return
+        if placed.since >= 0:
+            self._pace.gap(placed.task, asyncio.get_running_loop().time() - placed.since)
+            placed.since = -1.0
         if placed.worker < 0:
             group = self._group(placed.task)
             self._solve(group, placed.task)
             if group.partition is not None:
                 rank = bisect_left(group.ranks, (-placed.tokens, trajectory))
                 self._put(trajectory, placed, group.partition.worker_of(rank, len(group.ranks)))
+                await self._room(trajectory, placed)
         elif self._transmissions.running(trajectory) and placed.sending is not None:
             await asyncio.wait([placed.sending])
         else:
@@ -136,6 +169,12 @@ class Placing:
             return
         group = self._group(placed.task)
         del group.ranks[bisect_left(group.ranks, (-placed.tokens, trajectory))]
+        group.changed += 1
+        if placed.waits is not None:
+            placed.waits.cancel()
+        freed, placed.worker = placed.worker, -1
+        self._account(placed)
+        self._admit(freed)
         if placed.sending is not None:
             placed.sending.cancel()
         self._drop(trajectory)
@@ -173,18 +212,23 @@ class Placing:
         if not workers:
             group.partition = None
             return
-        lengths = [-length for length, _ in group.ranks]
-        means = dict.fromkeys(workers, sum(lengths) / max(1, active))
-        alone = {worker: self._speed_of(worker, 1, means[worker]).token_seconds for worker in workers}
-        workers.sort(key=lambda worker: (alone[worker], worker))
-        for _ in range(_ROUNDS):  # how many fit together depends on how long they are, which depends on how many fit
-            speeds = [self._speed_of(worker, active, means[worker]) for worker in workers]
-            found = place(lengths, speeds)
-            for worker, start, end in zip(workers, found.starts, found.starts[1:], strict=False):
-                if end > start:
-                    means[worker] = sum(lengths[start:end]) / (end - start)
-        group.speeds = dict(zip(workers, speeds, strict=True))
-        group.partition, group.changed, group.solved = Partition(tuple(workers), tuple(found.sizes())), 0, now
+        rates = {worker: self._rates_of(worker) for worker in workers}
+        workers.sort(key=lambda worker: (rates[worker].steps[0], worker))
+        placed = [self._placed[name] for _, name in group.ranks]
+        contexts = [one.context or self._pace.opening(one.task) for one in placed]
+        loads, _ = sorted_loads(
+            [one.tokens for one in placed],
+            contexts,
+            [0.0 if one.worker >= 0 else context for one, context in zip(placed, contexts, strict=True)],
+            [one.turns * self._pace.gap_seconds(one.task) for one in placed],
+            [one.spread for one in placed],
+            self._pace.grows({one.task for one in placed}),
+            self._longest,
+        )
+        starts, _ = place_loads(loads, [rates[worker] for worker in workers])
+        sizes = tuple(end - start for start, end in itertools.pairwise(starts))
+        group.partition, group.changed, group.solved = Partition(tuple(workers), sizes), 0, now
+        group.members = frozenset(workers)
         self.solved += 1
 
     def _reconsider(self, trajectory: str, placed: _Placed, group: _Group, forecast: Forecast) -> None:
@@ -204,8 +248,7 @@ class Placing:
         if target == placed.worker:
             self._drop(trajectory)
             return
-        here, there = (self._beside(group, worker, active) for worker in (placed.worker, target))
-        gain = forecast.tokens * (here - there)
+        gain = forecast.tokens * (self._step(placed.worker) - self._step(target, placed))
         if placed.worker not in group.partition.workers:
             gain = float("inf")  # its worker is gone
         transfer = self._mover.seconds(placed.worker, target, placed.context) if self._mover is not None else None
@@ -213,26 +256,89 @@ class Placing:
         if how == "stay":
             self._drop(trajectory)
         elif how == "recompute":
+            source = placed.worker
             self._put(trajectory, placed, target)
+            self._admit(source)
             self.moved += 1
         else:
             self._moves[trajectory] = move = Move(trajectory, placed.worker, target, forecast.tokens)
             self._transmissions.ask(move)
             self._begin_sending()
 
-    def _beside(self, group: _Group, worker: int, active: int) -> float:
-        """Seconds a token on a worker with its share of the active ones."""
-        assert group.partition is not None
-        if worker not in group.partition.workers:
-            return 0.0
-        total = max(1, sum(group.partition.sizes))
-        share = group.partition.sizes[group.partition.workers.index(worker)] * active / total
-        speed = group.speeds[worker]
-        return speed.costs[min(max(1, round(share)), speed.capacity) - 1]
+    def _step(self, worker: int, more: _Placed | None = None) -> float:
+        """Seconds a token there with the trajectories that began there, and one more; infinite where its KV does not fit."""
+        rates, (number, context, _) = self._rates_of(worker), self._accounts.get(worker, [0, 0.0, 0.0])
+        if more is not None:
+            number, context = number + 1, context + more.context
+            if context > rates.room:
+                return math.inf
+        return rates.step(number) + rates.context * context
 
     def _put(self, trajectory: str, placed: _Placed, worker: int) -> None:
         placed.worker = worker
+        self._account(placed)
         self._router.place(trajectory, worker)
+
+    # -- room for KV -------------------------------------------------------------------------------------------------
+
+    def _account(self, placed: _Placed) -> None:
+        """Bring its worker's account up to date. Of the KV to come a part counts."""
+        before, context, coming = placed.counted
+        if before >= 0:
+            account = self._accounts[before]
+            account[:] = account[0] - 1, account[1] - context, account[2] - coming
+        began = placed.worker if placed.waits is None else -1
+        left = max(0.0, min(self._longest, 1e18) - placed.context) / _AT_A_TIME
+        coming = min(self._pace.grows((placed.task,)) * placed.tokens / _AT_A_TIME, left)
+        known = placed.context or self._pace.opening(placed.task)
+        placed.counted = (began, known, coming)
+        if began >= 0:
+            account = self._accounts.setdefault(began, [0, 0.0, 0.0])
+            account[:] = account[0] + 1, account[1] + known, account[2] + coming
+
+    def _fits(self, worker: int, placed: _Placed) -> bool:
+        number, context, coming = self._accounts.get(worker, [0, 0.0, 0.0])
+        _, known, more = placed.counted
+        return number < 1 or context + coming + known + more <= self._rates_of(worker).room
+
+    async def _room(self, trajectory: str, placed: _Placed) -> None:
+        """Wait until the worker has room for its KV: trajectories that begin without it take turns in computing their prefixes
+        anew. The longest goes first; a worker that has nobody never lets one wait."""
+        placed.waits = asyncio.get_running_loop().create_future()
+        self._account(placed)
+        heappush(self._waiting.setdefault(placed.worker, []), (-placed.tokens, trajectory))
+        self._admit(placed.worker)
+        while placed.waits is not None:
+            await asyncio.wait([placed.waits], timeout=_LOOK_AGAIN)
+            if placed.waits is not None and placed.worker not in self._router.eligible(placed.task):
+                placed.waits = None  # its worker is gone: the router's own rule serves it
+        self._account(placed)
+
+    def _admit(self, worker: int) -> None:
+        """Those that fit begin; a worker for which nobody waits takes from the one for which most do."""
+        while worker >= 0 and (candidate := self._next(worker)) is not None:
+            trajectory, placed = candidate
+            if not self._fits(worker, placed):
+                return
+            heappop(self._waiting[placed.worker])
+            waits, placed.waits = placed.waits, None
+            self._put(trajectory, placed, worker)
+            if waits is not None and not waits.done():
+                waits.set_result(None)
+
+    def _next(self, worker: int) -> tuple[str, _Placed] | None:
+        """Who begins next on a worker: still waiting, and served there."""
+        own = self._waiting.get(worker, [])
+        others = sorted((heap for key, heap in self._waiting.items() if key != worker), key=len, reverse=True)
+        for heap in (own, *others[:1]):
+            while heap:
+                placed = self._placed.get(heap[0][1])
+                if placed is not None and placed.waits is not None:
+                    if heap is own or worker in self._group(placed.task).members:
+                        return heap[0][1], placed
+                    break
+                heappop(heap)
+        return None
 
     # -- KV on its way -----------------------------------------------------------------------------------------------
 
@@ -254,6 +360,7 @@ class Placing:
         self.moved += 1
         self.sent += arrived
         self._put(move.trajectory, placed, move.target)  # without its KV it is computed anew there
+        self._admit(move.source)
         self._begin_sending()
 
     def _drop(self, trajectory: str) -> None:
@@ -269,20 +376,39 @@ def _between(value: float, bound: float, share: float) -> float:
     return float(value * (bound / value) ** share)
 
 
-def speed_of(settings: PlacementSection, names: Sequence[str], slots: int) -> SpeedOf:
-    """Of the run's settings: a line in the number beside each other, as far as there are slots; beyond, whole rounds of them."""
-    made: dict[tuple[int, int], Speed] = {}
+def _spread(forecast: Forecast) -> float:
+    """Standard deviation of the logarithm, upwards."""
+    return max(0.0, math.log((1.0 + forecast.high) / (1.0 + forecast.tokens))) / SCORE
 
-    def speed(worker: int, most: int, tokens: float) -> Speed:
-        size = 1 << max(0, most - 1).bit_length()  # few tables
-        found = made.get((worker, size))
-        if found is None:
-            table = tuple(
-                (1.0 + settings.interference * (min(number, slots) - 1)) * max(1.0, number / slots)
-                for number in range(1, size + 1)
-            )
-            alone = settings.token_seconds / settings.speeds.get(names[worker], 1.0)
-            found = made[worker, size] = Speed(alone, table)
-        return found
 
-    return speed
+def line_rates(settings: PlacementSection, names: Sequence[str], slots: int) -> RatesOf:
+    """Of the run's settings, where there is no profile: a line in the number of sequences beside each other."""
+    made: dict[str, Rates] = {}
+
+    def rates(worker: int) -> Rates:
+        name = names[worker]
+        if name not in made:
+            alone = settings.token_seconds / settings.speeds.get(name, 1.0)
+            steps = (alone, alone * (1.0 + settings.interference))
+            made[name] = Rates(steps, prefill=settings.prefill_seconds, slots=slots)
+        return made[name]
+
+    return rates
+
+
+def profile_rates(profile: Profile, lanes: Sequence[Lane], slots: int) -> RatesOf:
+    """Of a profile, for each worker in the layout that it has now. Raises ConfigError for one that was not profiled."""
+    made: dict[int, Rates] = {}
+
+    def rates(worker: int) -> Rates:
+        engine = lanes[worker].worker
+        ranks = max(1, engine.ranks) if isinstance(engine, ResizableWorker) else 1
+        if ranks not in made:
+            try:
+                made[ranks] = rates_of(profile, Layout(ranks), slots)
+            except KeyError as error:
+                fix = f"{error.args[0]}: measure it with `rl-coserve profile`"
+                raise ConfigError("rollout.placement.profile", f"TP {ranks} of {engine.name}", fix) from error
+        return made[ranks]
+
+    return rates

@@ -11,7 +11,7 @@ A borrowed worker, in a server that others start and end, is asked for again and
 away, while another worker lives; the run ends when none does for some time.
 
 A worker can be lent to a trainer on the same device (RollPacker 4.4): its requests go on elsewhere with the tokens that they
-have, or, when no worker stays, wait in it. One that dies meanwhile is restarted when the device is taken back, not before.
+have, or, when no worker stays, wait in it; so do those that a worker gives back (ROSE 4.1: its pages or time were taken).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
 from orchestrator.heartbeat import Heartbeat
 from orchestrator.kv_moves import KvMoves
-from orchestrator.lanes import Lane, Loan, Pending, others_live, waits
+from orchestrator.lanes import Lane, Loan, Pending, others_live, rest_from, waits
 from orchestrator.policies.routing import Seat, TurnRouter
 
 # What a worker raises that has to be brought up anew. ConfigError: what answers there now is no worker of ours.
@@ -348,7 +348,7 @@ class LLMProxy:
                     if pending is None or pending.answer.done():
                         continue  # delivered twice, or aborted meanwhile
                     self.tokens += len(completion.token_ids)
-                    if lane.moving and completion.finish_reason == "abort":
+                    if completion.finish_reason == "abort":  # we abort what nobody waits for: the worker gave it back
                         self._move(pending, completion)
                         continue
                     self.router.leave(pending.request.request_id)
@@ -382,6 +382,8 @@ class LLMProxy:
         if part.token_ids:
             pending.parts.append(part)
         pending.moves += 1
+        if (lane := pending.worker) is not None and not lane.moving:
+            rest_from(lane, self.lanes, self.router, self._seat, self._dispatch)
         self._requeue(pending)
         self._dispatch()
 
@@ -424,10 +426,9 @@ class LLMProxy:
                 self._tell_stranded(self.router.reseat(lane.index, lane.worker.hardware))
             self._open_lane(lane)
             lane.wake.set()
-            how, seconds = f"restart {lane.restarts}", loop.time() - begun
-            if lane.borrowed:
-                how, seconds = "taken back", loop.time() - began
-            self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=f"{how}, {seconds:.1f} s")
+            how, since = ("taken back", began) if lane.borrowed else (f"restart {lane.restarts}", begun)
+            detail = f"{how}, {loop.time() - since:.1f} s"
+            self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=detail)
             self._dispatch()
             return
         lane.removed = True
@@ -468,9 +469,7 @@ class LLMProxy:
         """Tell the router whether it may be given requests."""
         if lane.usable and lane.version == self.version:
             self.router.open(lane.index)
-        elif (
-            lane.usable and not self._current_only
-        ):  # no trajectory with tokens of the new weights goes on with old ones
+        elif lane.usable and not self._current_only:  # else no tokens of new weights go on with old ones
             self.router.keep(lane.index)
         else:
             self.router.close(lane.index)

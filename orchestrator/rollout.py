@@ -138,7 +138,7 @@ class Rollout:
         for _ in range(groups if self.rounds is None else 0):
             self._next_prompt()
         self._members: dict[str, asyncio.Task[None]] = {}
-        self._episodes: dict[str, Episode] = {}
+        self.episodes: dict[str, Episode] = {}
         self._environment_versions: dict[str, list[str]] = {}  # by task
         self._end_reason: dict[str, tuple[str, str]] = {}  # why we cancel a member: (state, cause)
         self._replaced: dict[str, None] = {}  # those of them that another member replaces
@@ -238,7 +238,7 @@ class Rollout:
 
     def _defer(self, rounds: Rounds, group_id: str) -> list[str]:
         """A prompt goes to the long-prompt queue. Returns those of its members that are ended for it."""
-        under_way = [episode for episode in self._episodes.values() if episode.group_id == group_id]
+        under_way = [episode for episode in self.episodes.values() if episode.group_id == group_id]
         rounds.defer(group_id, under_way)
         self.buffer.withdraw(group_id, "deferred", "")
         for episode in under_way:
@@ -282,7 +282,7 @@ class Rollout:
     def waits(self) -> str:
         """What the trajectories in flight wait for, counted, in words."""
         counts: dict[str, int] = {}
-        for episode in self._episodes.values():
+        for episode in self.episodes.values():
             counts[episode.waiting_for] = counts.get(episode.waiting_for, 0) + 1
         if counts:
             return ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
@@ -307,7 +307,7 @@ class Rollout:
     def _start_member(self, trajectory_id: str, group_id: str, prompt: Prompt) -> None:
         self._ledger.start(trajectory_id, group_id, -1 if self.rounds is None else self.rounds.number(group_id))
         episode = Episode(trajectory_id, group_id, prompt, self._events.time())
-        self._episodes[trajectory_id] = episode
+        self.episodes[trajectory_id] = episode
         member = asyncio.create_task(self._member(episode), name=f"trajectory {trajectory_id}")
         self._members[trajectory_id] = member
         self._lockstep.enter(trajectory_id)
@@ -362,7 +362,7 @@ class Rollout:
         """The member's task ended, one way or another: close its entry if it got no score."""
         del self._members[trajectory_id]
         self._lockstep.leave(trajectory_id)
-        episode = self._episodes.pop(trajectory_id)
+        episode = self.episodes.pop(trajectory_id)
         self.proxy.forget(trajectory_id)
         state, cause = self._end_reason.pop(trajectory_id, ("", ""))
         error = None if task.cancelled() else task.exception()
@@ -427,7 +427,7 @@ class Rollout:
         if played:
             others = [
                 other.id
-                for other in self._episodes.values()
+                for other in self.episodes.values()
                 if other.group_id == episode.group_id and other.id not in played
             ]
             self.buffer.excuse(episode.group_id, others)

@@ -31,11 +31,23 @@ def main() -> None:
     engine: Any = LLMEngine.from_vllm_config(arguments.create_engine_config(), disable_log_stats=True)
     core = engine.engine_core.engine_core
     outputs: dict[str, list[int]] = {}
+    asked: dict[str, tuple[list[int], int, int]] = {}  # name -> prompt, tokens, priority
+    counts = {"returned": 0}
+
+    def add(name: str, prompt: list[int], tokens: int, priority: int) -> None:
+        asked[name] = (prompt, tokens, priority)
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+        engine.add_request(name, tokens_input(prompt), sampling, priority=priority)
 
     def step() -> None:
         for output in engine.step():
             if output.finished:
-                outputs[output.request_id] = list(output.outputs[0].token_ids)
+                name, made = output.request_id, list(output.outputs[0].token_ids)
+                outputs[name] = outputs.get(name, []) + made
+                if output.outputs[0].finish_reason == "abort":  # handed back: its owner goes on with it, here
+                    counts["returned"] += 1
+                    prompt, tokens, priority = asked[name]
+                    add(name, prompt + made, tokens - len(made), priority)
 
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -43,8 +55,7 @@ def main() -> None:
         answer: dict[str, Any] = {}
         if "add" in command:
             name, prompt, tokens = command["add"]
-            sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-            engine.add_request(name, tokens_input(prompt), sampling, priority=command.get("priority", 0))
+            add(name, prompt, tokens, command.get("priority", 0))
         for _ in range(command.get("steps", 0)):
             if engine.has_unfinished_requests():
                 step()
@@ -54,6 +65,7 @@ def main() -> None:
             outputs,
             core.rl_coserve("page_pool", {"opened": command.get("opened", False)}),
         )
+        answer["returned"] = counts["returned"]
         answer["unfinished"] = engine.get_num_unfinished_requests()
         print(json.dumps(answer), flush=True)
 

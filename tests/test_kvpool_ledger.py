@@ -386,6 +386,26 @@ def test_a_process_that_dies_inside_the_ledger_does_not_stop_the_others(path: Pa
     assert (view.recoveries, view.tenants[0].used, view.free, view.tenants[0].slot) == (1, 5, 3, slot)
 
 
+def test_a_process_that_is_stopped_inside_the_ledger_costs_serving_milliseconds_and_its_life(path: Path) -> None:
+    """A serving tenant ends it at once; whoever is not serving only waits."""
+    pool = pool_of(path)
+    pool.join("serve", "serving")
+    child = os.fork()
+    if not child:
+        other = PagePool.open(path)
+        header = ctypes.cast(other.handle, ctypes.POINTER(_Handle)).contents.header
+        ctypes.CDLL(None).pthread_mutex_lock(ctypes.c_void_p(header + _LOCK))
+        ctypes.c_int32.from_address(header + _HOLDER).value = os.getpid()
+        while True:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+    begun = time.monotonic()
+    assert pool.acquire(2).size == 2
+    assert time.monotonic() - begun < 1.0, "it did not wait until the process counts as hung"
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert pool.view().recoveries == 1
+
+
 class _Handle(ctypes.Structure):
     """``rlc_pool``, as far as the header."""
 
@@ -394,7 +414,8 @@ class _Handle(ctypes.Structure):
 
 
 _FREE = 8 + 4 + 4 + 8 * 8  # of the count of free pages in ``rlc_header``
-_LOCK = _FREE + 8 + 64  # and of the mutex
+_HOLDER = _FREE + 8 + 8 * 8  # of who holds the lock
+_LOCK = _HOLDER + 4 + 64 + 4  # and of the mutex
 
 
 # -- against a model ---------------------------------------------------------------------------------------------------

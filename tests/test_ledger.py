@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api import RunError
 from orchestrator.events import MemorySink
-from orchestrator.ledger import END_STATES, Ledger, recount
+from orchestrator.ledger import END_STATES, Ledger, _line, recount
 
 
 def make(sink: MemorySink | None = None) -> tuple[Ledger, MemorySink]:
@@ -22,6 +22,9 @@ def drive(ledger: Ledger, name: str, *states: str) -> None:
             ledger.end(name, state, "broke" if state == "failed" else "", step=3 if state == "trained" else -1)
         else:
             ledger.move(name, state)
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 def test_every_start_is_in_exactly_one_place() -> None:
@@ -146,6 +149,17 @@ def test_a_long_run_holds_no_more_in_memory_than_a_short_one() -> None:
     again.restore(sink.lines, checkpoint_step=4, held=set())
     assert again.counts.as_dict() == ledger.counts.as_dict()
     assert again.groups_started == 250
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(["id", "cause", "t", "seq", "step"]), st.text() | st.integers() | FINITE))
+def test_a_line_of_the_journal_is_what_json_would_write(record: dict[str, object]) -> None:
+    assert _line(record) == json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+def test_two_records_in_one_line_are_none() -> None:
+    line = '{"id":"a","seq":0,"state":"running","t":0}'
+    assert [recount([text])["started"] for text in (line, line + "\n", line + line, line + " x")] == [1, 1, 0, 0]
 
 
 def test_a_half_written_line_is_skipped() -> None:

@@ -11,11 +11,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -133,7 +134,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     parallel.shutdown_parallel()
 
 
-TRAINED = [name for name in SCENARIOS if name != "dp wrong world"]
+def tiers(names: Iterable[str]) -> list[ParameterSet | str]:
+    """Pipelines belong to the long tier: tests/test_megatron_stream.py has the same layouts in every run of the tests."""
+    return [pytest.param(name, marks=pytest.mark.long) if name.startswith("pp") else name for name in names]
+
+
+TRAINED = tiers(name for name in SCENARIOS if name != "dp wrong world")
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -181,7 +187,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", tiers(STREAMED))
 def test_a_stream_over_two_ranks_ends_with_the_bits_of_the_whole_batch(name: str, ranks: Ranks) -> None:
     for streamed, whole in zip(ranks.pair(name), ranks.pair(STREAMED[name]), strict=True):
         assert all(metrics["fed"] > 0 for metrics in streamed["metrics"])
@@ -197,7 +203,7 @@ RESTORED = {
 }
 
 
-@pytest.mark.parametrize("name", RESTORED)
+@pytest.mark.parametrize("name", tiers(RESTORED))
 def test_restored_ranks_continue_bit_for_bit(name: str, ranks: Ranks) -> None:
     for restored, whole in zip(ranks.pair(name), ranks.pair(RESTORED[name]), strict=True):
         assert restored["state"] == whole["state"]

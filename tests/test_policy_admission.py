@@ -79,11 +79,42 @@ def test_slack_shrinks_as_the_state_ages_and_an_old_state_of_a_busy_engine_admit
     assert admission().admit(ServingState(at=1.0), 900.0, 10, 0).tokens == 10, "it said that it was idle"
 
 
-def test_nothing_runs_beside_a_serving_step() -> None:
-    state = ServingState(at=1.0, ttft_slack=0.06, step_end=1.01, busy=True)
-    assert admission().admit(state, 1.005, 10, 0).reason == "a serving step runs"
-    assert admission().admit(state, 1.01, 10, 0).tokens == 10
-    assert admission("none").admit(state, 1.005, 10, 0).tokens == 10
+def test_while_a_serving_step_runs_its_slack_stands_and_shrinks_once_it_is_late() -> None:
+    state = ServingState(at=1.0, ttft_slack=0.06, step_end=1.5, busy=True)
+    assert admission().slack(state, 1.4) == pytest.approx(0.06)
+    assert admission().slack(state, 1.52) == pytest.approx(0.04)
+    assert admission().admit(state, 1.61, 10, 0).reason == "serving has not said anything for too long"
+
+
+def test_all_steps_of_one_tick_together_take_no_more_than_its_slack() -> None:
+    policy, taken = admission(), 0.0
+    state = ServingState(at=1.0, ttft_slack=0.03, step_end=1.9, busy=True, tick=7)
+    while (found := policy.admit(state, 1.0, 10_000, 4)).seconds:
+        taken += found.seconds
+    assert 0.02 < taken <= 0.0300001
+    assert policy.admit(ServingState(at=1.0, ttft_slack=0.03, busy=True, tick=8), 1.0, 10_000, 4).seconds > 0.015
+
+
+def test_engines_that_share_a_device_share_the_slack() -> None:
+    state = ServingState(at=1.0, ttft_slack=0.03, busy=True, sharers=3)
+    assert admission().slack(state, 1.0) == pytest.approx(0.01)
+
+
+def test_beside_an_idle_engine_a_step_takes_no_more_than_a_request_that_arrives_can_spare() -> None:
+    idle = ServingState(at=1.0, arriving=0.02)
+    for _ in range(5):
+        assert admission().admit(idle, 900.0, 10_000, 0).tokens == 128
+    assert admission("tpot").admit(idle, 900.0, 10_000, 0).tokens == 512, (
+        "it has no token yet, so no time between tokens"
+    )
+
+
+def test_a_chunk_joins_the_decoding_when_both_fit() -> None:
+    state = ServingState(at=1.0, ttft_slack=0.02, busy=True)
+    found = admission().admit(state, 1.0, 10_000, 4)
+    assert (found.decode, found.tokens) == (4, 127)
+    assert found.seconds == pytest.approx(decode(4) + prefill(127))
+    assert admission().admit(ServingState(at=1.0), 1.0, 10_000, 100).tokens == 412
 
 
 def test_the_guard_doubles_with_each_near_miss_up_to_its_bound_and_decays_slowly_to_where_it_began() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.api import RetryableError
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placing import Placing, speed_of
+from orchestrator.placing import Placing, line_rates
 from orchestrator.policies.migration import Move, Partition, Transmissions, decide
 from orchestrator.policies.prediction import Forecast
 from orchestrator.policies.routing import Seat, TurnRouter
@@ -113,7 +113,13 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[Placing, TurnRouter, M
     for worker in range(3):
         router.open(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
-    return Placing(chosen, router, events, speed_of(chosen, ["a", "b", "c"], 64), wire), router, sink
+    return Placing(chosen, router, events, line_rates(chosen, ["a", "b", "c"], 64), wire), router, sink
+
+
+def told(placing: Placing, name: str, tokens: float, context: int) -> None:
+    """A turn is over, and its forecast is there."""
+    placing.turn_over(name, context, 0)
+    placing.update(name, forecast(tokens))
 
 
 def granted(router: TurnRouter, name: str) -> int:
@@ -140,7 +146,7 @@ def test_a_trajectory_that_gets_longer_goes_to_the_long_ones_without_kv_transfer
         placing, router, _ = fleet(None)
         await settled(placing, router)
         home = granted(router, "t8")
-        placing.update("t8", forecast(5000.0), 100)
+        told(placing, "t8", 5000.0, 100)
         await placing.before("t8")
         assert (home, granted(router, "t8")) == (2, 0)
         assert placing.stats()["moved"] == 1
@@ -153,8 +159,8 @@ def test_kv_is_sent_in_the_gap_and_waited_for_only_when_it_is_under_way() -> Non
         wire = Wire(0.01)
         placing, router, _ = fleet(wire)
         await settled(placing, router)
-        placing.update("t8", forecast(5000.0), 1000)
-        placing.update("t7", forecast(4000.0), 1000)  # the same ends: it has to wait for the other
+        told(placing, "t8", 5000.0, 1000)
+        told(placing, "t7", 4000.0, 1000)  # the same ends: it has to wait for the other
         began = asyncio.get_running_loop().time()
         await placing.before("t7")  # its turn is ready: the move is given up
         assert asyncio.get_running_loop().time() == began
@@ -172,7 +178,7 @@ def test_a_transfer_that_fails_is_said_and_the_prefix_is_computed_anew() -> None
     async def scenario() -> None:
         placing, router, sink = fleet(Wire(0.01, fails=1))
         await settled(placing, router)
-        placing.update("t8", forecast(5000.0), 1000)
+        told(placing, "t8", 5000.0, 1000)
         await placing.before("t8")
         assert granted(router, "t8") == 0
         assert placing.stats() == {"moved": 1, "sent": 0, "solved": 1}
@@ -185,7 +191,7 @@ def test_a_move_that_does_not_pay_is_not_made() -> None:
     async def scenario() -> None:
         placing, router, _ = fleet(None, prefill_seconds=10.0)
         await settled(placing, router)
-        placing.update("t8", forecast(5000.0), 100)
+        told(placing, "t8", 5000.0, 100)
         await placing.before("t8")
         assert granted(router, "t8") == 2
 
@@ -199,7 +205,7 @@ def test_what_was_placed_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
         router.close(2, cache_lost=True)
         await placing.before("t8")
         assert granted(router, "t8") in (0, 1)
-        placing.update("t8", forecast(100.0), 100)
+        told(placing, "t8", 100.0, 100)
         await placing.before("t8")
         placing.end("t8")
         placing.end("t8")
@@ -213,8 +219,8 @@ def test_more_workers_than_trajectories_and_ends_in_any_order() -> None:
         placing.begin("only", "game", 10.0)
         await placing.before("only")
         assert granted(router, "only") in (0, 1, 2)
-        placing.update("only", forecast(99.0), 5)
-        placing.update("unknown", forecast(99.0), 5)
+        told(placing, "only", 99.0, 5)
+        told(placing, "unknown", 99.0, 5)
         await placing.before("unknown")
         placing.end("only")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from orchestrator.bench.placement import dynamic_program, random_case
-from orchestrator.policies.degrees import Annealing, allocate, count_allocations
+from orchestrator.policies.degrees import Annealing, allocate, anneal, count_allocations
 from orchestrator.policies.placement import Speed, cut, place
 
 FLAT = Speed(1.0, (1.0,) * 50)
@@ -86,7 +86,7 @@ def test_a_prediction_that_is_no_length_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="lengths"):
         place([1.0, wrong], [FLAT])
     with pytest.raises(ValueError, match="lengths"):
-        allocate([1.0, wrong], 2, {1: FLAT}, random.Random(0))
+        allocate([1.0, wrong], 2, {1: FLAT})
 
 
 def test_what_no_worker_can_be_is_refused() -> None:
@@ -130,31 +130,31 @@ def test_the_allocation_is_the_best_of_all_and_annealing_is_within_one_percent()
         every = multisets(budget, (1, 2, 4, 8))
         assert count_allocations(budget, (1, 2, 4, 8)) == len(every)
         best = min(place(lengths, [kinds[degree] for degree in degrees]).makespan for degrees in every)
-        found = allocate(lengths, budget, kinds, random.Random(1))
+        found = allocate(lengths, budget, kinds)
         assert found.exact
         assert found.makespan == best
         assert found.degrees in every
         assert place(lengths, [kinds[degree] for degree in found.degrees]).makespan == best
-        annealed = allocate(lengths, budget, kinds, random.Random(1), exact_limit=0)
+        annealed = anneal(lengths, budget, kinds, random.Random(1))
         assert not annealed.exact
         assert annealed.degrees in every
         assert best <= annealed.makespan <= 1.01 * best
-        assert annealed == allocate(lengths, budget, kinds, random.Random(1), exact_limit=0)
+        assert annealed == anneal(lengths, budget, kinds, random.Random(1))
 
 
 def test_a_long_tail_gets_a_large_worker_and_short_ones_get_small_ones() -> None:
     kinds = {d: Speed(d**-0.5, tuple(1 + 0.2 * number for number in range(200))) for d in (1, 2, 4, 8)}
-    assert allocate([1000.0] + [10.0] * 100, 16, kinds, random.Random(0)).degrees[0] == 8
-    assert allocate([10.0] * 100, 16, kinds, random.Random(0)).degrees == (1,) * 16
+    assert allocate([1000.0] + [10.0] * 100, 16, kinds).degrees[0] == 8
+    assert allocate([10.0] * 100, 16, kinds).degrees == (1,) * 16
 
 
 def test_budgets_and_degrees_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match="whole servers"):
-        allocate([1.0], 12, {1: FLAT}, random.Random(0))
+        allocate([1.0], 12, {1: FLAT})
     with pytest.raises(ValueError, match="no sum"):
-        allocate([1.0], 3, {2: FLAT}, random.Random(0))
+        allocate([1.0], 3, {2: FLAT})
     with pytest.raises(ValueError, match="holds 9"):
-        allocate([1.0] * 9, 8, {1: Speed(1.0, (1.0,))}, random.Random(0))
-    assert allocate([1.0], 8, {16: FLAT, 8: FLAT}, random.Random(0)).degrees == (8,), "16 would span servers"
+        allocate([1.0] * 9, 8, {1: Speed(1.0, (1.0,))})
+    assert allocate([1.0], 8, {16: FLAT, 8: FLAT}).degrees == (8,), "16 would span servers"
     with pytest.raises(ValueError, match="between 0 and 1"):
         Annealing(cooling=1.0)

@@ -334,6 +334,43 @@ def test_cancelling_the_caller_aborts_in_the_worker() -> None:
     play([worker], scenario)
 
 
+def test_what_a_worker_gives_back_goes_on_elsewhere_with_its_tokens_and_it_rests_for_a_while() -> None:
+    first, second = ScriptedWorker("a", auto=False), ScriptedWorker("b", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.02)
+        owner, other = (first, second) if first.added else (second, first)
+        owner._done.put_nowait(Completion("r", (7,), (-0.5,), ((0, 1),), "abort"))
+        await asyncio.sleep(0.02)
+        assert len(other.added) == 1
+        assert other.held[other.added[0]].token_ids[-1] == 7
+        more = asyncio.ensure_future(proxy.generate(request("s")))
+        await asyncio.sleep(0.02)
+        assert other.added[-1] == "s", "it has one already, but the first one rests"
+        other.answer(other.added[0])
+        other.answer("s")
+        done = await waiting
+        assert (done.token_ids, done.finish_reason) == ((7, 5, 1), "stop")
+        await more
+
+    play([first, second], scenario)
+
+
+def test_a_worker_that_is_alone_goes_on_with_what_it_gave_back() -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def scenario(proxy: LLMProxy, _: list[BaseException]) -> None:
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0.02)
+        worker._done.put_nowait(Completion("r", (7,), (-0.5,), ((0, 1),), "abort"))
+        await asyncio.sleep(0.02)
+        worker.answer(worker.added[-1])
+        assert (await waiting).token_ids == (7, 5, 1)
+
+    play([worker], scenario)
+
+
 def test_a_completion_delivered_twice_is_used_once() -> None:
     worker = ScriptedWorker("w", auto=False)
 

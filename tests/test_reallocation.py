@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import itertools
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,34 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
-from orchestrator.policies.placement import Speed
-from orchestrator.policies.reallocation import Reallocation, expected_lengths
+from orchestrator.policies.loads import Loads, Rates
+from orchestrator.policies.reallocation import Ended, Reallocation, expected_loads
 from orchestrator.reallocating import make_reallocation
 from orchestrator.report.html import write_report
 from orchestrator.reshaping import Reshaped, seats
 from orchestrator.runtime import cutting
 from orchestrator.sim.loop import run
 from orchestrator.sim.run import simulate
-from orchestrator.sim.twins import SimTask
-
-TAIL = [400.0, *[20.0] * 12]  # one long trajectory
 
 
-def speed(degree: int, most: int, tokens: float) -> Speed:
-    """Twice the devices make a token 1.8 times as fast, and every further trajectory beside it a tenth slower."""
-    return Speed(1.0 / 1.8 ** (degree.bit_length() - 1), tuple(1.0 + 0.1 * number for number in range(most)))
+def told(*said: int) -> Loads:
+    """Trajectories that will be as long as these, each of a prompt of its own."""
+    ended = [Ended(str(number), length) for number, length in enumerate(said)]
+    return expected_loads(ended, [], len(ended))
+
+
+TAIL = told(400, *[20] * 12)  # one long trajectory
+SHORT = told(*[20] * 40)
+
+
+def rates(degree: int) -> Rates:
+    """Twice the devices make a token 1.5 times as fast, and every further sequence beside it three tenths of that slower."""
+    alone = 1.0 / 1.5 ** (degree.bit_length() - 1)
+    return Rates((alone, 1.3 * alone))
 
 
 def manager(start_seconds: float = 0.0, **keywords: Any) -> Reallocation:
-    return Reallocation(4, (1, 2, 4), speed, random.Random(1), start_seconds=start_seconds, **keywords)
+    return Reallocation(4, (1, 2, 4), rates, start_seconds=start_seconds, **keywords)
 
 
 def test_the_long_trajectory_gets_a_large_engine_and_the_short_ones_small_ones() -> None:
@@ -65,29 +72,37 @@ def test_what_changes_took_is_what_the_next_one_is_charged_with() -> None:
     first = policy.after(TAIL, 100.0, 10)
     policy.changed(first.degrees, 1000.0)
     assert policy.degrees == first.degrees
-    assert not policy.after([20.0] * 40, 100.0, 10).changes
-    policy.failed((4,), 2.0, "no memory")
+    assert not policy.after(SHORT, 100.0, 10).changes
+    policy.failed((1, 1, 1, 1), 2.0, "no memory")
     assert policy.cost == 501.0
     for _ in range(20):
         policy.changed(policy.degrees, 0.001)
-    again = policy.after([20.0] * 40, 100.0, 10)
+    again = policy.after(SHORT, 100.0, 10)
     assert not again.changes
-    assert again.reason == "4 did not come up: no memory"
+    assert again.reason == "1+1+1+1 did not come up: no memory"
 
 
-@pytest.mark.parametrize("lengths", [[], [float("nan"), 3.0], [-1.0], [float("inf")]])
-def test_of_lengths_that_say_nothing_nothing_follows(lengths: list[float]) -> None:
-    found = manager().after(lengths, 100.0, 10)
+def test_of_nothing_nothing_follows() -> None:
+    found = manager().after(told(), 100.0, 10)
     assert not found.changes
     assert found.degrees == (1, 1, 1, 1)
 
 
 def test_the_next_step_is_expected_to_be_what_is_in_flight_and_more_of_what_has_ended() -> None:
-    assert expected_lengths([], [], 4) == []
-    assert expected_lengths([9.0, 1.0, 5.0, 3.0], [], 4) == [1.0, 3.0, 5.0, 9.0]
-    assert expected_lengths([9.0, 1.0, 5.0, 3.0], [70.0, 80.0], 4) == [70.0, 80.0, 3.0, 9.0]
-    assert expected_lengths([1.0], [70.0] * 9, 4) == [70.0] * 4
-    assert len(expected_lengths([1.0, 2.0, 4.0], [], 64)) == 64
+    assert expected_loads([], [], 4).count == 0
+    ended = [Ended(str(said), said) for said in (9, 1, 5, 3)]
+
+    def lengths(loads: Loads) -> list[float]:
+        return [loads.longest(place, 1) for place in range(loads.count)]
+
+    assert lengths(expected_loads(ended, [], 4)) == [9.0, 5.0, 3.0, 1.0]
+    assert lengths(expected_loads(ended, [70.0, 80.0], 4)) == [80.0, 70.0, 9.0, 3.0]
+    assert lengths(expected_loads(ended[:1], [70.0] * 9, 4)) == [70.0] * 4
+    assert expected_loads(ended, [], 64).count == 64
+    spread = [Ended("one", said) for said in (10, 20, 40, 80)]
+    found = expected_loads(spread, [], 4)
+    assert found.longest(0, 1) == 30.0, "nobody knows which of a prompt's will be long: their median"
+    assert found.longest(0, 4) > 50.0, "but one of four will be"
 
 
 def test_degrees_that_are_not_the_devices_are_refused() -> None:
@@ -214,13 +229,12 @@ def test_who_else_cuts_or_lends_the_engines_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match=r"sim\.degrees.*rollout\.placement\.degrees chooses them"):
         simulate(tailed("sim.degrees=[1, 1, 1, 1]"))
     config = tailed()
-    task = SimTask(config)
     with pytest.raises(ConfigError, match=r"resources\.pools.*rollout\.placement\.degrees needs all devices"):
-        cutting.check(tailed("resources.pools={H800=8}"), task)
-    with pytest.raises(ConfigError, match=r"degrees\.profile.*cannot be read"):
-        cutting.check(tailed('rollout.placement.degrees.profile="none.json"'), task)
+        cutting.check(tailed("resources.pools={H800=8}"))
+    with pytest.raises(ConfigError, match=r"placement\.profile.*cannot be read"):
+        cutting.check(tailed('rollout.placement.profile="none.json"'))
     with pytest.raises(ConfigError, match=r"rollout\.placement\.degrees\.speeds"):
-        cutting.check(config, task)
+        cutting.check(config)
     given = tailed("rollout.placement.degrees.speeds={1=1.0, 2=1.7}")
-    assert make_reallocation(given, SimTask(given)).options == (2, 1)
-    assert make_reallocation(given, SimTask(given), heads=3).options == (1,)
+    assert make_reallocation(given).options == (2, 1)
+    assert make_reallocation(given, heads=3).options == (1,)

@@ -466,7 +466,7 @@ def test_a_host_that_never_gets_ready_is_an_error_and_leaves_nothing(
     slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    monkeypatch.setattr(launch, "START_LIMIT", 0.5)
+    monkeypatch.setattr(RewardHost, "start_limit", 0.5)
     with pytest.raises(RunError, match="not ready within"):
         asyncio.run(RewardHost("a:b").start())
     assert _ends(int((tmp_path / "pid").read_text()))

@@ -11,13 +11,17 @@ from orchestrator.bench import describe
 from orchestrator.bench.rollpacker_figures import (
     OVER_RLHFUSE,
     PLANNER,
+    SEARCHED,
     SIZES,
+    STAGES,
     TABLE_2,
     Played,
     figure_14c,
     only,
     play,
     run,
+    search,
+    stages,
     table_2,
 )
 from orchestrator.config import Config
@@ -91,4 +95,27 @@ def test_the_quick_form_has_all_its_rungs() -> None:
     assert result["kind"] == "simulated"
     assert set(result["detail"]["ladder"]["7B/8k"]) == {*RUNGS, PLANNER}
     assert result["detail"]["simulator_error"]["step_time"]
-    assert [row["printed"] for row in figure_14c()] == ["1.6"]
+    assert [row["printed"] for row in figure_14c()[1]] == ["1.6"]
+
+
+@pytest.mark.long
+def test_the_searched_eta_is_the_one_that_took_the_least_where_it_was_tried() -> None:
+    detail, rows = search()
+    assert not rows
+    tried = detail["rollout_seconds_tried"]
+    assert [float(eta) for eta in tried] == list(SEARCHED)
+    assert detail["stays_with"] == min(SEARCHED, key=lambda eta: tried[str(eta)])
+    assert set(detail["rollout_seconds_kept"]) == set(tried)
+
+
+def test_what_a_step_is_made_of_adds_up_and_more_scores_at_a_time_shorten_the_reward_alone() -> None:
+    shape = {"scale": 4, "steps": 3}
+    found = [
+        stages(rollpacker("14B/16k", "veRL", **shape, extra=[*only("code"), f"sim.reward_slots={slots}"]))
+        for slots in (32, 512)
+    ]
+    for one in found:
+        assert sum(one[name] for name in STAGES) == pytest.approx(one["step"], rel=0.1)
+    assert found[0]["reward"] > 1.5 * found[1]["reward"] > 1.0
+    assert found[0]["rollout"] == pytest.approx(found[1]["rollout"])
+    assert found[0]["training"] == pytest.approx(found[1]["training"])

@@ -223,19 +223,78 @@ def test_the_search_tries_each_eta_for_a_period_and_keeps_the_best() -> None:
     search = EtaSearch((1.1, 1.25, 1.4))
     for eta, seconds in ((1.1, 9.0), (1.25, 5.0), (1.4, 7.0)):
         assert search.eta == eta
-        search.ended(seconds, 4, long=False)
+        search.ended(seconds, 4, long=False, deferred=2)
         assert search.eta == eta
         search.ended(10.0, 4, long=True)
     assert search.done
     assert search.eta == 1.25
-    again = EtaSearch((1.1, 1.25, 1.4))
-    again.restore(search.state())
-    assert again.eta == 1.25
+    search.ended(100.0, 4, long=False, deferred=2)
+    assert search.costs == {eta: pytest.approx((seconds + 5.0) / 6) for eta, seconds in ((1.1, 9), (1.25, 5), (1.4, 7))}
     planner = RoundPlanner(RoundRules(8, 8, search=(1.1, 1.4)))
     assert planner.begin().target == 9
     assert planner.search is not None
+    planner.search.ended(1.0, 8, long=False, deferred=1)
     planner.search.ended(1.0, 8, long=True)
     assert planner.begin().target == 12
+
+
+def test_a_long_round_is_charged_to_an_eta_in_the_share_that_it_deferred() -> None:
+    """Three short rounds that defer half a batch each fill the queue for one and a half long rounds, not for one."""
+    search = EtaSearch((1.5, 1.25))
+    for _ in range(3):
+        search.ended(4.0, 8, long=False, deferred=4)
+    search.ended(20.0, 8, long=True)
+    assert search.costs == {1.5: (3 * 4.0 + 1.5 * 20.0) / 36}
+    search.ended(20.0, 8, long=True)  # what is left of the first value's queue
+    assert search.eta == 1.25
+    assert len(search.costs) == 1
+
+
+def test_an_eta_that_defers_nothing_does_not_keep_the_others_from_being_tried() -> None:
+    planner = RoundPlanner(RoundRules(4, 2, search=(1.0, 1.5)))
+    for _ in range(4):
+        assert planner.search is not None
+        assert planner.search.eta == 1.0
+        play(planner)
+    assert planner.begin().eta_prompts == 1.5
+
+
+def test_the_rest_of_an_epoch_counts_as_a_long_round_and_a_short_one_that_fills_up_for_no_eta() -> None:
+    planner = RoundPlanner(RoundRules(4, 2, epoch=12, search=(1.25, 1.5)))
+    assert planner.search is not None
+    assert [play(planner)[0] for _ in range(2)] == [SHORT, SHORT]
+    assert planner.begin().closing, "two prompts of the epoch are left, and two are deferred"
+    for number in launch_all(planner):
+        planner.ready(number)
+    planner.end(3.0, list(planner._ready))
+    assert planner.search.costs == {1.25: (2 * 1.0 + 3.0 * 2 / 4) / 10}
+    tight = RoundPlanner(RoundRules(4, 2, epoch=5, search=(1.25, 1.5)))
+    assert tight.begin().kind == SHORT
+    launch_all(tight)
+    tight.discard(0)  # the epoch has no other prompt to put in its place
+    assert not tight.wanted()
+    tight.discard(1)
+    assert tight.launch() == 5
+    assert tight.round is not None
+    assert tight.round.closing
+    tight.end(9.0, ())
+    assert tight.search is not None
+    assert tight.search.state()["rounds"] == 0
+
+
+def test_a_search_goes_on_in_the_middle_of_a_period_and_one_of_an_older_checkpoint_begins_its_period_anew() -> None:
+    rules = RoundRules(4, 2, search=(1.25, 1.5))
+    planner, again = RoundPlanner(rules), RoundPlanner(rules)
+    play(planner)
+    again.restore(json.loads(json.dumps(planner.state())))
+    assert planner.search is not None
+    assert again.search is not None
+    for search in (planner.search, again.search):
+        search.ended(3.0, 4, long=True)
+    assert again.search.costs == planner.search.costs == {1.25: (1.0 + 3.0 / 4) / 5}
+    older = EtaSearch((1.25, 1.5))
+    older.restore({"costs": [2.0], "seconds": 7.0, "prompts": 9})
+    assert (older.eta, older.state()["rounds"]) == (1.5, 0)
 
 
 def test_tokens_thrown_away_are_those_made_and_not_delivered_and_those_of_trajectories_that_ended_untrained() -> None:

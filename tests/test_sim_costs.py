@@ -101,8 +101,10 @@ def test_a_small_case_by_hand() -> None:
     assert costs.prefill(2000, 1e6, 3) == pytest.approx(14e6 * 2003 / 1e12 - 14e6 / 1e9 + 4 * 1e6 * 1000 / 1e12)
     assert costs.prefill(500, 0.0, 3) == 0.0  # as many as share the reading of the weights
     assert costs.fetch_seconds == pytest.approx(16e6 / 1e9)
-    training = RooflineTraining(TOY, SMALL, 2, 1)
-    assert training.train([100, 300]) == pytest.approx(4 * (14e6 * 400 + 4 * 50_000 * 1000) / 2e12)
+    training = RooflineTraining(TOY, SMALL, 2, 1, serial=1e-3)
+    computed = 4 * (14e6 * 400 + 4 * 50_000 * 1000) / 2e12
+    assert training.train([100, 300]) == pytest.approx(computed + 0.4)
+    assert training.train([100, 300], 0.25) == pytest.approx(4 * computed + 0.4)  # on a quarter of the devices
 
 
 @pytest.mark.parametrize("growth", [0.0, 1e-9, 1e-4, 0.3])

@@ -1,50 +1,104 @@
-"""Prefill and decode on different simulated devices: what is computed where, what crosses the link, and what is refused."""
+"""Prefill and decode on different simulated devices, by the production path: one turn of two parts, KV over the link, nothing
+lost, and what is refused."""
+
+from __future__ import annotations
+
+import json
 
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.config import Config
-from orchestrator.sim.disaggregated import CLUSTER_LINK_GB_S, PrefillPool
+from orchestrator.config import Config, load_config
+from orchestrator.sim.cluster import engine_costs
+from orchestrator.sim.costs import KV_SECONDS
+from orchestrator.sim.disaggregated import PartedSpeech
 from orchestrator.sim.hardware import MODELS
-from orchestrator.sim.run import simulate
+from orchestrator.sim.run import SimResult, simulate
 from orchestrator.sim.setups import measure, scenario
 
-SMALL = ["run.steps=2", "rollout.environments=32", "rollout.groups_per_step=4", "sim.trainer_gpus=8"]
-SMALL += ["sim.tasks.swe-bench.turns_min=4", "sim.tasks.swe-bench.turns_max=6"]
+SMALL = ["run.steps=2", "rollout.environments=32", "rollout.groups_per_step=4", "sim.trainer_gpus=8", "sim.grain=1"]
+SMALL += ["rollout.engine.max_model_len=8192", "sim.tasks.swe-bench.response_max=400"]
+SMALL += ["sim.tasks.swe-bench.turns_min=3", "sim.tasks.swe-bench.turns_max=5"]
+ON = ["rollout.kv_transfer.enabled=true", "rollout.disaggregation.enabled=true"]
+FLEET = ["rollout.workers=4", "sim.fleet={H800=2, H20=2}"]
 
 
-def apart(*overrides: str) -> Config:
-    given = ["rollout.workers=2", "sim.fleet={H20=2}", "sim.prefill={H800=2}"]
-    return scenario("rollart-swe", [*SMALL, *given, *overrides])
+def apart(*overrides: str, prefill: str = "H800", decode: str = "H20") -> Config:
+    classes = [f"rollout.disaggregation.prefill={prefill}", f"rollout.disaggregation.decode={decode}"]
+    return scenario("rollart-swe", [*SMALL, *FLEET, *ON, *classes, *overrides])
 
 
-def test_a_trajectorys_later_prompts_cost_only_what_is_new_in_them_and_wait_for_the_engine_that_holds_it() -> None:
-    pool = PrefillPool(apart())
-    first = pool.prefill("a", 500, 0.0)
-    assert pool.prefill("b", 500, 0.0) == pytest.approx(first), "on the other engine"
-    busy = pool.busy_seconds
-    again = pool.prefill("a", 520, first)
-    assert 0 < pool.busy_seconds - busy < 0.5 * first
-    assert pool.prefill("a", 560, first) > again, "behind what its engine has to do"
+def moves(result: SimResult) -> list[dict[str, object]]:
+    return [event for event in map(json.loads, result.events.splitlines()) if event["kind"] == "kv_moved"]
 
 
-def test_a_transfer_takes_the_kv_of_its_tokens_over_the_link() -> None:
-    config = apart()
-    bytes_of = MODELS["Qwen3-8B"].kv_bytes * config.sim.grain * 100
-    assert PrefillPool(config).transfer(100) == pytest.approx(bytes_of / (0.8e9 * CLUSTER_LINK_GB_S))
-    assert PrefillPool(config).transfer(0) == 0.0
-
-
-def test_a_run_with_prefill_elsewhere_accounts_for_everything_and_a_slower_prefill_shows() -> None:
+def test_a_run_of_two_classes_accounts_for_every_turn_and_each_turn_moves_what_is_new() -> None:
     result = simulate(apart())
-    assert result.ledger["trained"] == 2 * 32
-    assert result.ledger["in_flight"] == 0
+    assert (result.ledger["trained"], result.ledger["in_flight"]) == (2 * 32, 0)
     assert simulate(apart()).events == result.events, "the same bytes again"
-    fast, slow = (measure(apart(f"sim.prefill={{{name}=1}}")).step_seconds for name in ("H800", "H20"))
-    assert slow > fast
+    found = moves(result)
+    to_decode = [event for event in found if event["worker"] in ("sim-2", "sim-3")]
+    assert len(to_decode) >= 2 * 32 * 3  # every turn's context
+    assert len(found) > len(to_decode)  # and what was said in the turns before, back
+    first = found[0]
+    assert first["seconds"] == pytest.approx(engine_costs(apart(), "H20").kv_move(int(str(first["tokens"]))), rel=1e-3)
 
 
-@pytest.mark.parametrize("override", ["sim.costs=linear", "rollout.planner.enabled=true"])
-def test_what_cannot_be_played_apart_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=r"sim\.prefill"):
-        simulate(apart(override))
+def test_a_slower_class_or_link_makes_steps_longer() -> None:
+    fast, slow = (
+        measure(apart(f"sim.fleet={{{name}=1, H200=3}}", prefill=name, decode="H200")).step_seconds
+        for name in ("H800", "H20")
+    )
+    assert slow > 1.02 * fast
+    assert measure(apart("sim.kv_gb_s=0.05")).step_seconds > 1.02 * measure(apart()).step_seconds
+
+
+def test_kv_takes_the_time_of_its_bytes_over_the_given_link() -> None:
+    bytes_of = MODELS["Qwen3-8B"].kv_bytes * 100
+    seconds = engine_costs(apart("sim.kv_gb_s=25"), "H20").kv_move(100)
+    assert seconds - KV_SECONDS == pytest.approx(bytes_of / (0.8 * 25e9))
+
+
+@pytest.mark.parametrize("workload", ["plain", "tasks"])
+def test_the_first_token_of_a_turn_does_not_depend_on_how_many_are_asked_for(workload: str) -> None:
+    config = apart() if workload == "tasks" else load_config(None, ["sim.response_tokens_mean=3"])
+    speech = PartedSpeech(config, None)
+    firsts = 0
+    for number in range(200):
+        context, whole = (2, 5, 9), speech.response((2, 5, 9), f"t{number}", 0, 64)
+        assert speech.response(context, f"t{number}", 0, 1) == whole[:1]
+        firsts += len(whole) > 1
+    assert firsts > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_faults_every_turn_of_two_parts_is_one_that_the_policy_said(seed: int) -> None:
+    """The audit compares tokens and versions of all that is trained."""
+    given = [f"run.seed={seed}", "run.steps=3", "rollout.workers=3", "sim.fault_rate=0.03", "rollout.stall_timeout=30"]
+    given += [
+        "rollout.environments=12",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=3",
+        "rollout.worker_restarts=1",
+    ]
+    given += [
+        *ON,
+        "rollout.disaggregation.prefill=H800",
+        "rollout.disaggregation.decode=H20",
+        "sim.fleet={H800=1, H20=2}",
+    ]
+    given += ["rollout.kv_transfer.min_tokens=0", "rollout.disaggregation.min_tokens=4", "evaluation.prompts=2"]
+    result = simulate(load_config(None, given))
+    assert result.ledger["trained"] >= 3 * 4
+    assert not result.violations
+    assert moves(result)
+
+
+def test_tokens_that_stand_for_several_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sim\.grain"):
+        simulate(apart("sim.grain=16"))
+
+
+def test_a_class_that_the_fleet_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"H200"):
+        simulate(apart(decode="H200"))

@@ -239,6 +239,21 @@ def test_a_loser_that_is_not_ended_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert failures(settings)
 
 
+def test_a_run_tries_its_values_of_eta_first_and_stays_with_the_one_that_took_the_least() -> None:
+    shape = ("rollout.rounds.epoch_prompts=0", "sim.environment_seconds_sigma=1.5", "run.steps=24")
+    result = simulate(config(("sync_plus", 0), "rollout.rounds.search=[1.0, 1.25, 1.5]", *shape))
+    rounds = events_of(result, "round")
+    tried = [event["eta_prompts"] for event in rounds if event["round"] == "short"]
+    costs = {float(eta): cost for eta, cost in rounds[-1]["search"].items()}
+    assert list(costs) == [1.0, 1.25, 1.5]
+    assert list(dict.fromkeys(tried)) == [1.0, 1.25, 1.5]
+    best = min(costs, key=lambda eta: costs[eta])
+    done = next(place for place, event in enumerate(rounds) if len(event["search"]) == 3)
+    after = {event["eta_prompts"] for event in rounds[done + 1 :] if event["round"] == "short"}
+    assert after == {best}
+    assert best > 1.0, "with a tail as long as this one speculation pays"
+
+
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from orchestrator.sim.costs import FETCH_SHARE
 from orchestrator.sim.run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.worker import SimWorker
 
-SEEDS = 200
+SEEDS = 120
 
 
 def config(*overrides: str) -> Config:

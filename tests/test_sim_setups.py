@@ -16,7 +16,7 @@ from orchestrator.bench.simulated_page import page
 from orchestrator.config import Config, load_config
 from orchestrator.sim.ablate import FEATURES, SYNCHRONOUS, Feature, ablate, draw, table
 from orchestrator.sim.calibrate import FittedCosts, Step, errors, fit, left_out, rollout_seconds
-from orchestrator.sim.cluster import engine_costs, fleet
+from orchestrator.sim.cluster import engine_costs, fleet, trainer_costs
 from orchestrator.sim.costs import seconds_of
 from orchestrator.sim.setups import LADDER, measure, rollart, rollpacker, scenario
 
@@ -30,6 +30,13 @@ def test_every_scenario_loads_and_its_engines_exist(name: str) -> None:
     text = (files("orchestrator.sim") / "scenarios" / f"{name}.toml").read_text(encoding="utf-8")
     assert text.startswith(("# Roll", "# Heddle"))  # its source
     assert scenario(name, scale=4).batch_trajectories * 4 <= config.batch_trajectories + 3 * config.rollout.group_size
+
+
+def test_an_nth_of_a_setup_trains_an_nth_of_the_batch_in_the_same_time() -> None:
+    whole, part = (trainer_costs(scenario("rollart", scale=scale)) for scale in (1, 8))
+    assert part.train([64]) == pytest.approx(whole.train([64] * 8))
+    doubled = trainer_costs(scenario("rollart", ["sim.trainer_gpus=64"])).train([64] * 8)
+    assert whole.train([64] * 8) / 2 < doubled < whole.train([64] * 8)  # twice the GPUs are not twice as fast
 
 
 def test_every_rung_and_fleet_of_the_papers_is_a_valid_config() -> None:

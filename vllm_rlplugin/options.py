@@ -30,6 +30,7 @@ KV_CONNECTOR = "PrefixConnector"  # for --kv-transfer-config, with
 KV_CONNECTOR_MODULE = "vllm_rlplugin.kv_connector"
 KV_ON_UPDATE = ("salt", "flush")
 KV_ROLES = ("serving", "rollout")
+ADMISSION = ("dual", "ttft", "tpot", "none")
 LOOPBACK = "127.0.0.0/8,::1/128"
 
 
@@ -83,6 +84,17 @@ class PluginOptions:
     )
     kv_pool_keep: float = _option(10.0, "seconds", "pages that nobody used for so long go back to the pool")
     kv_pool_scrub: bool = _option(False, "", "zero a page of another engine before it is used here")
+    kv_pool_admission: str = _option(
+        "dual",
+        "",
+        "which SLOs a rollout step may not endanger (the serving engine's flag); none: steps as they come",
+        ADMISSION,
+    )
+    kv_pool_ttft: float = _option(0.1, "seconds", "the serving engine's SLO from arrival to the first token")
+    kv_pool_tpot: float = _option(0.05, "seconds", "the serving engine's SLO between two tokens")
+    kv_pool_profile: str = _option(
+        "", "path", "what this engine's steps cost, by `rl-coserve profile`; without it, learned while it runs"
+    )
 
     def __post_init__(self) -> None:
         self._check_pool()
@@ -110,6 +122,11 @@ class PluginOptions:
         for name in ("kv_pool_headroom", "kv_pool_watermark", "kv_pool_lent"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "give a share from 0 to 1")
+        if self.kv_pool_admission not in ADMISSION:
+            raise ConfigError("kv_pool_admission", self.kv_pool_admission, f"is one of {', '.join(ADMISSION)}")
+        for name in ("kv_pool_ttft", "kv_pool_tpot"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "give a time over 0 seconds")
         for name in ("kv_pool_window", "kv_pool_keep"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(name, getattr(self, name), "give 0 or more seconds")

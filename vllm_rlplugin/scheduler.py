@@ -61,7 +61,8 @@ class Coserving(Preempting):
         * ``advance_version`` {"version", "history" (default: the present one)}: the weights are now of this version; it
           never decreases within a history, and histories never return -> {"preempted", "how", "seconds"}
         * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
-          serving engine -> pages held, budget, and what is lent ({} without a pool)
+          serving engine (a rollout engine says so itself, with ``advance_version``) -> pages, budget, what is lent, admitted and
+          late ({} without a pool)
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":
@@ -79,9 +80,10 @@ class Coserving(Preempting):
     # ---- hooks into stock methods ----
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._rl_pages is not None:
-            self._rl_pages.before_step()
-        output = super().schedule(*args, **kwargs)
+        if self._rl_pages is None:
+            output = super().schedule(*args, **kwargs)
+        else:
+            output = self._rl_pages.schedule(super().schedule, *args, **kwargs)
         if output.total_num_scheduled_tokens:
             self._rl_steps += 1
         return output
@@ -90,6 +92,21 @@ class Coserving(Preempting):
         if self._rl_salted:  # whatever version its front end knew, it must carry the present one
             self._rl_salt(request)
         super().add_request(request)
+        if self._rl_pages is not None:
+            self._rl_pages.arrived(request)
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        answers = stock.update_from_output(scheduler_output, *args, **kwargs)
+        if self._rl_pages is not None:
+            self._rl_pages.ended(scheduler_output, answers)
+        return answers
+
+    def shutdown(self) -> None:
+        if self._rl_pages is not None:
+            self._rl_pages.stop()
+        stock: Any = super()
+        stock.shutdown()
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._rl_generated += request.num_output_tokens
@@ -136,6 +153,8 @@ class Coserving(Preempting):
         stock: Any = self
         stock.reset_encoder_cache()  # encoder outputs are kept by their input alone, which no salt covers
         self._rl_version, self._rl_history = version, history
+        if self._rl_pages is not None:
+            self._rl_pages.rl_step()
         return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
 
     def _rl_salt_all(self, version: int, history: int) -> None:

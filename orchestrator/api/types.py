@@ -205,6 +205,8 @@ class Trajectory:
     def contexts(self) -> tuple[tuple[int, Trajectory], ...]:
         """(index of its first turn, the trajectory of its turns alone) of each context that the policy was shown."""
         starts = [index for index, turn in enumerate(self.turns) if index == 0 or turn.context is not None]
+        if len(starts) == 1:
+            return ((0, self),)
         ends = [*starts[1:], len(self.turns)]
         parts = zip(starts, ends, strict=True)
         return tuple((start, replace(self, turns=self.turns[start:end])) for start, end in parts)

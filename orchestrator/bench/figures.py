@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from orchestrator.report.svg import Axis, Margins, Plot, Point, nice_axis, step_axis
@@ -243,18 +244,25 @@ def real_density(detail: Row) -> str:
 
 
 def learning_curves(detail: Row) -> str:
-    """Held-out success over training steps and over seconds, a line for each variant and seed of ``learning-parity``."""
-    styles = {"sync_plus": "c0", "async, alpha 1": "strong c1", "async, alpha 2": "c2"}
+    """Held-out success over training steps and over seconds, a line a variant of ``learning-parity``, its seeds averaged."""
+    styles = {
+        "sync_plus": "strong c0",
+        "async, alpha 1": "strong c1",
+        "async, alpha 2": "c1 dashed",
+        "tail batching": "c2",
+    }
+    styles |= {"tail batching of prompts": "c2 dashed", "shared devices": "c3"}
 
     def lines(at: int) -> list[Curve]:
-        return [
-            Curve(
-                f"{run['variant']}, seed {run['seed']}",
-                styles[run["variant"]] + (" dashed" if run["seed"] else ""),
-                [(point[at], point[2]) for point in run["curve"]],
-            )
-            for run in detail["runs"]
-        ]
+        curves = []
+        for name, style in styles.items():
+            runs = [run["curve"] for run in detail["runs"] if run["variant"] == name]
+            points = [
+                (mean(point[at] for point in same), mean(point[2] for point in same))
+                for same in zip(*runs, strict=True)
+            ]
+            curves.append(Curve(f"{name}, {len(runs)} seeds", style, points))
+        return curves
 
     steps, seconds = lines(0), lines(1)
     success = nice_axis(0.0, 1.0, "held-out success, %", lambda value: f"{100 * value:g}")

@@ -9,6 +9,7 @@ Each part of ours is then left out, and replaced by its own baselines. Degrees a
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from typing import Any
 
 from orchestrator.bench.simulated import frame, now, row
 from orchestrator.config import Config
-from orchestrator.policies.degrees import allocate
-from orchestrator.sim.foresight import Speeds
+from orchestrator.policies.degrees import allocate_loads
+from orchestrator.policies.loads import SCORE, Loads, sorted_loads
+from orchestrator.sim.foresight import SimRates
 from orchestrator.sim.run import simulate
 from orchestrator.sim.setups import scenario
 from orchestrator.sim.workload import Workload
@@ -25,6 +27,8 @@ from orchestrator.sim.workload import Workload
 NAME = "heddle"
 AGENTS = ("coding", "search", "math")
 GPUS = 64
+DEGREES = (1, 2, 4, 8)
+MARGIN = 0.05  # by which degrees that differ must be better than equal ones
 BASELINES = {
     "cache-aware": ("rollout.routing.imbalance=1000000",),
     "least-load": ("rollout.routing.imbalance=16",),
@@ -46,26 +50,44 @@ def base(agent: str, scale: int, extra: Sequence[str] = ()) -> Config:
     return scenario("heddle", [*others, *extra], scale)
 
 
-def sample_lengths(config: Config, number: int) -> list[float]:
-    """Generated tokens of so many trajectories, of prompts that no run plays: what a resource manager knows from before."""
-    workload, draw = Workload(config), random.Random(977)
-    found = []
-    for prompt in range(number // config.rollout.group_size):
+def known_loads(config: Config, number: int) -> Loads:
+    """Forecasts of so many trajectories before they begin, of prompts that no run plays: of each the median of its prompt's, and
+    how far they are from it. What a resource manager knows from the steps before."""
+    workload, draw, grain = Workload(config), random.Random(977), config.sim.grain
+    longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
+    tokens, prompts, gaps, off = list[float](), list[float](), list[float](), list[float]()
+    heard = said = 0.0
+    for prompt in range(number // size):
         name = workload.assign(f"known-{prompt}")
         task, opening = workload.of(name), workload.opening(name, random.Random(prompt))
-        for member in range(config.rollout.group_size):
-            turns = draw.randint(task.turns_min, task.turns_max)
-            said = (workload.response(opening, f"known-{prompt}-{member}", turn, 10**6) for turn in range(turns))
-            found.append(float(sum(map(len, said))))
-    return found
+        logs, observed = list[float](), task.observation_tokens / grain
+        for member in range(size):
+            turns, turn, spoken, context = (
+                draw.randint(task.turns_min, task.turns_max),
+                0,
+                0,
+                task.prompt_tokens / grain,
+            )
+            while turn < turns and context < longest:  # a full context ends it
+                room = max(1, int(longest - context))
+                one = len(workload.response(opening, f"known-{prompt}-{member}", turn, room))
+                context, spoken, turn = context + one + observed, spoken + one, turn + 1
+            logs.append(math.log(spoken))
+            prompts.append(task.prompt_tokens / grain)
+            gaps.append((turns - 1) * task.step_seconds)
+            heard, said = heard + (turn - 1) * observed, said + spoken
+        tokens += [math.exp(statistics.median(logs))] * size
+        off += [log - statistics.median(logs) for log in logs]
+    spreads = [max(0.0, statistics.quantiles(off, n=10)[-1]) / SCORE] * len(tokens)
+    return sorted_loads(tokens, prompts, prompts, gaps, spreads, 1.0 + heard / said, longest)[0]
 
 
 def degrees(config: Config) -> tuple[int, ...]:
-    """How the resource manager cuts the GPUs (Heddle 6)."""
+    """How the resource manager cuts the GPUs (Heddle 6), by the same costs that the placement reads."""
     number = config.rollout.groups_per_step * config.rollout.group_size
-    lengths, speeds = sample_lengths(config, number), Speeds(config)
-    kinds = {degree: speeds.of("", degree, number, speeds.tokens) for degree in (1, 2, 4, 8)}
-    return allocate(lengths, config.rollout.workers, kinds, random.Random(0)).degrees
+    rates = SimRates(config)
+    kinds = {degree: rates.of("", degree) for degree in DEGREES}
+    return allocate_loads(known_loads(config, number), config.rollout.workers, kinds, margin=MARGIN).degrees
 
 
 def cut(found: Sequence[int], scale: int) -> tuple[str, ...]:

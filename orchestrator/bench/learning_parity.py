@@ -56,12 +56,14 @@ class Variant:
 
 
 _ON_POLICY = ("run.mode=sync_plus", "rollout.alpha=0")
+_ROUNDS = ("rollout.redundant_groups=1.0", "rollout.rounds.enabled=true")
 VARIANTS = (
     Variant("sync_plus", _ON_POLICY, reference=True),
     Variant("async, alpha 1", ("run.mode=async", "rollout.alpha=1"), timed=True),
     Variant("async, alpha 2", ("run.mode=async", "rollout.alpha=2"), timed=True),
-    Variant("tail batching", (*_ON_POLICY, "rollout.redundant_groups=1.0", "rollout.rounds.enabled=true")),
+    Variant("tail batching", (*_ON_POLICY, *_ROUNDS)),
     Variant("shared devices", (*_ON_POLICY, "rollout.workers=2", "rollout.colocation.enabled=true")),
+    Variant("tail batching of prompts", (*_ON_POLICY, *_ROUNDS, "rollout.rounds.eta_responses=1.0")),
 )
 
 

@@ -1,6 +1,6 @@
 """Simulated figures of RollArt beside the printed ones: 12 (serverless rewards), 13 (alpha), 14b (redundancy), table 4, 7.5.
 
-And table 5: prefill on H800 and decode on H20 (:mod:`orchestrator.sim.disaggregated`) against both on all. The value is the
+And table 5: prefill on H800 and decode on H20 (:mod:`orchestrator.disaggregation`) against both on all. The value is the
 rollout time with four dedicated reward GPUs over that with serverless rewards (figure 12), three jobs on one cluster.
 """
 
@@ -134,12 +134,16 @@ def _table_5() -> tuple[dict[str, float], list[dict[str, Any]]]:
         ("Qwen3-30B-A3B", "2P2D", 4, 4, 251.1, 305.2),
     ):
         given = ["run.steps=4", f"sim.model={model}", "sim.tensor_parallel=4"]
+        given += ["sim.grain=1", "rollout.engine.max_model_len=32768"]  # a turn's first token is made apart
+        given += ["rollout.workers=4", f"sim.fleet={{H800={h800 // 2}, H20={h20 // 2}}}"]
         fleets = {
-            "both": ["rollout.workers=4", f"sim.fleet={{H800={h800 // 2}, H20={h20 // 2}}}"],
+            "both": [],
             "apart": [
-                f"rollout.workers={h20 // 2}",
-                f"sim.fleet={{H20={h20 // 2}}}",
-                f"sim.prefill={{H800={h800 // 2}}}",
+                "rollout.disaggregation.enabled=true",
+                "rollout.disaggregation.prefill=H800",
+                "rollout.disaggregation.decode=H20",
+                "rollout.kv_transfer.enabled=true",
+                "sim.kv_gb_s=25",  # between the clusters: 200 Gbit/s Ethernet (7.1)
             ],
         }
         seconds = {}

@@ -56,7 +56,7 @@ def watched(config: Config) -> tuple[list[Said], list[dict[str, Any]], list[dict
     return found, events, journal
 
 
-def figure_5(scale: int = 2, steps: int = 11) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def figure_5(scale: int = 1, steps: int = 6) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Qwen3-8B, maths, up to 32k, eight H800: latencies and concurrent tokens in short and in long rounds."""
     given = ["sim.model=Qwen3-8B", "rollout.workers=8", "sim.trainer_gpus=8", "trainer.data_parallel=2", *MATH]
     given += ["run.mode=sync_plus", f"rollout.engine.max_model_len={(512 + 32768) // 16}"]
@@ -171,7 +171,7 @@ def figure_14b() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     ]
 
 
-def table_4(scale: int = 2, steps: int = 11) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def table_4(scale: int = 1, steps: int = 6) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Maths alone, 7B/8k: one fetch of what is complete, at most a share of the batch, against fetching as groups complete."""
     found = {}
     for name, once in (("stream", 0.0), *((name, float(name.rstrip("%")) / 100) for name in TABLE_4)):

@@ -36,6 +36,7 @@ from orchestrator.sim.run import SimDisplay
 from orchestrator.sim.twins import SimEnvironment, SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker
 from orchestrator.store import TrajectoryStore
+from orchestrator.view.live import Sampler
 
 ENVIRONMENTS, SANDBOXED = 2000, 64
 SPEEDS = (0.25, 1.0, 1.0, 4.0)  # of environments, in turn: how much slower than the mean of the config
@@ -198,7 +199,10 @@ async def soak(config: Config, folder: Path, selector: WatchedSelector, mark: st
         checkpoints = BesideTheLoop(run.checkpoints, config.checkpoint.keep)
         parts = Parts(task, workers, trainer, SimReward(config), events, ledger, store, SimDisplay(), checkpoints)
         pipeline = Pipeline(config, parts)
-        collector.calm()  # as a real run does
+        collector.calm()  # as a real run does, and it is sampled for who looks at it
+        sampler = Sampler(folder, events, print)
+        sampler.pipeline = pipeline
+        sampler.start()
         probe = LoopDelay(selector)
         watch = asyncio.create_task(_watch(found, pipeline, task, started, probe), name="memory")
 
@@ -213,6 +217,7 @@ async def soak(config: Config, folder: Path, selector: WatchedSelector, mark: st
         finally:
             probe.stop()
             watch.cancel()
+            await sampler.close()
             for worker in workers:
                 await worker.close()
             await trainer.close()

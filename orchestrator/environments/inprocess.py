@@ -69,7 +69,7 @@ class InProcessSession:
     async def kill(self) -> None:
         """See the protocol."""
         if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
+            self._closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
@@ -97,11 +97,19 @@ class InProcessSession:
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._open is not None or self._closing is not None:
             raise TrajectoryError("environment_protocol", "a call into an environment that is at work or was killed")
-        task = asyncio.ensure_future(_no_exit(call))
+        task = asyncio.create_task(_no_exit(call))
         self._open = task
+        ended = asyncio.get_running_loop().create_future()
+
+        def end(_: asyncio.Task[T]) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        task.add_done_callback(end)
         try:
-            await asyncio.wait([task])
+            await ended  # not the task itself, which would be cancelled with us, and waited for
         except asyncio.CancelledError:
+            task.remove_done_callback(end)
             task.cancel()
             task.add_done_callback(_retrieve)
             raise  # it stays open: only kill may follow

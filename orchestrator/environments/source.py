@@ -51,7 +51,7 @@ class FreshEnvironments:
     async def release(self, environment: Environment, trusted: bool) -> None:
         """Close, even when the trajectory is cancelled meanwhile: nothing else would ever free the environment."""
         assert isinstance(environment, InProcessSession)
-        closing = asyncio.ensure_future(self._close_in_time(environment))
+        closing = asyncio.create_task(self._close_in_time(environment))
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
             try:

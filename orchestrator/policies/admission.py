@@ -2,14 +2,18 @@
 
 Guarantees:
 
-* No rollout step is admitted whose profiled cost exceeds the least slack of serving, less the guard. So a serving request is
-  delayed by one admitted step at most.
-* What serving published is believed for ``stale_seconds`` only: older, and there is no slack where it had requests.
+* No rollout step is admitted whose cost exceeds the least slack of serving, less the guard; and of one slack that serving
+  published, all steps together take no more than the whole. So serving is delayed by no more than it can spare, and a request
+  that arrives meanwhile by one admitted step at most.
+* What serving published is believed for ``stale_seconds`` after its running step should have ended: older, and there is no slack
+  where it had requests.
 * The guard grows with every near miss and decays slowly: a profile that is wrong costs rollout speed, never an SLO twice.
 
-Deviation from equation 1, on the safe side: a queued prefill also waits for those before it in the queue.
+Deviations, on the safe side: a queued prefill also waits for those before it in the queue (equation 1); and where serving says
+what a request that arrives now could spare (``arriving``), a step takes no more than that, even beside an idle engine.
+A serving step that runs is no reason to wait: what is published then is how much later it may end.
 
-Pure: seconds of one monotonic clock in, decisions out. Costs come from a profile (:mod:`orchestrator.policies.profile`).
+Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrator.policies.costs`.
 """
 
 from __future__ import annotations
@@ -40,18 +44,22 @@ class Slo:
 @dataclass(frozen=True, slots=True)
 class ServingState:
     """What a serving engine publishes every tick. ``at``: when; slacks: seconds, infinite where no request is concerned;
-    ``step_end``: when the step that runs is expected to end; ``busy``: it has requests."""
+    ``step_end``: when the step that runs is expected to end; ``busy``: it has requests; ``arriving``: the TTFT slack of a request
+    that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack."""
 
     at: float
     ttft_slack: float = math.inf
     tpot_slack: float = math.inf
     step_end: float = 0.0
     busy: bool = False
+    arriving: float = math.inf
+    tick: int = 0
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What may run now: ``tokens`` of prefill, or (``decode``) one step of that many sequences; ``seconds``: its cost."""
+    """What may run now, as one step: ``tokens`` of prefill beside one token each of ``decode`` sequences; ``seconds``: cost."""
 
     tokens: int = 0
     decode: int = 0
@@ -110,39 +118,51 @@ class Admission:
         self._least, self._most = guard, guard_most
         self._stale = stale_seconds
         self._prefill, self._decode = prefill, decode
+        self._spent = (-1, 0.0)  # of which tick, how many seconds
 
     def slack(self, state: ServingState, now: float) -> float:
-        """Seconds that serving can spare from now on, guard included; infinite when it is idle."""
-        if self.mode == "none" or not state.busy:  # idle holds until serving says otherwise, however old
+        """Seconds that serving can spare from now on, guard included; infinite when there is nothing to consider."""
+        if self.mode == "none":
             return math.inf
-        if now - state.at > self._stale:
+        least = state.arriving if self.mode in ("dual", "ttft") else math.inf
+        if not state.busy:  # holds until serving says otherwise, however old
+            return least / state.sharers - self.guard
+        late = now - max(state.at, state.step_end)
+        if late > self._stale:
             return -math.inf
-        considered = {
-            "dual": (state.ttft_slack, state.tpot_slack),
-            "ttft": (state.ttft_slack,),
-            "tpot": (state.tpot_slack,),
-        }[self.mode]
-        return min(considered) - (now - state.at) - self.guard
+        least = min(least, self.considered(state))
+        spent = self._spent[1] if self._spent[0] == state.tick else 0.0
+        return (least - max(0.0, late)) / state.sharers - spent - self.guard
+
+    def considered(self, state: ServingState) -> float:
+        """The least slack of requests that are there, of those that this mode looks at."""
+        ttft = state.ttft_slack if self.mode in ("dual", "ttft") else math.inf
+        tpot = state.tpot_slack if self.mode in ("dual", "tpot") else math.inf
+        return min(ttft, tpot)
 
     def admit(self, state: ServingState, now: float, prefill_left: int, decoding: int) -> Admitted:
-        """What may run next of ``prefill_left`` tokens to prefill and ``decoding`` sequences; decoding goes first, as it holds
-        KV memory. One kind a step."""
+        """What may run next of ``prefill_left`` tokens to prefill and ``decoding`` sequences. Decoding goes first, as it holds KV
+        memory; a chunk of prefill joins it when all of it fits."""
+        if not decoding and not prefill_left:
+            return Admitted(reason="nothing to do")
         slack = self.slack(state, now)
         if slack == -math.inf:
             return Admitted(reason="serving has not said anything for too long")
-        if self.mode != "none" and state.busy and state.step_end > now:
-            return Admitted(reason="a serving step runs")
-        if decoding:
-            for batch in _halves(decoding):
-                if (seconds := self._decode(batch)) <= slack:
-                    return Admitted(0, batch, seconds)
-        elif prefill_left:
-            for tokens in _halves(min(prefill_left, self.chunk)):
-                if (seconds := self._prefill(tokens)) <= slack:
-                    return Admitted(tokens, 0, seconds)
-        else:
-            return Admitted(reason="nothing to do")
-        return Admitted(reason="serving has no slack")
+        batch, tokens, seconds = 0, 0, 0.0
+        for count in _halves(min(decoding, self.chunk)):
+            if (cost := self._decode(count)) <= slack:
+                batch, seconds = count, cost
+                break
+        if batch == decoding:
+            for count in _halves(min(prefill_left, self.chunk - batch)):
+                if seconds + (cost := self._prefill(count)) <= slack:
+                    tokens, seconds = count, seconds + cost
+                    break
+        if not batch and not tokens:
+            return Admitted(reason="serving has no slack")
+        if state.busy:
+            self._spent = (state.tick, seconds + (self._spent[1] if self._spent[0] == state.tick else 0.0))
+        return Admitted(tokens, batch, seconds)
 
     def ran(self, slack_left: float) -> None:
         """A rollout step is over; ``slack_left``: what serving then published. Below zero is a near miss."""

@@ -1,15 +1,18 @@
 """How many GPUs each rollout worker gets, so that the long trajectories run fast and the short ones together (Heddle 6).
 
 A worker of model-parallel degree 8 makes a token sooner than one of degree 1, eight of degree 1 make more tokens in all. Given
-the predicted lengths and what each degree does (:class:`orchestrator.policies.placement.Speed`), :func:`allocate` splits a GPU
-budget into workers and says what makespan the best placement on them has. Guarantees:
+the predicted lengths and what each degree does, :func:`allocate` splits a GPU budget into workers and says what makespan the best
+placement on them has. What a degree does is either the paper's interference by group size
+(:class:`orchestrator.policies.placement.Speed`), or what a profile says of whole groups, KV and tool calls included
+(:class:`orchestrator.policies.loads.Rates`, :func:`allocate_loads`). Guarantees:
 
 * The degrees sum to the budget and come in descending order, the order in which the placement takes the longest first.
-* While the budget has at most ``exact_limit`` allocations, the answer is the best of all of them: 969 for 64 GPUs of degrees 1,
-  2, 4 and 8, of which most are dismissed by one question (:func:`orchestrator.policies.placement.cut` with ``below``), so that
-  no annealing is needed there.
-* Beyond it, Heddle's Algorithm 2: simulated annealing from a random sorted start, with its three moves. Same random source,
-  same answer; never worse than the best allocation of equal degrees.
+* The answer is the best of all allocations, for any budget: within a given makespan, the furthest that the longest-first order
+  can be served with so many GPUs, the last worker of this degree, follows from the furthest with fewer, as a worker that begins
+  further on also ends further on. Where that reaches the end the makespan can be met, and the placement's own search finds the
+  smallest one that can.
+* :func:`anneal` is Heddle's Algorithm 2 for comparison: simulated annealing from a random sorted start, with its three moves.
+  Same random source, same answer; never worse than the best allocation of equal degrees.
 
 A worker never spans servers: a degree above ``per_server`` is not used, and the budget must be whole servers or less than one.
 """
@@ -19,16 +22,20 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.policies.placement import Speed, cut
+from orchestrator.policies.loads import Loads, Rates, place_loads
+from orchestrator.policies.placement import Fill, Speed, cut, most, search
+
+# From this trajectory on, within so many seconds, likely number: how many a worker takes, their seconds, those of one more.
+Take = Callable[[int, float, int], tuple[int, float, float]]
 
 
 @dataclass(frozen=True)
 class Allocation:
     """``degrees`` of the workers, descending; ``makespan``: seconds of the best placement; ``exact``: nothing is better;
-    ``tried``: allocations that were looked at."""
+    ``tried``: questions that were asked, or allocations that were looked at."""
 
     degrees: tuple[int, ...]
     makespan: float
@@ -48,42 +55,127 @@ class Annealing:
             raise ValueError(f"{self}: both between 0 and 1")
 
 
-def allocate(
-    lengths: Sequence[float],
-    budget: int,
-    speeds: Mapping[int, Speed],
-    rng: random.Random,
-    *,
-    per_server: int = 8,
-    exact_limit: int = 20_000,
-    annealing: Annealing | None = None,
-) -> Allocation:
+def allocate(lengths: Sequence[float], budget: int, speeds: Mapping[int, Speed], *, per_server: int = 8) -> Allocation:
     """Split ``budget`` GPUs. ``lengths``: predicted tokens, any order. ``speeds``: by degree, in GPUs.
 
     Raises ValueError when no allocation uses the budget up, or none holds all trajectories.
     """
-    usable = sorted((degree for degree in speeds if 0 < degree <= per_server), reverse=True)
+    usable = _usable(budget, speeds, per_server)
+    longest_first = _longest_first(lengths)
+    takes = {degree: _taking(speeds[degree].costs, longest_first) for degree in usable}
+    largest = max((speeds[degree].costs[-1] for degree in usable), default=0.0)
+    smallest = min(speeds[degree].costs[0] for degree in usable)
+    longest = longest_first[0] if longest_first else 0.0
+    return _best(takes, budget, len(longest_first), longest * smallest, longest * largest)
+
+
+def allocate_loads(
+    loads: Loads, budget: int, rates: Mapping[int, Rates], *, per_server: int = 8, margin: float = 0.0
+) -> Allocation:
+    """As :func:`allocate`, of what a profile says of groups: ``rates`` by degree, in GPUs. Degrees that differ pay while
+    forecasts hold, and cost when they do not: equal ones are kept unless others promise ``margin`` (a share) less."""
+    usable = _usable(budget, rates, per_server)
+    takes: dict[int, Take] = {degree: _loading(loads, rates[degree]) for degree in usable}
+    least = min(loads.seconds(rates[degree], 0, min(1, loads.count)) for degree in usable)
+    most_of_all = max(loads.seconds(rates[degree], 0, loads.count) for degree in usable)
+    found = _best(takes, budget, loads.count, least, most_of_all)
+    equal = [(place_loads(loads, [rates[d[0]]] * len(d))[1], d) for d in _uniform(budget, usable)]
+    makespan, degrees = min(equal, default=(math.inf, ()))
+    if makespan * (1.0 - margin) > found.makespan:
+        return found
+    return Allocation(degrees, makespan, makespan <= found.makespan, found.tried + len(equal))
+
+
+def _taking(costs: list[float], lengths: Sequence[float]) -> Take:
+    def take(start: int, limit: float, _: int) -> tuple[int, float, float]:
+        taken, beyond = most(costs, lengths[start], limit)
+        taken = min(taken, len(lengths) - start)
+        return taken, costs[taken - 1] * lengths[start] if taken else 0.0, beyond
+
+    return take
+
+
+def _loading(loads: Loads, rates: Rates) -> Take:
+    return lambda start, limit, hint: loads.most(rates, start, limit, hint)
+
+
+def _best(takes: Mapping[int, Take], budget: int, count: int, least: float, first: float) -> Allocation:
+    """The allocation with the smallest makespan. ``least``: no makespan is below it; ``first``: any allocation that holds all
+    has one within it. Raises ValueError when none does."""
+    if not count:
+        return Allocation(next(_uniform(budget, list(takes))), 0.0, True, 0)
+    asked = 0
+
+    def ask(limit: float) -> Fill[tuple[int, ...]]:
+        nonlocal asked
+        asked += 1
+        return _reach(takes, budget, count, limit)
+
+    found = search(ask, least, first, count)
+    if found is None:
+        raise ValueError(f"no allocation of {budget} GPUs holds {count} trajectories")
+    return Allocation(found[0], found[1], True, asked)
+
+
+def _reach(takes: Mapping[int, Take], budget: int, count: int, limit: float) -> Fill[tuple[int, ...]]:
+    """Whether all trajectories end within ``limit``: degrees, their makespan, the next limit to ask for, how many end."""
+    furthest: list[tuple[int, float, tuple[int, ...]] | None] = [(0, 0.0, ()), *[None] * budget]  # by GPUs used
+    following = math.inf
+    for degree, take in takes.items():  # descending
+        hint, known = 0, dict[int, tuple[int, float, float]]()  # by where it begins
+        for used in range(degree, budget + 1):
+            before = furthest[used - degree]
+            if before is None:
+                continue
+            start, seconds, degrees = before
+            taken, own, beyond = 0, 0.0, math.inf
+            if start < count:
+                if start not in known:
+                    known[start] = take(start, limit, hint)
+                taken, own, beyond = known[start]
+                hint, following = taken, min(following, beyond)
+            now = furthest[used]
+            if now is None or start + taken > now[0]:
+                furthest[used] = (start + taken, max(seconds, own), (*degrees, degree))
+    end = furthest[budget]
+    assert end is not None  # the budget is a sum of the degrees
+    return (end[2] if end[0] >= count else ()), end[1], following, end[0]
+
+
+def anneal(
+    lengths: Sequence[float] | Loads,
+    budget: int,
+    kinds: Mapping[int, Speed] | Mapping[int, Rates],
+    rng: random.Random,
+    *,
+    per_server: int = 8,
+    annealing: Annealing | None = None,
+) -> Allocation:
+    """As :func:`allocate`, or with :class:`Loads` as :func:`allocate_loads`, by Algorithm 2."""
+    usable = _usable(budget, kinds, per_server)
+    search_ = _Search(lengths if isinstance(lengths, Loads) else _longest_first(lengths), kinds)
+    for degrees in _uniform(budget, usable):
+        search_.cost(degrees)
+    _anneal(search_, budget, usable, rng, annealing or Annealing())
+    if not search_.best:
+        raise ValueError(f"no allocation of {budget} GPUs holds all trajectories")
+    return Allocation(search_.best, search_.makespan, False, search_.tried)
+
+
+def _usable(budget: int, kinds: Mapping[int, object], per_server: int) -> list[int]:
+    usable = sorted((degree for degree in kinds if 0 < degree <= per_server), reverse=True)
     if budget < 1 or (budget > per_server and budget % per_server):
         raise ValueError(f"budget = {budget}: whole servers of {per_server} GPUs, or less than one")
     if not count_allocations(budget, usable):
         raise ValueError(f"budget = {budget}: no sum of the degrees {usable} on offer")
+    return usable
+
+
+def _longest_first(lengths: Sequence[float]) -> list[float]:
     longest_first = sorted(lengths, reverse=True)
     if longest_first and not (longest_first[-1] >= 0 and math.isfinite(sum(longest_first))):
         raise ValueError("lengths: finite numbers of tokens, 0 or more")
-    search = _Search(longest_first, speeds)
-    if count_allocations(budget, usable) <= exact_limit:
-        # Equal degrees first: a good allocation dismisses many others at once.
-        for degrees in (*_uniform(budget, usable), *_all(budget, usable)):
-            search.better(degrees)
-        exact = True
-    else:
-        for degrees in _uniform(budget, usable):
-            search.better(degrees)
-        _anneal(search, budget, usable, rng, annealing or Annealing())
-        exact = False
-    if not search.best:
-        raise ValueError(f"no allocation of {budget} GPUs holds {len(longest_first)} trajectories")
-    return Allocation(search.best, search.makespan, exact, search.tried)
+    return longest_first
 
 
 def count_allocations(budget: int, degrees: Sequence[int]) -> int:
@@ -98,53 +190,34 @@ def count_allocations(budget: int, degrees: Sequence[int]) -> int:
 class _Search:
     """The best allocation seen so far."""
 
-    def __init__(self, lengths: Sequence[float], speeds: Mapping[int, Speed]) -> None:
+    def __init__(self, lengths: Sequence[float] | Loads, kinds: Mapping[int, Speed] | Mapping[int, Rates]) -> None:
         self._lengths = lengths
-        self._speeds = speeds
+        self._kinds = kinds
         self.best: tuple[int, ...] = ()
         self.makespan = math.inf
         self.tried = 0
 
-    def better(self, degrees: tuple[int, ...]) -> bool:
-        """Take it if it beats the best: one question when it does not."""
-        if self.makespan == math.inf:  # nothing to be better than
-            return self.cost(degrees) < math.inf
-        self.tried += 1
-        starts, makespan = cut(self._lengths, self._workers(degrees), self.makespan)
-        if starts:
-            self.best, self.makespan = degrees, makespan
-        return bool(starts)
-
     def cost(self, degrees: tuple[int, ...]) -> float:
         """Its makespan, infinite when it does not hold all trajectories; the best is remembered."""
         self.tried += 1
-        if sum(self._speeds[degree].capacity for degree in degrees) < len(self._lengths):
-            return math.inf
-        makespan = cut(self._lengths, self._workers(degrees))[1]
+        makespan = self._makespan([self._kinds[degree] for degree in degrees])
         if makespan < self.makespan:
             self.best, self.makespan = degrees, makespan
         return makespan
 
-    def _workers(self, degrees: tuple[int, ...]) -> list[Speed]:
-        return [self._speeds[degree] for degree in degrees]
+    def _makespan(self, workers: Sequence[Speed | Rates]) -> float:
+        if isinstance(self._lengths, Loads):
+            return place_loads(self._lengths, [worker for worker in workers if isinstance(worker, Rates)])[1]
+        speeds = [worker for worker in workers if isinstance(worker, Speed)]
+        if sum(speed.capacity for speed in speeds) < len(self._lengths):
+            return math.inf
+        return cut(self._lengths, speeds)[1]
 
 
 def _uniform(budget: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for degree in degrees:
         if budget % degree == 0:
             yield (degree,) * (budget // degree)
-
-
-def _all(budget: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Each multiset once, its degrees descending."""
-    first, rest = degrees[0], degrees[1:]
-    for number in range(budget // first, -1, -1):
-        left = budget - number * first
-        if not left:
-            yield (first,) * number
-        elif rest:
-            for tail in _all(left, rest):
-                yield (first,) * number + tail
 
 
 def _anneal(search: _Search, budget: int, degrees: Sequence[int], rng: random.Random, constants: Annealing) -> None:

@@ -1,9 +1,9 @@
 """What a length predictor is shown of a trajectory: numbers of its past, and a small encoding of its tokens (Heddle 4.1).
 
 Guarantees: a vector is a function of what is known at a turn boundary, of the history before it and of ``VERSION``, and of
-nothing else; it is finite whatever the numbers are. The encoder is a signed hash of one- and two-token pieces of the prompt and
-of the context's end, which needs no vocabulary and costs some ten microseconds; a fine-tuned language model, as in the paper,
-would stand in its place. Fixed random rectifiers of the numbers let a linear model bend.
+nothing else; it is finite whatever the numbers are. Tokens are shown as hashed one- and two-token pieces of the prompt and of the
+context's end, which needs no vocabulary and costs some ten microseconds: few signed bins for a linear model, more for one
+that learns a projection (:mod:`orchestrator.policies.encoder`). Fixed random rectifiers of the numbers let a linear model bend.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from orchestrator.api import Prompt, Trajectory, Turn
 
-VERSION = 1  # of the vector: a model of another one is not loaded
+VERSION = 2  # of the vector: a model of another one is not loaded
 PROMPT_TOKENS, TAIL_TOKENS = 256, 96  # that are looked at: of the first observation's end, of the context's end
+PIECES = 256  # bins of the pieces of either, for a network that learns what they mean
 HASHES = 32  # bins of the prompt's pieces, and as many of the tail's
 DENSE = 18  # numbers, the first of them 1
 BENT = 32  # rectifiers
@@ -141,15 +142,32 @@ def _log(value: float) -> float:
     return math.log1p(min(max(value, 0.0), _MOST)) if value == value else 0.0  # NaN is 0
 
 
+def pieces(tokens: Sequence[int], salt: int) -> Vector:
+    """Counts of hashed pieces over the root of their number, shape [PIECES]."""
+    mixed = _mixed(tokens, salt)
+    if not mixed.size:
+        return np.zeros(PIECES)
+    places = (mixed >> np.uint64(40)) % np.uint64(PIECES)
+    return np.bincount(places.astype(np.int64), None, PIECES) / math.sqrt(mixed.size)
+
+
 def _pieces(tokens: Sequence[int], salt: int) -> Vector:
     """Signed counts of hashed pieces over the root of their number, shape [HASHES]."""
-    ids = np.asarray(tokens, dtype=np.uint64)
-    if not ids.size:
+    mixed = _mixed(tokens, salt)
+    if not mixed.size:
         return np.zeros(HASHES)
-    pairs = ids[:-1] * np.uint64(0x9E3779B97F4A7C15) + ids[1:]
-    mixed = (np.concatenate([ids, pairs]) + np.uint64(salt)) * np.uint64(0xD6E8FEB86659FD93)
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= np.uint64(0xD6E8FEB86659FD93)
     places = (mixed >> np.uint64(40)) % np.uint64(HASHES)
     signs = np.where(mixed >> np.uint64(63), 1.0, -1.0)
     return np.bincount(places.astype(np.int64), signs, HASHES) / math.sqrt(mixed.size)
+
+
+def _mixed(tokens: Sequence[int], salt: int) -> NDArray[np.uint64]:
+    """A well-mixed number for each token and each pair of neighbours. Negative ids, which no engine has, count as large ones."""
+    ids = np.array(tokens, dtype=np.int64).astype(np.uint64)
+    if not ids.size:
+        return ids
+    pairs = ids[:-1] * np.uint64(0x9E3779B97F4A7C15) + ids[1:]
+    mixed: NDArray[np.uint64] = (np.concatenate([ids, pairs]) + np.uint64(salt)) * np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    return mixed

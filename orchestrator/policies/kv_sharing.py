@@ -19,7 +19,7 @@ Pure: pages in, decisions out; ``now`` in seconds of any monotonic clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 State = Literal["open", "cut", "frozen"]
@@ -118,6 +118,17 @@ class KvSharing:
     def killed(self) -> Budget:
         """The rollout engine is gone, and its pages are back: nothing for its successor before the next step."""
         self.budget = Budget(0, self.budget.revision + 1, "frozen")
+        return self.budget
+
+    def lend(self, now: float, share: float, rollout: int) -> Budget:
+        """The serving team says what share of the pool may be lent at most, from now on: a smaller one holds at once, as a cut; a
+        larger one gives nothing before the next step begins."""
+        self.rules = replace(self.rules, lent=share)
+        most = int(share * self.rules.pages)
+        if most < self.budget.pages:
+            state: State = "frozen" if rollout <= most else "cut"
+            self._deadline = now + self.rules.deadline
+            self.budget = Budget(most, self.budget.revision + 1, state)
         return self.budget
 
     def reclaim(self, now: float) -> Budget:

@@ -12,7 +12,8 @@ token alone, ``F`` the interference of ``k`` that run together. Guarantees of :f
 The paper's dynamic program asks for every split point, O(n^2 m). This asks another question: given a makespan, do the
 trajectories fit? Greedy filling answers it in O(m log n), as a worker that takes more leaves the others a shorter rest of
 shorter trajectories. Between a makespan that fits and one that does not, the search jumps only to makespans at which the
-greedy answer can change, so it ends at the exact optimum after some twenty questions. Aggregating short trajectories, which
+greedy answer can change, so it ends at the exact optimum after some twenty questions; often after two, as the longest
+trajectory alone is the optimum of a long tail. Aggregating short trajectories, which
 the paper needs for speed, would save nothing here and is left out.
 """
 
@@ -21,11 +22,16 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Found = TypeVar("Found")
+# What was found within a limit (nothing: false), its makespan, the next limit to ask for, how many trajectories fit.
+Fill = tuple[Found, float, float, int]
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ def place(lengths: Sequence[float] | NDArray[np.float64], workers: Sequence[Spee
     if not workers:
         raise ValueError("workers: at least one")
     order = descending(values)
-    starts, makespan = cut(values[order].tolist(), workers)
+    ordered: Any = values[order]
+    starts, makespan = cut(memoryview(ordered), workers)  # few of them are looked at: no list of all
     return Placement(order, tuple(starts), makespan)
 
 
@@ -113,23 +120,49 @@ def cut(longest_first: Sequence[float], workers: Sequence[Speed], below: float =
         return [0] * (len(workers) + 1), 0.0
     costs = [worker.costs for worker in workers]
     if below < math.inf:
-        best, high, _ = _fill(longest_first, costs, math.nextafter(below, 0))
-        if not best:
-            return [], math.inf
+        first = math.nextafter(below, 0)
+    elif sum(worker.capacity for worker in workers) < count:
+        raise ValueError(f"{count} trajectories do not fit on {len(workers)} workers")
     else:
-        if sum(worker.capacity for worker in workers) < count:
-            raise ValueError(f"{count} trajectories do not fit on {len(workers)} workers")
-        best, high, _ = _fill(longest_first, costs, _enough(longest_first, workers))
-    low = longest_first[0] * min(table[0] for table in costs)
+        first = _enough(longest_first, workers)
+    least = longest_first[0] * min(table[0] for table in costs)
+    return search(lambda limit: _fill(longest_first, costs, limit), least, first, count) or ([], math.inf)
+
+
+def search(ask: Callable[[float], Fill[Found]], least: float, first: float, count: int) -> tuple[Found, float] | None:
+    """What has the smallest makespan of all that ``ask`` can find for ``count`` trajectories, and that makespan. ``least``: no
+    makespan is below it; ``first``: the first limit that is asked for; None: nothing is within it.
+
+    Exact where a larger limit never finds less: the next limit is one at which an answer can change.
+    """
+    found, high, _, _ = ask(first)
+    if not found:
+        return None
+    low = middle = least  # the second question: does the longest alone decide, as it does in a long tail?
+    short: list[tuple[float, int]] = []  # limits that were too small, and how many fitted
     while low < high:
-        # Makespans are products: the geometric mean halves their range.
-        middle = min(max(math.sqrt(low) * math.sqrt(high), low), math.nextafter(high, 0))
-        starts, makespan, next_makespan = _fill(longest_first, costs, middle)
-        if starts:
-            best, high = starts, makespan
+        within, makespan, following, fitted = ask(middle)
+        if within:
+            found, high = within, makespan
         else:
-            low = next_makespan
-    return best, high
+            low = following
+            short.append((middle, fitted))
+        middle = min(max(_guess(low, high, short, count, ahead=not within), low), math.nextafter(high, 0))
+    return found, high
+
+
+def _guess(low: float, high: float, short: Sequence[tuple[float, int]], count: int, ahead: bool) -> float:
+    """A limit to ask for: a little above (``ahead``) or below the one at which all would fit if those that were too small are on
+    a power law. Where they say nothing, as makespans are products, the geometric mean: it halves their range."""
+    if len(short) > 1 and low > 0:
+        (before, fewer), (last, fitted) = short[-2:]
+        if 0 < fewer < fitted and 0 < before < last:
+            power: float = math.log(last / before) / math.log(fitted / fewer)
+            margin = (high / low) ** (0.05 if ahead else -0.05)
+            guess: float = last * (count / fitted) ** power * margin
+            if low < guess < high:
+                return guess
+    return math.sqrt(low) * math.sqrt(high)
 
 
 def _enough(lengths: Sequence[float], workers: Sequence[Speed]) -> float:
@@ -141,27 +174,43 @@ def _enough(lengths: Sequence[float], workers: Sequence[Speed]) -> float:
     return max(lengths[0] * worker.costs[-1] for worker in workers)
 
 
-def _fill(lengths: Sequence[float], costs: Sequence[list[float]], limit: float) -> tuple[list[int], float, float]:
-    """Each worker takes as many as it can within ``limit`` seconds: where the groups start, their makespan, and the next
-    limit at which one of them could take more. No starts: not all fit."""
+def _fill(lengths: Sequence[float], costs: Sequence[list[float]], limit: float) -> Fill[list[int]]:
+    """Each worker takes as many as it can within ``limit`` seconds: where the groups start, their makespan, the next limit at
+    which one of them could take more, and how many have a place. No starts: not all fit."""
     starts, position, count = [0], 0, len(lengths)
     makespan, following = 0.0, math.inf
     for table in costs:
         length, taken = lengths[position], len(table)
-        # The quotient finds the number, the product decides: quotients are rounded.
         if table[-1] * length > limit:
-            taken = min(bisect_right(table, limit / length), len(table) - 1)
-            while table[taken] * length <= limit:
+            # The quotient finds the number, the product decides: quotients are rounded.
+            taken = min(bisect_right(table, limit / length), taken - 1)
+            while (beyond := table[taken] * length) <= limit:
                 taken += 1
             while taken and table[taken - 1] * length > limit:
                 taken -= 1
-            following = min(following, table[taken] * length)
-        if position + taken >= count:
-            makespan = max(makespan, table[count - position - 1] * length)
-            starts.extend([count] * (len(costs) + 1 - len(starts)))
-            return starts, makespan, following
-        if taken:
-            makespan = max(makespan, table[taken - 1] * length)
+                beyond = table[taken] * length
+            if beyond < following:
+                following = beyond
+        last = position
         position += taken
+        if position >= count:
+            seconds = table[count - last - 1] * length
+            starts.extend([count] * (len(costs) + 1 - len(starts)))
+            return starts, max(makespan, seconds), following, count
+        if taken and (seconds := table[taken - 1] * length) > makespan:
+            makespan = seconds
         starts.append(position)
-    return [], makespan, following
+    return [], makespan, following, position
+
+
+def most(table: list[float], length: float, limit: float) -> tuple[int, float]:
+    """How many trajectories, the longest of ``length``, a worker of these costs ends within ``limit``, and what one more takes.
+    The same as in the loop above, which is its inlined form for speed."""
+    if table[-1] * length <= limit:
+        return len(table), math.inf
+    taken = min(bisect_right(table, limit / length), len(table) - 1)
+    while table[taken] * length <= limit:
+        taken += 1
+    while taken and table[taken - 1] * length > limit:
+        taken -= 1
+    return taken, table[taken] * length

@@ -6,10 +6,16 @@ the task, of all tasks, the configured prior). The same trajectories in the same
 Saved and loaded it goes on as it was; what is saved is arrays and JSON, no code.
 
 :class:`Progressive` learns online: each finished trajectory is decomposed into (what was known before a turn, what came after),
-as in the paper; the paper fine-tunes a language model of 0.6B on them, this is a ridge regression on
-:mod:`orchestrator.policies.features` of what the logarithm differs by from the history's. Trajectories that were cut off
-(aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is long. Intervals are
-conformal, by turn. :func:`prompt_only` and :class:`History` are what it is compared with (Heddle 7.2), :class:`Oracle` knows.
+as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say what is left: what
+finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge regression on
+:mod:`orchestrator.policies.features` as of now and as of the prompt alone, and an encoder of the tokens
+(:mod:`orchestrator.policies.encoder`, or a fine-tuned language model). :mod:`orchestrator.policies.stacking` weighs them by
+their errors on what came next, by turn and by how much is known of the prompt: where one of the baselines is best, it is
+followed. The forecast is a mean, not a median: that is what loads add up from.
+
+Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is
+long. Intervals are conformal, by the same classes. :func:`prompt_only` and :class:`History` are what it is compared with
+(Heddle 7.2), :class:`Oracle` knows.
 """
 
 from __future__ import annotations
@@ -23,7 +29,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from orchestrator.policies import stacking
+from orchestrator.policies.encoder import Encoder, HashedEncoder
 from orchestrator.policies.features import (
     BENT,
     DENSE,
@@ -36,9 +45,15 @@ from orchestrator.policies.features import (
     make_bends,
 )
 from orchestrator.policies.regression import Array, Conformal, Ridge
+from orchestrator.policies.stacking import Stack
+
+EXPERTS = ("prompt", "median", "history", "prompt-only", "ridge", "encoder")
 
 STAGES = 6  # turns 0, 1, 2, 3 to 5, 6 to 11, later: calibrated apart
+_KNOWN = 3  # how much is known of the prompt: nothing, one or two trajectories, more; each with its own weights and intervals
 _LEAST_ROWS = 64.0  # before the model speaks
+_EAGER = 0.25  # share of new rows after which it is solved anew, while there are few
+_STACK_MEMORY = 4_000.0  # rows: experts get better, the ridge and the encoder by what they learn
 _PROMPTS = 20_000  # that are remembered, the least recently finished forgotten first
 _MEMBERS = 32  # trajectories of a prompt that are
 _TURNS = 256  # beyond, one turn is like the other
@@ -48,7 +63,7 @@ _LONGEST = math.log1p(1e8)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Remaining tokens (the median, so to say) with an interval around them, and remaining turns."""
+    """Remaining tokens (the mean, so to say) with an interval around them, and remaining turns."""
 
     tokens: float
     low: float
@@ -114,8 +129,25 @@ class Memory:
 
     def of_prompt(self, task: str, prompt: str, turn: int) -> tuple[float, float]:
         """Mean logarithm of remaining tokens of the prompt's trajectories that came so far, and their number."""
-        found = [sum(said[turn:]) for said in self.prompts.get(f"{task}\n{prompt}", []) if len(said) > turn]
+        found = self._left(task, prompt, turn)
         return (sum(map(math.log1p, found)) / len(found), float(len(found))) if found else (0.0, 0.0)
+
+    def median(self, task: str, prompt: str, turn: int) -> float | None:
+        """The logarithm of remaining tokens of the middle one of them; one very long sibling does not move it."""
+        found = sorted(self._left(task, prompt, turn))
+        middle = len(found) // 2
+        if not found:
+            return None
+        return (math.log1p(found[middle]) + math.log1p(found[-1 - middle])) / 2.0
+
+    def _left(self, task: str, prompt: str, turn: int) -> list[int]:
+        return [sum(said[turn:]) for said in self.prompts.get(f"{task}\n{prompt}", []) if len(said) > turn]
+
+    def whole(self, task: str, prompt: str) -> tuple[float, float, str]:
+        """Mean logarithm of all tokens of the prompt's trajectories, else of the task's; of turns of the task's."""
+        tokens, turns, source = self.of_task(task, 0)
+        mean, number = self.of_prompt(task, prompt, 0)
+        return (mean, turns, "prompt") if number else (tokens, turns, source)
 
     def past(self, progress: Progress) -> Past:
         """For the vector of features: the prompt's mean is drawn to the task's while there are few."""
@@ -124,9 +156,24 @@ class Memory:
         return Past((mean * number + task) / (number + 1.0), task, number, turns, "prompt" if number else source)
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Turn boundaries as the model sees them. ``base``: logarithms of tokens and turns by the history; ``experts`` in tokens;
+    ``combined``, ``turns``: logarithms."""
+
+    vectors: Array
+    stages: list[int]
+    kinds: list[int]
+    base: Array
+    experts: Array
+    combined: Array
+    turns: Array
+
+
 class Progressive:
     """The predictor. ``prior_tokens``: of a whole trajectory, until there is something to learn from; ``coverage`` of the
-    intervals; ``memory`` in rows (turns) after which one counts a third; solved anew every ``every`` rows."""
+    intervals; ``memory`` in rows (turns) after which one counts a third; solved anew every ``every`` rows; ``encoder`` None: the
+    hashed one. ``prompt_only``: the ridge regression alone, and shown nothing but the prompt."""
 
     format = "rl-coserve length predictor"
 
@@ -140,13 +187,16 @@ class Progressive:
         window: int = 1024,
         seed: int = 0,
         prompt_only: bool = False,
+        encoder: Encoder | None = None,
     ) -> None:
         self._bends = make_bends(seed)
         self._coverage, self._every, self._seed = coverage, every, seed
         self._prompt_only = prompt_only
         penalties = np.concatenate([np.full(DENSE, 1.0), np.full(2 * HASHES, 10.0), np.full(BENT, 5.0)])
         self._ridge = Ridge(penalties, 2, STAGES, memory)
-        self._conformal = Conformal(STAGES, window)
+        self._conformal = Conformal(STAGES * _KNOWN, window)
+        self._encoder = encoder or HashedEncoder(seed=seed)
+        self.stack = Stack(len(EXPERTS), [stage for _ in range(_KNOWN) for stage in range(STAGES)], _STACK_MEMORY)
         self.memory = Memory(prior_tokens)
         self._new = 0
         self._most = 0.0  # the largest logarithm of remaining tokens that ever was
@@ -158,15 +208,15 @@ class Progressive:
         return self.version > 0
 
     def forecast(self, progress: Progress) -> Forecast:
-        """Never fails. Costs some tens of microseconds."""
+        """Never fails. Costs some hundred microseconds."""
         shown = _start_of(progress) if self._prompt_only else progress
         past = self.memory.past(shown)
         tokens, turns, source = past.prompt, past.turns, past.source
+        kind = _kind(shown.turns, past.number)
         if self.ready:
-            learned = self._ridge.predict(encode(shown, past, self._bends)[None, :], (_stage(shown.turns),))[0]
-            tokens, turns, source = tokens + float(learned[0]), turns + float(learned[1]), "model"
-            tokens = min(tokens, self._most)  # a line goes on where nobody has been
-        low, high = self._conformal.bounds(_stage(shown.turns), self._coverage) if self.ready else (-3.0, 3.0)
+            view = self._look((shown,))
+            tokens, turns, source = float(view.combined[0]), float(view.turns[0]), "model"
+        low, high = self._conformal.bounds(kind, self._coverage) if self.ready else (-3.0, 3.0)
         least = tokens + (low if math.isfinite(low) else -3.0)
         most = tokens + (high if math.isfinite(high) else 3.0)
         made = _unlog(tokens), _unlog(min(least, tokens)), _unlog(max(most, tokens))
@@ -179,35 +229,72 @@ class Progressive:
             turns = math.log1p(max(0.0, _unlog(turns) - progress.turns))
         return Forecast(*made, _unlog(turns), source)
 
+    def _look(self, rows: Sequence[Progress]) -> _View:
+        """What the experts say of turn boundaries, and what is made of it."""
+        pasts = [self.memory.past(one) for one in rows]
+        vectors: Array = np.stack([encode(one, past, self._bends) for one, past in zip(rows, pasts, strict=True)])
+        stages, kinds = [_stage(one.turns) for one in rows], []
+        base = np.array([(past.prompt, past.turns) for past in pasts])
+        ridge = base + self._ridge.predict(vectors, stages)
+        if self._prompt_only:
+            kinds = [_kind(one.turns, past.number) for one, past in zip(rows, pasts, strict=True)]
+            combined = np.clip(ridge[:, 0], 0.0, self._most)  # a line goes on where nobody has been
+            return _View(vectors, stages, kinds, base, np.zeros((len(rows), 0)), combined, ridge[:, 1])
+        encoded = base + self._encoder.predict(rows, vectors[:, :DENSE])
+        experts: Array = np.zeros((len(rows), len(EXPERTS)))
+        for index, (one, past) in enumerate(zip(rows, pasts, strict=True)):
+            median = self.memory.median(one.task, one.prompt, one.turns)
+            start = _start_of(one)
+            first = self.memory.past(start)
+            learned = self._ridge.predict(encode(start, first, self._bends)[None, :], (0,))[0, 0]
+            whole = min(first.prompt + float(learned), self._most)
+            history = self.memory.whole(one.task, one.prompt)[0]
+            experts[index] = (
+                past.prompt,
+                past.prompt if median is None else median,
+                math.log1p(max(1.0, _unlog(history) - one.generated)),
+                math.log1p(max(1.0, _unlog(whole) - one.generated)),
+                ridge[index, 0],
+                encoded[index, 0],
+            )
+            kinds.append(_kind(one.turns, past.number))
+        experts = np.expm1(np.clip(experts, 0.0, self._most))
+        made = [self.stack.combine(row, kind) for row, kind in zip(experts, kinds, strict=True)]
+        combined = np.minimum(np.log1p(np.maximum(made, 0.0)), self._most)
+        return _View(vectors, stages, kinds, base, experts, combined, (ridge[:, 1] + encoded[:, 1]) / 2.0)
+
     def learn(self, outcome: Outcome) -> None:
-        """A trajectory that ended. Costs a few hundred microseconds, and some milliseconds every ``every`` rows."""
+        """A trajectory that ended. Costs some milliseconds, and some tens of them every ``every`` rows."""
         if not outcome.said:
             return
         before = outcome.before[:1] if self._prompt_only else outcome.before
-        pasts = [self.memory.past(one) for one in before]
-        vectors: Array = np.stack([encode(one, past, self._bends) for one, past in zip(before, pasts, strict=True)])
-        values, weight = np.array(_logs(outcome.said)), len(before) ** -0.5  # the rows of one trajectory are much alike
-        base = np.array([(past.prompt, past.turns) for past in pasts])
-        stages = [_stage(turn) for turn in range(len(before))]
-        predicted = base + self._ridge.predict(vectors, stages)
+        view, rows = self._look(before), len(before)
+        values, weight = np.array(_logs(outcome.said)), rows**-0.5  # the rows of one trajectory are much alike
         if not outcome.complete:  # at least so much: what is expected of it, where that is more
-            expected = predicted if self.ready else values
-            values[: len(before)] = np.maximum(values[: len(before)], np.minimum(expected, _LONGEST))
-        elif self.ready:
-            self._ridge.judge(vectors, values[: len(before)] - base, stages, weight)
-            for turn, row in enumerate(predicted):
-                self._conformal.add(_stage(turn), float(values[turn, 0] - row[0]))
-        self._ridge.add(vectors, values[: len(before)] - base, stages, weight)
+            expected = np.stack([view.combined, view.turns], axis=1) if self.ready else values[:rows]
+            values[:rows] = np.maximum(values[:rows], np.minimum(expected, _LONGEST))
+        targets = values[:rows] - view.base
+        if self.ready and outcome.complete:
+            self._ridge.judge(view.vectors, targets, view.stages, weight)
+            for kind, value, said in zip(view.kinds, values[:rows, 0].tolist(), view.combined.tolist(), strict=True):
+                self._conformal.add(kind, value - said)
+        self._ridge.add(view.vectors, targets, view.stages, weight)
+        if not self._prompt_only:
+            self.stack.add(view.experts, np.expm1(values[:rows, 0]).tolist(), view.kinds, weight)
+            self._encoder.learn(before, view.vectors[:, :DENSE], targets, weight)
         first = outcome.before[0]
         if outcome.complete:
             self.memory.add(first.task, first.prompt, outcome.said, [(row[0], row[1]) for row in values.tolist()])
         self._most = max(self._most, float(values[0, 0]))
-        self._new += len(before)
-        if self._ridge.counts[0] >= _LEAST_ROWS and (self._new >= self._every or not self.ready):
+        self._new += rows
+        rows_so_far = self._ridge.counts[0]
+        due = self._new >= min(self._every, max(16.0, _EAGER * rows_so_far)) or not self.ready
+        if rows_so_far >= _LEAST_ROWS and due:
             self._solve()
 
     def _solve(self) -> None:
         self._ridge.solve()
+        self.stack.solve()
         self._conformal.refresh()
         self._new = 0
         self.version += 1
@@ -229,34 +316,43 @@ class Progressive:
             "most": self._most,
             "seed": self._seed,
             "prompt_only": self._prompt_only,
+            "encoder": self._encoder.kind,
             "prompts": self.memory.prompts,
             "tasks": self.memory.tasks,
             "residuals": [list(values) for values in self._conformal.residuals],
             "sorted": [values.tolist() for values in self._conformal.sorted],
         }
-        text = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
+        arrays: dict[str, NDArray[np.generic]] = {name: getattr(self._ridge, name) for name in _ARRAYS}
+        arrays |= {f"stack_{name}": getattr(self.stack, name) for name in stacking.ARRAYS}
+        arrays |= {f"encoder_{name}": array for name, array in self._encoder.arrays().items()}
+        arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
         file = io.BytesIO()
-        arrays = {name: getattr(self._ridge, name) for name in _ARRAYS}
-        np.savez(file, meta=text, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy's own hint takes them for its options
         return file.getvalue()
 
     def load(self, data: bytes) -> None:
         """Go on as what :meth:`dump` returned. Raises ValueError for anything else; then nothing changed."""
+        owners: dict[str, tuple[object, str]] = {name: (self._ridge, name) for name in _ARRAYS}
+        owners |= {f"stack_{name}": (self.stack, name) for name in stacking.ARRAYS}
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
                 meta = json.loads(found["meta"].tobytes())
-                arrays = [np.array(found[name], dtype=np.float64) for name in _ARRAYS]
+                arrays = {name: np.array(found[name], dtype=np.float64) for name in owners}
+                cut = len("encoder_")
+                encoder = {name[cut:]: found[name] for name in found.files if name.startswith("encoder_")}
             wanted = {"format": self.format, "features": VERSION, "seed": self._seed, "prompt_only": self._prompt_only}
+            wanted["encoder"] = self._encoder.kind
             wrong = [name for name, value in wanted.items() if meta.get(name) != value]
-            shapes = [array.shape for array in arrays] != [getattr(self._ridge, name).shape for name in _ARRAYS]
-            if wrong or shapes or not all(np.isfinite(array).all() for array in arrays):
+            shapes = any(array.shape != getattr(*owners[name]).shape for name, array in arrays.items())
+            if wrong or shapes or not all(np.isfinite(array).all() for array in arrays.values()):
                 raise ValueError(f"of another kind: {', '.join(wrong) or 'shapes or values of its arrays'}")
             version, new, most = int(meta["version"]), int(meta["new"]), float(meta["most"])
             prompts, tasks = dict(meta["prompts"]), dict(meta["tasks"])
             residuals = [[float(value) for value in values] for values in meta["residuals"]]
             ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
-            if not len(residuals) == len(ordered) == STAGES:
-                raise ValueError(f"{len(residuals)} stages instead of {STAGES}")
+            if not len(residuals) == len(ordered) == STAGES * _KNOWN:
+                raise ValueError(f"{len(residuals)} stages instead of {STAGES * _KNOWN}")
+            self._encoder.restore(encoder)
         except (
             OSError,
             KeyError,
@@ -267,8 +363,8 @@ class Progressive:
             json.JSONDecodeError,
         ) as error:
             raise ValueError(f"is no saved length predictor: {error!r}") from error
-        for name, array in zip(_ARRAYS, arrays, strict=True):
-            setattr(self._ridge, name, array)
+        for name, array in arrays.items():
+            setattr(*owners[name], array)
         self.version, self._new, self._most = version, new, most
         self.memory.prompts, self.memory.tasks = prompts, tasks
         for kind, values in enumerate(residuals):
@@ -292,10 +388,7 @@ class History:
 
     def forecast(self, progress: Progress) -> Forecast:
         """See the protocol."""
-        tokens, turns, source = self.memory.of_task(progress.task, 0)
-        mean, number = self.memory.of_prompt(progress.task, progress.prompt, 0)
-        if number:
-            tokens, source = mean, "prompt"
+        tokens, turns, source = self.memory.whole(progress.task, progress.prompt)
         left = max(1.0, _unlog(tokens) - progress.generated)
         return Forecast(left, 0.0, 20.0 * left, max(0.0, _unlog(turns) - progress.turns), source)
 
@@ -335,6 +428,11 @@ def _start_of(progress: Progress) -> Progress:
 
 def _stage(turn: int) -> int:
     return turn if turn < 3 else 3 if turn < 6 else 4 if turn < 12 else 5
+
+
+def _kind(turn: int, number: float) -> int:
+    """Stages of those of whose prompt nothing is known, then of those of whose prompt one or two trajectories are, then more."""
+    return _stage(turn) + STAGES * (0 if number < 1 else 1 if number < 3 else 2)
 
 
 def _unlog(value: float) -> float:

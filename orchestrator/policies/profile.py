@@ -113,6 +113,11 @@ class Profile:
         """Of one step of ``batch`` sequences, each with a context of ``context`` tokens."""
         return self._read("decode", layout, batch, context)
 
+    def sizes(self, phase: Phase, layout: Layout) -> tuple[list[int], list[int]]:
+        """Batches and lengths that were measured, ascending. KeyError: nothing was."""
+        rows = self._curves[phase, layout]
+        return sorted(rows), sorted({tokens for row in rows.values() for tokens in row})
+
     def covers(self, batch: float, context: float, layout: Layout = Layout()) -> bool:
         """Whether decode steps of this size lie between measured ones."""
         rows = self._curves.get(("decode", layout), {})

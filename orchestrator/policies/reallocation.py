@@ -1,7 +1,7 @@
 """How many devices each rollout engine has in the next step: the resource manager between steps (Heddle 6.2).
 
-What :func:`orchestrator.policies.degrees.allocate` finds for the lengths that are expected is compared with the degrees that the
-engines have. Guarantees:
+What :func:`orchestrator.policies.degrees.allocate_loads` finds for what is expected is compared with the degrees that the engines
+have. Guarantees:
 
 * A change is charged: it is made only where the seconds a step that it is expected to gain, over ``horizon`` steps or those that
   are left, exceed what changes have cost: measured; before the first one ``start_seconds``.
@@ -9,22 +9,21 @@ engines have. Guarantees:
   own speed, only how the degrees compare.
 * Degrees in which the engines did not come up are not asked for again. The degrees always use all devices, in descending order.
 
-Pure: seconds come in as numbers, random numbers from the given source. The same object serves a run and the simulator.
+Pure: seconds come in as numbers. The same object serves a run and the simulator.
 """
 
 from __future__ import annotations
 
 import math
-import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.policies.degrees import allocate
-from orchestrator.policies.placement import Speed, cut
+from orchestrator.policies.degrees import allocate_loads
+from orchestrator.policies.loads import SCORE, Loads, Rates, place_loads, sorted_loads
 
-SpeedOfDegree = Callable[
-    [int, int, float], Speed
-]  # (devices, most at once, mean tokens of each) -> what an engine does
+RatesOfDegree = Callable[[int], Rates]  # devices -> what an engine does
+MARGIN = 0.05  # by which degrees that differ must be better than equal ones
 _MEMORY = 0.5  # weight of the newest of several measurements of a change
 
 
@@ -49,13 +48,13 @@ class Reallocation:
         self,
         devices: int,
         options: Sequence[int],
-        speed_of: SpeedOfDegree,
-        rng: random.Random,
+        rates_of: RatesOfDegree,
         *,
         degrees: Sequence[int] = (),
         horizon: int = 4,
         start_seconds: float = 0.0,
         per_server: int = 8,
+        margin: float = MARGIN,
     ) -> None:
         self.devices, self.options = devices, tuple(sorted(set(options), reverse=True))
         self.degrees = tuple(sorted(degrees, reverse=True)) or (1,) * devices
@@ -63,25 +62,21 @@ class Reallocation:
             raise ValueError(f"{self.degrees}: of the degrees {self.options}, {devices} devices in all")
         if horizon < 1 or start_seconds < 0:
             raise ValueError("horizon >= 1, start_seconds >= 0")
-        self._speed_of, self._rng = speed_of, rng
-        self._horizon, self._per_server = horizon, per_server
+        self._rates_of = rates_of
+        self._horizon, self._per_server, self._margin = horizon, per_server, margin
         self._cost = start_seconds
         self._measured = False
         self._failed: dict[tuple[int, ...], str] = {}
 
-    def after(self, lengths: Sequence[float], seconds: float, steps_left: int) -> Reallocated:
-        """A step has ended. ``lengths``: tokens of each trajectory expected in the next one; ``seconds``: that this one's rollout
-        took. Whoever carries it out says :meth:`changed` or :meth:`failed`."""
-        if not lengths or not all(math.isfinite(length) and length >= 0 for length in lengths):
+    def after(self, loads: Loads, seconds: float, steps_left: int) -> Reallocated:
+        """A step has ended. ``loads``: what is expected of the next one; ``seconds``: that this one's rollout took. Whoever
+        carries it out says :meth:`changed` or :meth:`failed`."""
+        if not loads.count:
             return Reallocated(self.degrees, reason="nothing is known of the next step's lengths")
-        mean = sum(lengths) / len(lengths)
-        speeds = {degree: self._speed_of(degree, len(lengths), mean) for degree in self.options}
-        try:
-            found = allocate(lengths, self.devices, speeds, self._rng, per_server=self._per_server)
-        except ValueError as error:
-            return Reallocated(self.degrees, reason=str(error))
-        present = self._makespan(lengths, speeds)
-        share = 1.0 - found.makespan / present if 0 < present < math.inf else 1.0 if present else 0.0
+        rates = {degree: self._rates_of(degree) for degree in self.options}
+        found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
+        present = place_loads(loads, [rates[degree] for degree in self.degrees])[1]
+        share = 1.0 - found.makespan / present if present > 0 else 0.0
         gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)
         answer = Reallocated(self.degrees, False, "", gain, self._cost, found.makespan, present)
         if found.degrees == self.degrees or share <= 0:
@@ -114,20 +109,48 @@ class Reallocation:
         self._cost = (1 - _MEMORY) * self._cost + _MEMORY * seconds if self._measured else seconds
         self._measured = True
 
-    def _makespan(self, lengths: Sequence[float], speeds: dict[int, Speed]) -> float:
-        """Of the present degrees; infinite where they do not hold all."""
-        workers = [speeds[degree] for degree in self.degrees]
-        if sum(worker.capacity for worker in workers) < len(lengths):
-            return math.inf
-        return cut(sorted(lengths, reverse=True), workers)[1]
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A trajectory that has ended. Tokens: ``said`` by the policy, of its ``prompt``, ``heard`` later; ``gap``: seconds of its
+    environment. ``group``: whose prompt it shares."""
+
+    group: str
+    said: int
+    prompt: int = 0
+    heard: int = 0
+    gap: float = 0.0
 
 
-def expected_lengths(ended: Sequence[float], in_flight: Sequence[float], count: int) -> list[float]:
-    """Of the ``count`` trajectories of the next step: those in flight by their forecasts, the others as those that ended, evenly
-    over their distribution."""
-    known, spread = [*in_flight][:count], sorted(ended)
-    fresh = count - len(known) if spread else 0
-    return [*known, *(spread[(2 * number + 1) * len(spread) // (2 * fresh)] for number in range(fresh))]
+def expected_loads(ended: Sequence[Ended], in_flight: Sequence[float], count: int, longest: float = math.inf) -> Loads:
+    """Of the ``count`` trajectories of the next step: those in flight by their forecasts (tokens to come), the others as those
+    that ended, evenly over their prompts' medians, with their spread about those. ``longest``: context that ends one."""
+    groups: dict[str, list[int]] = {}
+    told = [one for one in ended if one.said > 0]
+    for one in told:
+        groups.setdefault(one.group, []).append(one.said)
+    middle = {name: float(statistics.median(said)) for name, said in groups.items()}
+    off = [math.log(one.said / middle[one.group]) for one in told]
+    spread = max(0.0, statistics.quantiles(off, n=10)[-1]) / SCORE if len(off) > 1 else 0.0
+    known, order = [*in_flight][:count], sorted(told, key=lambda one: middle[one.group])
+    fresh = count - len(known) if order else 0
+    drawn = [order[(2 * number + 1) * len(order) // (2 * fresh)] for number in range(fresh)]
+    prompt, gap = _mean([one.prompt for one in told]), _mean([one.gap for one in told])
+    said, heard = sum(one.said for one in told), sum(one.heard for one in told)
+    contexts = [*[prompt] * len(known), *(float(one.prompt) for one in drawn)]
+    return sorted_loads(
+        [*known, *(middle[one.group] for one in drawn)],
+        contexts,
+        contexts,
+        [*[gap / 2] * len(known), *(one.gap for one in drawn)],
+        [*[0.0] * len(known), *[spread] * len(drawn)],
+        1.0 + heard / said if said else 1.0,
+        longest,
+    )[0]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def written(degrees: Sequence[int]) -> str:

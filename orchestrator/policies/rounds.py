@@ -203,8 +203,9 @@ class RoundPlanner:
         for number in taken:
             del self._ready[number]
             self._taken[number] = None
-        if now is not None and self.search is not None:
-            self.search.ended(seconds, self.rules.prompts, long=now.kind == LONG)
+        if now is not None and self.search is not None and not (now.kind == SHORT and now.closing):
+            deferred = now.deferred + now.diverted
+            self.search.ended(seconds, self.rules.prompts, long=now.kind == LONG, deferred=deferred)
         self.round = None
 
     # -- what becomes of a prompt ------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def load_run(folder: str | Path) -> RunLog:
     )
     events = list(_events(run, path / "events.jsonl"))
     for event in events:
-        _take(run, event)
+        take_event(run, event)
     run.seconds = max((max(float(e.get("t", 0.0)), float(e.get("end", 0.0))) for e in events), default=0.0)
     run.steps = _with_periods(run)
     journal = path / "ledger.jsonl"
@@ -291,7 +291,8 @@ def _events(run: RunLog, file: Path) -> Iterable[dict[str, Any]]:
             run.unreadable += 1
 
 
-def _take(run: RunLog, event: dict[str, Any]) -> None:
+def take_event(run: RunLog, event: dict[str, Any]) -> None:
+    """Fold one event into the records, in the order of the log."""
     t = float(event.get("t", 0.0))
     match event["kind"]:
         case "run_start":

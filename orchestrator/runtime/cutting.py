@@ -55,9 +55,9 @@ async def cut_of(
     """``shape``: of the model at ``model``; ``function``: asks a function of the plugin."""
     rollout, heads = config.rollout, int(shape["num_attention_heads"])
     planned = rollout.planner.enabled
-    name = rollout.planner.profile if planned else rollout.placement.degrees.profile
+    name = rollout.planner.profile if planned else rollout.placement.profile
     if rollout.reshapes and name:
-        field = "rollout.planner.profile" if planned else "rollout.placement.degrees.profile"
+        field = "rollout.planner.profile" if planned else "rollout.placement.profile"
         here = await function(IDENTITY, {"threads": rollout.engine.threads})
         key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
         check_profile(load_profile(Path(name), field), key, field)
@@ -65,7 +65,7 @@ async def cut_of(
         planner = make_planner(config, task, heads)
         return Cut(planner, None, tuple(seats(planner.layout.tp, rollout.workers)))
     if rollout.reshapes:
-        reallocation = make_reallocation(config, task, heads)
+        reallocation = make_reallocation(config, heads)
         return Cut(None, reallocation, tuple(seats(reallocation.degrees, rollout.workers)))
     return _fixed(config, heads)
 
@@ -84,7 +84,7 @@ def _fixed(config: Config, heads: int) -> Cut:
     return Cut(ranks=tuple(ranks), devices=tuple(-1 if config.resources.pools else begin for begin in begins))
 
 
-def check(config: Config, task: Task) -> None:
+def check(config: Config) -> None:
     """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
     if config.rollout.disaggregation.degrees and config.ray.address and not config.resources.pools:
         fix = (
@@ -101,4 +101,4 @@ def check(config: Config, task: Task) -> None:
     if config.rollout.planner.enabled:
         read_planner_profile(config)
     else:
-        make_reallocation(config, task)  # as far as it can be known without the model
+        make_reallocation(config)  # as far as it can be known without the model

@@ -16,7 +16,7 @@ from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
-from orchestrator.runtime import cutting, judge, kv, pools, served
+from orchestrator.runtime import cutting, judge, kv, pools, served, viewing
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -49,9 +49,10 @@ def check(config: Config, task: Task) -> None:
     _metadata(config)
     for part in (task, *parts_of(task).values()):
         rules_of(config, part)
-    cutting.check(config, task)
+    cutting.check(config)
     kv.check(config)
     pools.check(config)
+    viewing.check(config)
     served.check(config, task)
 
 

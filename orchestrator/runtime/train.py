@@ -44,7 +44,7 @@ from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.runfolder import RunFolder
-from orchestrator.runtime import collector, hosts, pools
+from orchestrator.runtime import collector, hosts, pools, viewing
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.checkpoints import BesideTheLoop
@@ -166,6 +166,7 @@ class _Life:
             remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
         for problem in resumed.damaged if resumed is not None else ():
             display.message(f"skipped a damaged checkpoint: {problem}")
+        sampler = await viewing.show(config, folder, events, display.message, stack)
         events.emit(
             "run_start",
             mode=config.run.mode,
@@ -182,7 +183,8 @@ class _Life:
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
             collector.calm()
-            pipeline = Pipeline(config, parts, position)
+            pipeline = sampler.pipeline = Pipeline(config, parts, position)
+            viewing.record_turns(config, folder, events, pipeline, stack)
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
             self.up = True

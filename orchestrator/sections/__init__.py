@@ -33,6 +33,7 @@ from orchestrator.sections.run import (
 )
 from orchestrator.sections.sim import SimSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
+from orchestrator.sections.view import LoggingSection, OtlpSection, ViewSection, WandbSection
 
 __all__ = [
     "AdaptiveTimeoutSection",
@@ -47,8 +48,10 @@ __all__ = [
     "JudgeSection",
     "KubernetesSection",
     "KvTransferSection",
+    "LoggingSection",
     "MemorySection",
     "ModelSection",
+    "OtlpSection",
     "PlacementSection",
     "PlannerSection",
     "PredictionSection",
@@ -67,5 +70,7 @@ __all__ = [
     "TaskSection",
     "ToolsSection",
     "TrainerSection",
+    "ViewSection",
+    "WandbSection",
     "WarmupSection",
 ]

@@ -31,9 +31,8 @@ class DegreesSection(Section):
     ``rollout.workers`` are then the devices of this machine. Needs the placement; not beside ``rollout.planner``."""
 
     enabled: bool = False
-    profile: str = ""  # file of `rl-coserve profile`: what an engine of each degree does; else
     speeds: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = {}  # degree -> tokens a second alone,
-    # relative to the others; degrees that are not here, or not in the profile, are not used
+    # relative to the others, where rollout.placement.profile names no profile; degrees that are not there are not used
     start: tuple[Positive, ...] = ()  # degrees that the run begins with; empty: 1 each
     horizon: Positive = 4  # steps that a gain is counted over, against the seconds of one change
     start_seconds: Annotated[float, Field(ge=0)] | None = (
@@ -46,6 +45,7 @@ class PlacementSection(Section):
 
     enabled: bool = False
     migrate: bool = True  # trajectories whose forecast changed go to another worker, between two turns
+    profile: str = ""  # file of `rl-coserve profile`: what steps take, and how much KV fits; empty: the figures below
     interference: Annotated[float, Field(ge=0)] = (
         0.01  # what a token takes longer for each further trajectory beside it
     )

@@ -53,20 +53,21 @@ class SimSection(Section):
     model: str = "Qwen3-8B"  # of orchestrator/sim/hardware.py
     device: str = "H800"  # class of every rollout worker's devices, where there is no fleet
     fleet: dict[str, Positive] = {}  # class -> workers of it, rollout.workers in all, in this order
-    prefill: dict[
-        str, Positive
-    ] = {}  # class -> engines that prefill only; the workers then decode (RollArt 7.4); {}: none
     tensor_parallel: Positive = 1  # devices of a worker
     degrees: tuple[Positive, ...] = ()  # devices of each worker, in order; empty: tensor_parallel of each
     prediction_seconds: Annotated[float, Field(ge=0)] = 0.15  # until a forecast is there: Heddle, table 1
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
     trainer_forwards: Annotated[int, Field(ge=0)] = 1  # passes beside the training one: old policy, reference
+    trainer_serial_seconds: Annotated[float, Field(ge=0)] | None = (
+        None  # roofline: of a trained token, however many GPUs train; None: orchestrator/sim/hardware.py
+    )
     feed_once: Fraction = (
         0.0  # a streamed step is fed once only, at most so much of a batch (RollPacker, table 4); 0: as it comes
     )
     pull_gb_s: Annotated[float, Field(ge=0)] = 0.0  # a worker from the relay; 0: its devices' network
     push_gb_s: Annotated[float, Field(ge=0)] = 0.0  # the trainer to the relay; 0: its devices' network
+    kv_gb_s: Annotated[float, Field(ge=0)] = 0.0  # KV from worker to worker; 0: the receiver's devices' network
     kv_tokens: Positive | None = None  # that a worker has room for; None: what its devices have, linear: any number
     start_seconds: Seconds = 5.0  # of an engine's process, weights not counted; a model's figure, no measurement
     grain: Positive = 1  # tokens of the engine that one simulated token stands for

@@ -93,16 +93,6 @@ class Batch:
         """Those that wait, in no order."""
         return [entry[2] for entry in self._waiting if not entry[2].done]
 
-    def held(self, trajectory: str) -> int:
-        """Tokens of it whose KV is here, in no sequence's use."""
-        return self._prefix.get(trajectory, 0)
-
-    def receive(self, trajectory: str, tokens: int) -> None:
-        """The KV of its first ``tokens`` came from elsewhere."""
-        self._idle += tokens - self._prefix.pop(trajectory, 0)
-        self._prefix[trajectory] = tokens
-        self._trim()
-
     def remove(self, sequence: Sequence) -> None:
         """It ends, wherever it is; its KV stays as a prefix."""
         sequence.done = True

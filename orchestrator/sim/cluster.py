@@ -30,9 +30,6 @@ def check_cluster(config: Config) -> None:
 
 def fleet(config: Config) -> list[str]:
     """The class of each rollout worker, in order; "" without a fleet. Raises ConfigError for what they cannot play."""
-    if config.rollout.disaggregation.enabled:
-        fix = "a simulated response is one draw, which two workers cannot share: set it to false"
-        raise ConfigError("rollout.disaggregation.enabled", True, fix)
     if not config.sim.fleet:
         return [""] * config.rollout.workers
     return [name for name, count in config.sim.fleet.items() for _ in range(count)]
@@ -62,7 +59,9 @@ def engine_costs(config: Config, hardware_class: str = "", ranks: int = 1, degre
         device = hardware.device(hardware_class or sim.device, field)
         model = hardware.model(sim.model)
         limit = None if sim.kv_tokens is None else sim.kv_tokens * ranks
-        costs = Roofline(device, model, (degree or sim.tensor_parallel) * ranks, sim.pull_gb_s, kv_limit=limit)
+        costs = Roofline(
+            device, model, (degree or sim.tensor_parallel) * ranks, sim.pull_gb_s, kv_limit=limit, kv_gb_s=sim.kv_gb_s
+        )
     return costs if sim.grain == 1 else Grained(costs, sim.grain)
 
 
@@ -74,8 +73,9 @@ def trainer_costs(config: Config) -> TrainerCosts:
         costs = LinearTraining(sim.train_seconds_per_token, sim.publish_seconds)
     else:
         device = hardware.device(sim.trainer_device, "sim.trainer_device")
+        serial = hardware.TRAIN_SERIAL_SECONDS if sim.trainer_serial_seconds is None else sim.trainer_serial_seconds
         costs = RooflineTraining(
-            device, hardware.model(sim.model), sim.trainer_gpus, sim.trainer_forwards, sim.push_gb_s
+            device, hardware.model(sim.model), sim.trainer_gpus, sim.trainer_forwards, sim.push_gb_s, serial
         )
     return costs if sim.grain == 1 else GrainedTraining(costs, sim.grain)
 

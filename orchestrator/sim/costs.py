@@ -8,8 +8,8 @@ leaps over steps in which nothing changes, and ends where it would have ended st
 Monotone, and tested: more sequences, tokens or context never cost less; a larger tensor-parallel size never holds less KV.
 ``Grained`` makes one simulated token stand for several real ones, so that long contexts cost the simulator little.
 
-Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, pipeline bubbles and imbalance of training
-(they are in its efficiency), contention of transfers.
+Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, pipeline bubbles and imbalance of training one by
+one (they are in its time a token), contention of transfers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.api import ConfigError
-from orchestrator.sim.hardware import Device, Model
+from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS, Device, Model
 
 FETCH_SHARE = 0.75  # of ``sim.update_seconds`` is the fetch, the rest is loading; a figure of the linear model
 KV_SHARE = 0.1  # of prefilling a token is moving its KV; likewise
@@ -85,8 +85,8 @@ class TrainerCosts(Protocol):
         """To put a version on the relay."""
         ...
 
-    def train(self, lengths: Iterable[int]) -> float:
-        """Forward and backward over sequences of these lengths."""
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
+        """Forward and backward over sequences of these lengths, on this share of the devices."""
         ...
 
 
@@ -153,9 +153,9 @@ class LinearTraining:
     token: float
     publish_seconds: float
 
-    def train(self, lengths: Iterable[int]) -> float:
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         """See the protocol."""
-        return sum(lengths) * self.token
+        return sum(lengths) * self.token / share
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,7 @@ class Roofline:
     pull_gb_s: float = 0.0  # 0: the devices' network ports
     memory_share: float = MEMORY_SHARE
     kv_limit: int | None = None
+    kv_gb_s: float = 0.0  # at which KV comes from another worker; 0: the devices' network ports
 
     def __post_init__(self) -> None:
         if self.model.kv_heads % self.tensor_parallel and self.tensor_parallel % self.model.kv_heads:
@@ -214,8 +215,8 @@ class Roofline:
         return self.model.weight_bytes / (self.device.network_gb_s * 1e9 * LINK_EFFICIENCY)
 
     def kv_move(self, tokens: int) -> float:
-        """See the protocol: over the network ports of its devices, nobody else's transfer in the way."""
-        rate = self.device.network_gb_s * self.tensor_parallel * 1e9 * LINK_EFFICIENCY
+        """See the protocol: nobody else's transfer is in the way."""
+        rate = (self.kv_gb_s or self.device.network_gb_s * self.tensor_parallel) * 1e9 * LINK_EFFICIENCY
         return KV_SECONDS + tokens * self.model.kv_bytes / rate
 
     def prefill(self, tokens: int, pairs: float, running: int) -> float:
@@ -257,13 +258,15 @@ class Roofline:
 @dataclass(frozen=True, slots=True)
 class RooflineTraining:
     """``gpus`` devices train one model. A token costs 6 operations a parameter and 2 for each forward pass beside: the log-probs
-    of the policy as it was, and those of a reference. ``push_gb_s``: at which versions go to the relay, all ranks together."""
+    of the policy as it was, and those of a reference; and ``serial`` seconds that more devices do not shorten. ``push_gb_s``:
+    at which versions go to the relay, all ranks together."""
 
     device: Device
     model: Model
     gpus: int
     forwards: int = 1
     push_gb_s: float = 0.0  # 0: the devices' network ports
+    serial: float = TRAIN_SERIAL_SECONDS
 
     @property
     def publish_seconds(self) -> float:
@@ -271,7 +274,7 @@ class RooflineTraining:
         rate = self.push_gb_s or self.device.network_gb_s * self.gpus * LINK_EFFICIENCY
         return self.model.weight_bytes / (rate * 1e9)
 
-    def train(self, lengths: Iterable[int]) -> float:
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         """See the protocol."""
         tokens = pairs = 0.0
         for length in lengths:
@@ -281,7 +284,7 @@ class RooflineTraining:
         model = self.model
         operations = 2 * model.active_parameters * tokens
         operations += 4 * pairs * model.layers * model.heads * model.head_size
-        return passes * operations / (self.device.train_flops * self.gpus)
+        return passes * operations / (self.device.train_flops * self.gpus * share) + self.serial * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +342,6 @@ class GrainedTraining:
         """See the protocol."""
         return self.inner.publish_seconds
 
-    def train(self, lengths: Iterable[int]) -> float:
+    def train(self, lengths: Iterable[int], share: float = 1.0) -> float:
         """See the protocol."""
-        return self.inner.train(length * self.grain for length in lengths)
+        return self.inner.train((length * self.grain for length in lengths), share)

@@ -21,7 +21,7 @@ RESPONSE_SIGMA = 0.8  # of log(length); long-tailed, as RollPacker fig. 2 and He
 
 def stream(*parts: object) -> random.Random:
     """A random stream that belongs to ``parts``. Strings are hashed with SHA-512 by ``random``, never with ``hash``."""
-    return random.Random("/".join(str(part) for part in parts))
+    return random.Random("/".join(map(str, parts)))
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float) -> float:

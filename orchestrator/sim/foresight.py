@@ -7,21 +7,21 @@ head, as environments and speech are functions of what they are asked.
 from __future__ import annotations
 
 import asyncio
-import math
 import zlib
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 
 from orchestrator.config import Config
 from orchestrator.foresight import make_predictor
 from orchestrator.parts import Parts
 from orchestrator.policies.features import Progress
-from orchestrator.policies.placement import Speed
+from orchestrator.policies.loads import Rates, rates_of
 from orchestrator.policies.prediction import Forecast, LengthPredictor, Outcome
+from orchestrator.policies.profile import Layout, Profile
 from orchestrator.sim.cluster import engine_costs, kv_bytes
 from orchestrator.sim.draws import stream
+from orchestrator.sim.resizing import measured, shape_of
 from orchestrator.sim.worker import SimWorker
 from orchestrator.sim.workload import Workload
 
@@ -39,49 +39,31 @@ def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
     else:
         policy = make_predictor(settings, float(parts.task.max_response_tokens), config.run.seed)
     parts.foresight.predictor = LatePredictor(policy, config.sim.prediction_seconds)
-    if config.rollout.placement.enabled and config.sim.tasks:
-        parts.foresight.speeds = partial(Speeds(config).of_worker, workers)
+    if config.rollout.placement.enabled and config.sim.tasks and not config.rollout.placement.profile:
+        parts.foresight.rates = partial(SimRates(config).of_worker, workers)
 
 
-class Speeds:
-    """What the cost model says of so many sequences at once, halfway through what they have before them: the profiler's twin.
-    Beyond what slots and KV hold the others wait: whole rounds of them."""
+class SimRates:
+    """What placement and degrees know of simulated workers: the profile that ``rl-coserve profile`` would have made of them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._made: dict[tuple[str, int, int, int], Speed] = {}
-        tasks = list(config.sim.tasks.values())
-        total, grain = sum(task.weight for task in tasks), config.sim.grain
-        self._prompt = sum(task.weight * task.prompt_tokens for task in tasks) / total / grain
-        heard = sum(task.weight * task.observation_tokens for task in tasks)
-        self._grows = 1.0 + heard / sum(
-            task.weight * task.response_tokens for task in tasks
-        )  # context for a token said
-        turns = sum(task.weight * (task.turns_min + task.turns_max) / 2 * task.response_tokens for task in tasks)
-        self.tokens = turns / total / grain  # of a trajectory, in the mean
+        self._made: dict[tuple[str, int], Rates] = {}
 
-    def of_worker(self, workers: Sequence[SimWorker], worker: int, most: int, tokens: float) -> Speed:
+    def of_worker(self, workers: Sequence[SimWorker], worker: int) -> Rates:
         """See :class:`orchestrator.placing.Placing`."""
-        return self.of(workers[worker].hardware, workers[worker].degree, most, tokens)
+        one = workers[worker]
+        return self.of(one.hardware, one.degree * max(1, one.ranks))
 
-    def of(self, hardware_class: str, degree: int, most: int, tokens: float) -> Speed:
-        """Up to ``most`` sequences on a worker of that many devices, each with so many tokens before it."""
-        size, step = 1 << max(0, most - 1).bit_length(), round(2 * math.log2(max(1.0, tokens)))
-        found = self._made.get((hardware_class, degree, size, step))
+    def of(self, hardware_class: str, degree: int) -> Rates:
+        """Of a worker on so many devices. Raises ConfigError where the model does not fit."""
+        found = self._made.get((hardware_class, degree))
         if found is None:
-            costs = engine_costs(self._config, hardware_class, degree)
-            context, slots = self._prompt + self._grows * 2 ** (step / 2) / 2, self._config.rollout.engine.max_num_seqs
-            if costs.kv_tokens is not None:
-                slots = max(1, min(slots, int(costs.kv_tokens / context)))
-
-            def seconds(number: int) -> float:
-                running = min(number, slots)
-                fixed, growing = costs.decode(running)
-                return (fixed + growing * running * context) * max(1.0, number / slots)
-
-            alone = seconds(1)
-            table = [seconds(number) / alone for number in range(1, size + 1)]
-            found = self._made[hardware_class, degree, size, step] = Speed(alone, tuple(accumulate(table, max)))
+            config, layout = self._config, Layout(degree)
+            costs = engine_costs(config, hardware_class, degree=degree)
+            shapes = [shape_of(config, costs, layout)] if costs.kv_tokens is not None else []
+            profile = Profile(measured(config, costs, layout), shapes)
+            found = self._made[hardware_class, degree] = rates_of(profile, layout, config.rollout.engine.max_num_seqs)
         return found
 
 

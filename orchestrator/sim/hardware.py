@@ -8,9 +8,10 @@ compared with:
   a GPU), that is 0.82 of their kernels. Kernel and engine figures: the benchmark data and README of InferSim (Alibaba).
 * ``bandwidth_efficiency``: of HBM. InferSim counts 0.8; its FlashInfer decode kernels alone reach 0.94.
 * ``expert_efficiency``: of that again when experts are read: grouped GEMM in decode, Qwen3-30B-A3B on H20, 86 of 269 us.
-* ``train_efficiency``: of an RL training step, all that is in it included. Calibrated by RollArt's figure 3, which therefore is
-  no test: 84 s for a batch of which the model says 26.3 s at the 0.40 of Megatron-Core's README (pre-training on H100, 400 of
-  989 TFLOP/s). RollPacker's table 1 is the test of it.
+* ``train_efficiency``: of forward and backward in training: 400 of 989 TFLOP/s, Megatron-Core's README (pre-training on H100).
+* ``TRAIN_SERIAL_SECONDS``: what a trained token takes beside that, however many GPUs train. Calibrated by RollArt's figure 3,
+  which therefore is no test: 84.2 s for 3.57 million tokens, of which 26.3 s are at the rate above. That it goes by tokens
+  and is not shortened by GPUs is the only form of those tried that other printed numbers allow: see ``docs/simulator.md``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from orchestrator.api import ConfigError
 
 _HOPPER = 0.79 * 0.82  # kernels x engine over kernels, see the module
 _H20 = 0.93 * 0.82
-_TRAINING = 400 / 989 * 26.3 / (0.23 * 366)
+_TRAINING = 400 / 989
+TRAIN_SERIAL_SECONDS = (0.23 * 366 - 26.3) / 3.566e6
 _BYTES = 2  # of a bf16 value
 
 

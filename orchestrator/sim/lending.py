@@ -2,8 +2,9 @@
 
 One worker stands for one device, as in :mod:`orchestrator.streaming`: with tensor parallelism for the group of them. Guarantees:
 a request that goes on elsewhere says what it would have said where it began, and the audit hears of the whole turn; the trainer
-computes as fast as its share of the replicas is large. Released weights come back, and the trainer's state comes and goes, in
-the time that a worker loads its weights in: ASSUMED (they cross the same PCIe; RollPacker 6.6 says below 3 s a migration).
+computes as fast as its share of the replicas is large, but for what no replica shortens. Released weights come back, and the
+trainer's state comes and goes, in the time that a worker loads its weights in: ASSUMED (they cross the same PCIe; RollPacker
+6.6 says below 3 s a migration).
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class ResidentSimTrainer(SimTrainer):
         """Forward and backward, on the replicas that are there."""
         if self.level == "away" or not self._share:
             raise RetryableError("the trainer has no device")
-        seconds = self._costs.train(len(sample.token_ids) for sample in samples) / self._share
+        seconds = self._costs.train((len(sample.token_ids) for sample in samples), self._share)
         await asyncio.sleep(seconds)
         self._check()
         self.busy_seconds += seconds

@@ -25,6 +25,7 @@ import gc
 import heapq
 import random
 import threading
+from asyncio import format_helpers
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,34 @@ class _Handle(asyncio.Handle):
         self._source_traceback = None
 
 
+class _Timer(asyncio.TimerHandle):
+    """A callback at a time, likewise: most timers are limits, set and cancelled again."""
+
+    __slots__ = ()
+    _loop: VirtualTimeLoop
+
+    def __init__(
+        self, when: float, callback: Any, args: Any, loop: VirtualTimeLoop, context: contextvars.Context | None
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback: Any = callback
+        self._args: Any = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+        self._when = when
+        self._scheduled = True
+
+    def cancel(self) -> None:
+        """See asyncio's."""
+        if not self._cancelled:
+            self._cancelled = True
+            self._callback = None
+            self._args = None
+            self._loop._timer_handle_cancelled(self)
+
+
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """See the module. One loop serves one run; use :func:`run` unless the loop itself is needed."""
 
@@ -125,6 +154,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.set_debug(False)  # debug mode times callbacks by the wall clock
         self.set_exception_handler(_record_unhandled)
 
+    get_debug = staticmethod(bool)  # False, and no frame: every future and task asks
+
     # Time and scheduling.
 
     def time(self) -> float:
@@ -139,7 +170,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._check_open()
         if when != when:
             raise ValueError("a timer was set to NaN")
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         self._timer_count += 1
         heapq.heappush(self._timers, (when, self._timer_count, timer))
         return timer
@@ -157,17 +188,18 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled_timers += 1
         if self._cancelled_timers > _PRUNE_AT and self._cancelled_timers * 2 > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            self._timers = [entry for entry in self._timers if not entry[2]._cancelled]
             heapq.heapify(self._timers)
             self._cancelled_timers = 0
 
-    def create_task(self, coro: Any, **keywords: Any) -> Any:
+    def create_task(self, coro: Any, *, name: object = None, context: contextvars.Context | None = None) -> Any:
         """As asyncio's, with a name that depends on nothing but the order of creation in this loop."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         self._task_count += 1
-        if keywords.get("name") is None:
-            keywords["name"] = f"task-{self._task_count}"
-        task = _NumberedTask(self._task_count, coro, loop=self, **keywords)
+        if name is None:
+            name = f"task-{self._task_count}"
+        task = _NumberedTask(self._task_count, coro, loop=self, name=name, context=context)
         self._tasks.append(task)
         if len(self._tasks) >= self._prune_tasks_at:
             self._tasks = [task for task in self._tasks if not task.done() or _never_retrieved(task)]
@@ -209,9 +241,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                     f"seconds: {self.describe_tasks()}"
                 )
             self._now = max(self._now, timers[0][0])
-        while timers and timers[0][0] <= self._now:
+        now = self._now
+        while timers and timers[0][0] <= now:
             handle = heapq.heappop(timers)[2]
-            if handle.cancelled():
+            if handle._cancelled:
                 self._cancelled_timers -= 1
             else:
                 ready.append(handle)
@@ -226,10 +259,21 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             raise RunawayError(
                 f"more than {self._max_callbacks} callbacks, at virtual time {self._now:.6f} s: {self.describe_tasks()}"
             )
+        following: Callable[[], Any] = ready.popleft
         for _ in range(count):
-            entry: Any = ready.popleft()
+            entry = following()
             if not entry._cancelled:
-                entry._run()  # what every event loop calls
+                try:  # what asyncio's own handles do when they are run
+                    entry._context.run(entry._callback, *entry._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001  reported, as every event loop does
+                    self._unhandled(entry, error)
+
+    def _unhandled(self, entry: Any, error: BaseException) -> None:
+        where = format_helpers._format_callback_source(entry._callback, entry._args)
+        message = f"Exception in callback {where}"
+        self.call_exception_handler({"message": message, "exception": error, "handle": entry})
 
     # What is left to say.
 
@@ -344,7 +388,7 @@ def rare_collections() -> Iterator[None]:
     """Nearly all that a simulation makes lives to its end or dies by its reference count: looking for cycles among it is a
     quarter of the time of a large one."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
+    gc.set_threshold(1_000_000, 20, 100)  # a hundred MB of garbage at most
     try:
         yield
     finally:

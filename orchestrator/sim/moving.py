@@ -5,9 +5,9 @@ Guarantee: such a request says there what it would have said where it began, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from orchestrator.api import VersionSpans, merge_spans
+from orchestrator.api import GenerationRequest, VersionSpans, merge_spans
 from orchestrator.config import Config
 from orchestrator.sim import batch
 from orchestrator.sim.costs import EngineCosts
@@ -16,29 +16,31 @@ from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
 from orchestrator.sim.worker import SimWorker
 
+FIRST = "~p"  # how the id of a turn's first part ends, see orchestrator.disaggregation
+Spans = tuple[tuple[int, int], ...]
 Said = Callable[[str, int, VersionSpans], None]
 
 
 class Moves:
-    """What all workers of a life know of the turns that moved between them: where each began, and who has said what of it."""
+    """What all workers of a life know of the turns that moved between them: where each began, and who has said what of it. A
+    part that was lost on its way, and said again by another version, is there twice."""
 
     def __init__(self) -> None:
-        self.opened: dict[tuple[str, int], int] = {}  # (trajectory, turn) -> length of the context before the response
-        self.parts: dict[tuple[str, int], list[tuple[int, int]]] = {}  # version spans of what was said elsewhere
+        self.opened: dict[str, int] = {}  # turn -> length of the context before the response
+        self._parts: dict[str, dict[tuple[int, Spans], None]] = {}  # turn -> (tokens before it, versions) of each part
 
+    def note(self, turn: str, before: int, versions: VersionSpans) -> None:
+        """A part of a turn was said by a worker that does not go on with it."""
+        self._parts.setdefault(turn, {})[before, versions] = None
 
-class Continuing(Speech):
-    """What the policy says in a turn, also where another worker has said a part of it."""
-
-    def __init__(self, whole: Speech, moves: Moves) -> None:
-        self._whole = whole
-        self._moves = moves
-        self.most = whole.most
-
-    def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
-        """What is left to say after ``context``."""
-        said = len(context) - self._moves.opened.setdefault((trajectory_id, turn), len(context))
-        return self._whole.response(context, trajectory_id, turn, limit + said)[said:]
+    def histories(self, turn: str, tokens: int) -> list[Spans]:
+        """Who may have said the first ``tokens`` of a turn: versions of parts that follow one another."""
+        found: dict[int, dict[Spans, None]] = {0: {(): None}}
+        for before, versions in sorted(self._parts.get(turn, {})):
+            after = before + sum(count for _, count in versions)
+            for history in found.get(before, {}):
+                found.setdefault(after, {})[(*history, *versions)] = None
+        return list(found.get(tokens, {}))
 
 
 class MovingWorker(SimWorker):
@@ -57,19 +59,31 @@ class MovingWorker(SimWorker):
         costs: EngineCosts | None = None,
     ) -> None:
         self._moves = moves or Moves()
-        tell = said
+        super().__init__(name, config, weights, said, traces, hardware, speech, costs)
 
-        def whole(trajectory_id: str, turn: int, versions: VersionSpans) -> None:
-            if tell is not None:
-                before = self._moves.parts.pop((trajectory_id, turn), [])
-                tell(trajectory_id, turn, merge_spans([*before, *versions]))
+    def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
+        """What is left to say."""
+        opened = self._moves.opened.setdefault(_turn(request), len(request.token_ids))
+        said, context = len(request.token_ids) - opened, request.token_ids[:opened]
+        most = min(limit + said, self._speech.most)
+        return self._speech.response(context, request.trajectory_id, request.turn, most)[said:]
 
-        speech = Continuing(speech or Speech(config, traces), self._moves)
-        super().__init__(name, config, weights, whole, traces, hardware, speech, costs)
+    def _tell(self, sequence: batch.Sequence, versions: VersionSpans) -> None:
+        """Of the whole turn."""
+        for history in self._moves.histories(_turn(sequence.request), self._before(sequence.request)):
+            super()._tell(sequence, merge_spans((*history, *versions)))
 
     def _finish(self, sequence: batch.Sequence, reason: str, error: str = "") -> None:
         super()._finish(sequence, reason, error)
-        if reason == "abort":
-            request = sequence.request
-            parts = self._moves.parts.setdefault((request.trajectory_id, request.turn), [])
-            parts.extend(self._finished[-1].versions)
+        request = sequence.request
+        if sequence.made and (reason == "abort" or request.request_id.endswith(FIRST)):
+            self._moves.note(_turn(request), self._before(request), self._finished[-1].versions)
+
+    def _before(self, request: GenerationRequest) -> int:
+        """Tokens of the turn that others have said."""
+        return len(request.token_ids) - self._moves.opened[_turn(request)]
+
+
+def _turn(request: GenerationRequest) -> str:
+    """The id of the request that asked for the turn, whatever part of it this one is (:mod:`orchestrator.continuation`)."""
+    return request.request_id.partition("~")[0]

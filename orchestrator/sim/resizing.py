@@ -11,23 +11,16 @@ engine's own time to fetch and to load the weights, during which nothing is gene
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
 
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
-from orchestrator.parts import Parts
 from orchestrator.planning import make_planner
 from orchestrator.policies.planner import ParallelismPlanner
-from orchestrator.policies.profile import EngineShape, Layout, Phase, Point, Profile
-from orchestrator.policies.reallocation import Reallocation
-from orchestrator.reallocating import make_reallocation
-from orchestrator.reshaping import seats
+from orchestrator.policies.profile import EngineShape, Layout, Point, Profile
 from orchestrator.sim import hardware
 from orchestrator.sim.cluster import engine_costs, fleet
-from orchestrator.sim.foresight import Speeds
-from orchestrator.sim.moving import Moves, MovingWorker
-from orchestrator.sim.worker import SimWorker, Watch
+from orchestrator.sim.costs import EngineCosts
+from orchestrator.sim.moving import MovingWorker
 
 
 class ResizableSimWorker(MovingWorker):
@@ -58,7 +51,6 @@ class ResizableSimWorker(MovingWorker):
     def _cut(self, ranks: int) -> None:
         self.ranks, self._misfit = ranks, ""
         if ranks:
-            self.degree = ranks
             try:
                 self._use(engine_costs(self._config, self.hardware, ranks))
             except ConfigError as error:
@@ -100,61 +92,12 @@ def check_planner(config: Config) -> None:
     if config.sim.degrees:
         fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start says what the run begins with)"
         raise ConfigError("sim.degrees", list(config.sim.degrees), fix)
-    if config.sim.prefill:
-        fix = f"is not played with workers that change: leave it out, or set {who}.enabled to false"
-        raise ConfigError("sim.prefill", dict(config.sim.prefill), fix)
-
-
-Cutter = ParallelismPlanner | Reallocation
-
-
-def cutter_of(config: Config, task: Task) -> Cutter | None:
-    """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. Raises ConfigError."""
-    if not config.rollout.placement.degrees.enabled:
-        return planner_of(config, task)
-    if config.sim.costs == "linear" or not config.sim.tasks:
-        return make_reallocation(config, task)
-    heads = hardware.model(config.sim.model).heads
-    speeds, name = Speeds(config), fleet(config)[0]
-    return make_reallocation(config, task, max(1, heads // config.sim.tensor_parallel), partial(speeds.of, name))
-
-
-def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
-    """Makes the workers of a run with this one, all of one life. Arguments as :class:`ResizableSimWorker`."""
-    degree = cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees[0]
-    costs = engine_costs(config, fleet(config)[0], degree)
-    return partial(ResizableSimWorker, moves=Moves(), costs=costs)
-
-
-def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
-    """Before they start: who watches them; where they are cut, each over its devices, the others parked."""
-    for worker in workers:
-        worker.watch = watch
-    if cutter is None:
-        return
-    ranks = seats(cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees, len(workers))
-    for worker, count in zip(workers, ranks, strict=True):
-        assert isinstance(worker, ResizableSimWorker)
-        worker.begin(count)
-
-
-def hand_over(parts: Parts, cutter: Cutter | None) -> None:
-    """Give it to a simulated run."""
-    if cutter is None:
-        return
-    parts.kv_bytes = 0.0
-    if isinstance(cutter, Reallocation):
-        parts.reallocation = cutter
-    else:
-        parts.planner = cutter
 
 
 def roofline_profile(config: Config) -> Profile:
     """What ``rl-coserve profile`` would measure of the simulated engines, in simulated tokens, of every power of two of devices
     that the model runs on. Raises ConfigError where it runs on none."""
     engine, name = config.rollout.engine, fleet(config)[0]
-    batches = _powers(engine.max_num_seqs)
-    lengths = [max(1, engine.max_model_len * share // 8) for share in (1, 2, 4, 8)]
     points: list[Point] = []
     shapes = []
     for tp in _powers(config.rollout.planner.max_tp or config.rollout.workers):
@@ -162,24 +105,33 @@ def roofline_profile(config: Config) -> Profile:
             costs = engine_costs(config, name, tp)
         except ConfigError:
             continue  # it does not fit, or cannot be split so
-        room = costs.kv_tokens or 0
-        if room < engine.max_model_len:
-            continue
-        layout = Layout(tp)
-        for batch in batches:
-            fixed, growing = costs.decode(batch)
-            for tokens in lengths:
-                decode: Phase = "decode"
-                points.append(Point(decode, layout, batch, tokens, fixed + growing * batch * tokens))
-                seconds = costs.prefill(batch * tokens, batch * tokens * tokens / 2, 1)
-                points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9)))
-        start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
-        bytes_of = hardware.model(config.sim.model)
-        shapes.append(EngineShape(layout, bytes_of.kv_bytes * config.sim.grain, room, bytes_of.weight_bytes, start))
+        if (costs.kv_tokens or 0) >= engine.max_model_len:
+            points += measured(config, costs, Layout(tp))
+            shapes.append(shape_of(config, costs, Layout(tp)))
     if not shapes:
         fix = "the model runs on no number of these devices: take another device or a shorter rollout.engine.max_model_len"
         raise ConfigError("sim.device", name or config.sim.device, fix)
     return Profile(points, shapes)
+
+
+def measured(config: Config, costs: EngineCosts, layout: Layout) -> list[Point]:
+    """What ``rl-coserve profile`` would measure of one simulated engine: every power of two of sequences, four lengths."""
+    engine, points = config.rollout.engine, list[Point]()
+    for batch in _powers(engine.max_num_seqs):
+        fixed, growing = costs.decode(batch)
+        for share in (1, 2, 4, 8):
+            tokens = max(1, engine.max_model_len * share // 8)
+            points.append(Point("decode", layout, batch, tokens, fixed + growing * batch * tokens))
+            seconds = costs.prefill(batch * tokens, batch * tokens * tokens / 2, 1)
+            points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9)))
+    return points
+
+
+def shape_of(config: Config, costs: EngineCosts, layout: Layout) -> EngineShape:
+    """Its memory and start. Only where the cost model has a limit of KV."""
+    start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
+    model = hardware.model(config.sim.model)
+    return EngineShape(layout, model.kv_bytes * config.sim.grain, costs.kv_tokens or 0, model.weight_bytes, start)
 
 
 def _powers(most: int) -> list[int]:

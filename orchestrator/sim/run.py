@@ -46,7 +46,8 @@ from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.cluster import check_cluster, fleet
-from orchestrator.sim.disaggregated import check_prefill, disaggregated
+from orchestrator.sim.cutting import cutter_of, hand_over, resizable, seat
+from orchestrator.sim.disaggregated import check_disaggregation, disaggregated, speech_of
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
 from orchestrator.sim.foresight import equip
@@ -55,8 +56,7 @@ from orchestrator.sim.loop import SimulationError, VirtualTimeLoop, rare_collect
 from orchestrator.sim.moving import Moves
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
-from orchestrator.sim.resizing import check_planner, cutter_of, hand_over, resizable, seat
-from orchestrator.sim.speech import Speech
+from orchestrator.sim.resizing import check_planner
 from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker, Watch
@@ -173,7 +173,7 @@ class _Simulation:
         self.config = config
         self.folder = folder
         self.traces = load_traces(config.sim.trace, config.sim.trace_rows) if config.sim.trace else traces
-        self._speech = Speech(config, self.traces)
+        self._speech = speech_of(config, self.traces)
         self.audit = Audit(config, self._speech)
         self.remains = Remains(self.audit)
         self.injected: dict[str, int] = {}
@@ -473,7 +473,7 @@ def simulate(
     ended in a worker. Raises ConfigError for what needs servers or processes."""
     check_cluster(config)
     check_planner(config)
-    check_prefill(config)
+    check_disaggregation(config)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 Guarantee: a variant is its file with overrides that are written here and nowhere else, so that a policy is compared on the
 workload and the cluster that were there before it. ``scale`` n plays an n-th of the cluster on an n-th of the batch: the load
-of each device and all durations that do not depend on the number of trajectories stay as they are.
+of each device, all durations that do not depend on the number of trajectories, and that of a training step stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, apply_override, parse_config
+from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
 from orchestrator.sim.run import SimResult, simulate
 
 SKIPPED = 2  # first steps, which fill the pipeline
@@ -60,6 +61,9 @@ def _scaled(data: dict[str, Any], scale: int) -> dict[str, Any]:
         for key in keys:
             if table.get(key):
                 table[key] = max(1, table[key] // scale)
+    sim["trainer_serial_seconds"] = scale * sim.get(
+        "trainer_serial_seconds", TRAIN_SERIAL_SECONDS
+    )  # a token is n tokens
     if sim.get("fleet"):
         sim["fleet"] = {name: max(1, count // scale) for name, count in sim["fleet"].items()}
         rollout["workers"] = sum(sim["fleet"].values())
@@ -120,6 +124,7 @@ def rollart(
 
 
 _TASKS = ("math", "code", "judged")
+SCORES = 16  # of rollpacker.toml, a GPU
 ROLLPACKER = {  # RollPacker 6: model, GPUs, rollout TP, longest response, GPUs of a training replica (TP x PP x CP)
     "7B/8k": ("Qwen2.5-7B", 16, 1, 8192, 2),
     "14B/16k": ("Qwen2.5-14B", 32, 2, 16384, 8),
@@ -140,12 +145,12 @@ RUNGS: dict[str, tuple[str, ...]] = {  # RollPacker table 2, and 6.1; its parall
 def rollpacker_setup(size: str, scale: int = 1) -> list[str]:
     """Overrides of the scenario, which is 14B/16k. The paper prints lengths for that one only, so for the others it is ASSUMED
     that the median stays and the longest of a batch of 1,024 moves with the limit: sigma by ln 2 / 3.2 for each doubling. And
-    that a GPU brings its server's share of what scores: four scores at a time."""
+    that a GPU brings its server's share of what scores: ``SCORES`` at a time (calibrated, see the file)."""
     model, gpus, ranks, longest, replica = ROLLPACKER[size]
     sigma = 1.05 + math.log(longest / 16384) / 3.2
     mean = 450 * math.exp(sigma * sigma / 2)
     given = [f"sim.model={model}", f"sim.tensor_parallel={ranks}", f"rollout.workers={gpus // ranks}"]
-    given += [f"sim.trainer_gpus={gpus}", f"sim.reward_slots={4 * gpus}"]
+    given += [f"sim.trainer_gpus={gpus}", f"sim.reward_slots={SCORES * gpus}"]
     given.append(f"rollout.engine.max_model_len={(512 + longest) // 16}")
     for task in _TASKS:
         of = f"sim.tasks.{task}"

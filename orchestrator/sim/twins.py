@@ -33,7 +33,6 @@ from orchestrator.api import (
 )
 from orchestrator.config import Config
 from orchestrator.policies.timeouts import AdaptiveTimeouts, CaseTime
-from orchestrator.sections.sim import SimTaskSection
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.cluster import trainer_costs
 from orchestrator.sim.draws import END, PAD, VOCABULARY, lognormal, stream
@@ -162,26 +161,27 @@ class SimEnvironment:
         return StepResult(Observation((2,) * max(1, trace.turns[self._turn].observation)), 0.0, False)
 
     async def _reset_of(self, workload: Workload, prompt: Prompt) -> Observation:
-        task, rng = workload.of(prompt.task), stream(prompt.seed, "reset")
-        await self._sleep(workload, task, rng, task.reset_seconds, task.reset_sigma)
+        seconds, opening = workload.beginning(prompt.task, prompt.seed)
+        if seconds is not None:
+            await asyncio.sleep(seconds)
+            self._check()
         self._prompt, self._history, self._turn = prompt, prompt.seed, 0
-        return Observation(workload.opening(prompt.task, rng))
+        return Observation(opening)
 
     async def _step_in(self, workload: Workload, prompt: Prompt) -> StepResult:
         """Every number of turns from ``turns_min`` to ``turns_max`` is as likely, for each member by itself."""
-        task, rng = workload.of(prompt.task), stream(prompt.seed, "step", self._turn, self._history)
-        await self._sleep(workload, task, rng, task.step_seconds, task.step_sigma)
+        task = workload.of(prompt.task)
+        if not task.step_seconds and task.turns_min <= self._turn == task.turns_max:  # nothing is left to draw
+            self._prompt = None
+            return StepResult(Observation(()), 0.0, True)
+        rng = stream(prompt.seed, "step", self._turn, self._history)
+        if task.step_seconds:
+            await asyncio.sleep(workload.seconds(task, rng, task.step_seconds, task.step_sigma))
+            self._check()
         if self._turn >= task.turns_min and rng.random() * (task.turns_max - self._turn + 1) < 1.0:
             self._prompt = None
             return StepResult(Observation(()), 0.0, True)
         return StepResult(Observation((2,) * workload.size(rng, task.observation_tokens)), 0.0, False)
-
-    async def _sleep(
-        self, workload: Workload, task: SimTaskSection, rng: random.Random, mean: float, sigma: float
-    ) -> None:
-        if mean:
-            await asyncio.sleep(workload.seconds(task, rng, mean, sigma))
-            self._check()
 
     async def close(self) -> None:
         """See the protocol."""

@@ -382,18 +382,22 @@ class SimWorker:
         limit = min(request.sampling.max_tokens, self._speech.most, room)
         tokens: tuple[int, ...] = ()
         if limit >= 1:
-            tokens = self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
+            tokens = self._says(request, limit)
         sequence = batch.Sequence(request, tokens, now, self._numbers)
         self._numbers += 1
         self._known[request.request_id] = sequence
         if tokens:
-            self._admit(sequence)
+            self._batch.add(sequence)
         else:
             error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
             self._finish(sequence, "error", error)
 
-    def _admit(self, sequence: batch.Sequence) -> None:
-        self._batch.add(sequence)
+    def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
+        return self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
+
+    def _tell(self, sequence: batch.Sequence, versions: VersionSpans) -> None:
+        if self._said is not None:
+            self._said(sequence.request.trajectory_id, sequence.request.turn, versions)
 
     def _finish(self, sequence: batch.Sequence, reason: str, error: str = "") -> None:
         self._batch.remove(sequence)
@@ -424,9 +428,8 @@ class SimWorker:
         )
         if self.watch is not None:
             self.watch(sequence.request, self._finished[-1])
-        if self._said is not None and reason in ("stop", "length"):
-            request = sequence.request
-            self._said(request.trajectory_id, request.turn, self._finished[-1].versions)
+        if reason in ("stop", "length"):
+            self._tell(sequence, self._finished[-1].versions)
         self._news.set()
 
     def _kick(self) -> None:

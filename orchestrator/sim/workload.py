@@ -33,6 +33,7 @@ class Workload:
         self._seed = config.run.seed
         self._weights = [task.weight for task in self.tasks]
         self._draw = lru_cache(maxsize=1 << 15)(self._response)
+        self.beginning = lru_cache(maxsize=1 << 10)(self._beginning)  # the members of a group have the same
 
     @property
     def turns_max(self) -> int:
@@ -55,6 +56,12 @@ class Workload:
     def size(self, rng: random.Random, tokens: float) -> int:
         """So many tokens of the engine in simulated ones."""
         return max(1, int(tokens / self.grain + rng.random()))
+
+    def _beginning(self, name: str, seed: int) -> tuple[float | None, tuple[int, ...]]:
+        """Of a prompt: seconds that a reset takes, None: no time at all, and the first observation."""
+        task, rng = self.of(name), stream(seed, "reset")
+        seconds = self.seconds(task, rng, task.reset_seconds, task.reset_sigma) if task.reset_seconds else None
+        return seconds, self.opening(name, rng)
 
     def opening(self, name: str, rng: random.Random) -> tuple[int, ...]:
         """The first observation of a prompt; ``rng`` is the prompt's own."""

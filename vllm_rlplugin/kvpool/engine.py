@@ -17,6 +17,7 @@ from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool.geometry import Geometry
 from vllm_rlplugin.kvpool.host import HostRange
 from vllm_rlplugin.kvpool.ledger import PagePool, Role
+from vllm_rlplugin.kvpool.words import Rolled
 from vllm_rlplugin.options import PluginOptions
 
 _FOLDER = Path("/dev/shm")
@@ -50,6 +51,8 @@ class EnginePool:
         role: Role = "serving" if options.kv_pool_role == "serving" else "rollout"
         self.role = role
         self.slot = self.pool.join(f"{role}-{os.getpid()}", role, options.kv_pool_budget_mib * (1 << 20) // page)
+        if role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
+            self.pool.publish(Rolled(minimum=self.geometry.pages_a_group).pack())
         self.memory = HostRange(self.pool, -(-size // page), scrub=options.kv_pool_scrub)
         if not self.back([0]):
             fix = f"its first {self.geometry.pages_a_group} pages cannot be had (free: {self.pool.view().free}, budget of a "

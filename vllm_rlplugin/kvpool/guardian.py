@@ -5,22 +5,26 @@ each of them gets an equal share. The serving engine never waits here: a tick re
 A rollout engine that does not give back in time is killed, if its process can be seen and holds this pool's file (a process
 number may mean another process in another namespace); else that is said once, and its pages stay where they are.
 
-Opened when a rollout engine joins, and by :meth:`Guardian.open` at the beginning of each RL step. ``now``: seconds, monotonic.
+Opened when a rollout engine joins, by :meth:`Guardian.open`, and when a rollout engine says that an RL step begins. What the
+serving team says about the most that is lent holds from the next look on, in both directions. Looks are made before each step
+and, so that an idle engine reacts too, by a thread (:meth:`Guardian.watch`). What a rollout engine cannot give back while it
+lives (the pages of its null block) is on top of its budget. ``now``: seconds, monotonic.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
+import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 from orchestrator.policies.kv_sharing import Budget, KvSharing, SharingRules
 from vllm_rlplugin.kvpool.ledger import PagePool, PoolView, TenantView
+from vllm_rlplugin.kvpool.processes import holds, kill
+from vllm_rlplugin.kvpool.words import Control, Rolled
 
 _TICK = 0.005  # seconds between two looks
+WATCH_SECONDS = 0.02  # between two looks of the thread
 
 _logger = logging.getLogger(__name__)
 
@@ -37,6 +41,11 @@ class Guardian:
         self._known: dict[tuple[int, int], int] = {}  # (slot, generation) -> pages it was told
         self._looked = float("-inf")
         self._blamed: set[tuple[int, int]] = set()
+        self._flag, self._said = rules.lent, 0  # the share that is lent by flag; what people said last
+        self._steps = pool.controls()[Control.STEPS]
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.rollouts: tuple[int, ...] = ()  # their slots, at the last look
         self.kills = self.cuts = 0
         pool.set_headroom(rules.headroom_pages)
 
@@ -45,35 +54,79 @@ class Guardian:
         """Of all rollout engines together."""
         return self._sharing.budget
 
+    @property
+    def rules(self) -> SharingRules:
+        """Those that hold now: ``lent`` may have been changed."""
+        return self._sharing.rules
+
     def open(self) -> Budget:
         """An RL step begins: budgets anew, from serving's recent peak."""
-        view, now = self._pool.view(), self._now()
+        with self._lock:
+            return self._open(self._pool.view(), self._now())
+
+    def tick(self) -> None:
+        """Before a step, and when there is nothing to do. A look that another thread is at is not waited for."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._tick(self._now())
+            finally:
+                self._lock.release()
+
+    def watch(self, also: Callable[[], None]) -> None:
+        """Look, and do ``also``, in a thread of its own until :meth:`stop`: an idle engine has no steps."""
+
+        def run() -> None:
+            while not self._over.wait(WATCH_SECONDS):
+                self.tick()
+                also()
+
+        threading.Thread(target=run, name="kv pool guardian", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def _open(self, view: PoolView, now: float) -> Budget:
         self._note(view, now)
-        budget = self._sharing.open(now, self._peak(), _used(view))
+        budget = self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
         self._tell(view, budget)
         return budget
 
-    def tick(self) -> None:
-        """Before a step, and when there is nothing to do."""
-        now = self._now()
+    def _tick(self, now: float) -> None:
         if now - self._looked < _TICK:
             return
         self._looked = now
         self._pool.reap()  # also those that were killed a moment ago
         view = self._pool.view()
-        if not _rollouts(view):
+        self.rollouts = tuple(tenant.slot for tenant in _rollouts(view))
+        self._hear(view, now)
+        if not self.rollouts:
             self._known.clear()
             return
         self._note(view, now)
         if any((tenant.slot, tenant.generation) not in self._known for tenant in _rollouts(view)):
-            self._sharing.open(now, self._peak(), _used(view))
+            self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
         before = self._sharing.budget
-        budget = self._sharing.observe(now, _serving(view), _used(view))
+        budget = self._sharing.observe(now, _serving(view) + self._minimum(view), self._used(view))
         self.cuts += budget.pages < before.pages
         if budget.kill:
             budget = self._end(view, budget)
             view = self._pool.view()
         self._tell(view, budget)
+
+    def _hear(self, view: PoolView, now: float) -> None:
+        """What people and rollout engines have asked for."""
+        controls = self._pool.controls()
+        if controls[Control.LENT] != self._said:
+            self._said = controls[Control.LENT]
+            share = (self._said - 1) / 1e6 if self._said else self._flag
+            self._note(view, now)
+            self._sharing.lend(now, min(1.0, share), self._used(view))
+            self._open(view, now)
+        if controls[Control.STEPS] != self._steps:
+            self._steps = controls[Control.STEPS]
+            self._open(view, now)
+        self._pool.control(Control.LOOKS, 1, add=True)
 
     def _note(self, view: PoolView, now: float) -> None:
         used = _serving(view)
@@ -92,16 +145,16 @@ class Guardian:
         told: dict[tuple[int, int], int] = {}
         for tenant in tenants:
             key = (tenant.slot, tenant.generation)
-            told[key] = share
-            if self._known.get(key) != share:
-                self._pool.set_budget(tenant.slot, share, tenant.revision + 1)
+            told[key] = pages = share + self._least(tenant)
+            if self._known.get(key) != pages:
+                self._pool.set_budget(tenant.slot, pages, tenant.revision + 1)
         self._known = told
 
     def _end(self, view: PoolView, budget: Budget) -> Budget:
         """Kill those that hold more than their share."""
         tenants = _rollouts(view)
         share = budget.pages // max(1, len(tenants))
-        gone = [tenant for tenant in tenants if tenant.used > share and self._kill(tenant)]
+        gone = [tenant for tenant in tenants if tenant.used > share + self._least(tenant) and self._kill(tenant)]
         if not gone:
             return budget
         self.kills += len(gone)
@@ -109,44 +162,31 @@ class Guardian:
 
     def _kill(self, tenant: TenantView) -> bool:
         key = (tenant.slot, tenant.generation)
-        if not _holds(tenant.pid, self._pool.path):
-            if key not in self._blamed:
-                self._blamed.add(key)
-                text = (
-                    "rollout engine %s holds %d pages more than it may, and its process %d cannot be killed from here"
-                )
-                _logger.error(text, tenant.name, tenant.used - tenant.budget, tenant.pid)
-            return False
-        _logger.warning(
-            "rollout engine %s did not give back its pages in time: process %d is killed", tenant.name, tenant.pid
-        )
-        os.kill(tenant.pid, signal.SIGKILL)
-        return True
+        if kill(tenant.pid, self._pool.path):
+            text = "rollout engine %s did not give back its pages in time: process %d is killed"
+            _logger.warning(text, tenant.name, tenant.pid)
+            return True
+        if not holds(tenant.pid, self._pool.path) and key not in self._blamed:
+            self._blamed.add(key)
+            text = "rollout engine %s holds %d pages more than it may, and its process %d cannot be killed from here"
+            _logger.error(text, tenant.name, tenant.used - tenant.budget, tenant.pid)
+        return False
+
+    def _least(self, tenant: TenantView) -> int:
+        """Pages that it cannot give back."""
+        found = Rolled.unpack(self._pool.read(tenant.slot))
+        return min(found.minimum, tenant.used) if found is not None else 0
+
+    def _minimum(self, view: PoolView) -> int:
+        return sum(self._least(tenant) for tenant in _rollouts(view))
+
+    def _used(self, view: PoolView) -> int:
+        return sum(tenant.used - self._least(tenant) for tenant in _rollouts(view))
 
 
 def _rollouts(view: PoolView) -> list[TenantView]:
     return [tenant for tenant in view.tenants if tenant.role == "rollout"]
 
 
-def _used(view: PoolView) -> int:
-    return sum(tenant.used for tenant in _rollouts(view))
-
-
 def _serving(view: PoolView) -> int:
     return view.serving.used if view.serving is not None else 0
-
-
-def _holds(pid: int, path: Path) -> bool:
-    """Whether this process has the file open."""
-    try:
-        wanted = path.stat()
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                found = entry.stat()
-            except FileNotFoundError:
-                continue
-            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-                return True
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return False
-    return False

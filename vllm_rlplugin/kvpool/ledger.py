@@ -10,28 +10,35 @@ Guarantees (``csrc/pages.c`` enforces them; tests/test_kvpool_ledger.py):
 * A pool file left by a crash is taken over, or made anew where its shape differs; one that tenants live in is never changed;
   another user's file, or a file that is no pool, is refused.
 
+* A process that is stopped or dies inside the ledger holds up no serving tenant: it is killed, and what it held is recounted.
+
 Pages and places are ``uint64`` arrays. Everything here takes microseconds and never waits for another tenant's engine.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.api import ConfigError, RunError
 from vllm_rlplugin.kvpool import native
+from vllm_rlplugin.kvpool.processes import kill, stopped
 
 Pages = npt.NDArray[np.uint64]
 Role = Literal["serving", "rollout"]
 ROLES: tuple[Role, ...] = ("serving", "rollout")
 PAGE_BYTES = 2 << 20  # what CUDA maps at least
+STUCK_SECONDS = 2.0  # after which a process that holds the lock, and is not stopped, counts as hung
+
+_logger = logging.getLogger(__name__)
 
 
 class PoolError(RunError):
@@ -76,7 +83,8 @@ class PoolView:
 
 
 class PagePool:
-    """A pool, opened or made; a tenant of it after :meth:`join`. One thread at a time."""
+    """A pool, opened or made; a tenant of it after :meth:`join`. Join, leave, publish and close are of one thread; the rest may
+    be called from any."""
 
     def __init__(self, path: Path, handle: int, made: bool) -> None:
         self.path = path
@@ -131,7 +139,7 @@ class PagePool:
             raise ConfigError("kv_pool.name", name, f"must have 1 to {native.NAME - 1} bytes")
         if self._role is not None:
             raise PoolError(f"{self.path}: this process is a tenant already")
-        slot = self._library.rlc_pool_join(self.handle, name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
+        slot = self._try("rlc_pool_join", name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
         if slot == native.BUSY:
             there = ", ".join(f"{tenant.name} ({tenant.role}, process {tenant.pid})" for tenant in self.view().tenants)
             fix = f"the pool has one serving engine, and each name once; there are: {there}"
@@ -143,61 +151,71 @@ class PagePool:
 
     def leave(self) -> None:
         """No tenant any more. Raises PoolError while it owns pages."""
-        self._checked(self._library.rlc_pool_leave(self.handle))
+        self._call("rlc_pool_leave")
         self._role = None
 
     def acquire(self, count: int, *, whole: bool = True, lease: float | None = None) -> Pages:
         """``count`` free pages, or none at all; ``whole=False``: as many as there may be. Leased until ``lease`` (seconds of
         the monotonic clock), None: for good. What may not be had is not an error: the result is empty, or short."""
         out = np.empty(count, np.uint64)
-        found = self._checked(self._library.rlc_pool_acquire(self.handle, count, whole, _time(lease), out.ctypes.data))
+        found = self._call("rlc_pool_acquire", count, whole, _time(lease), out.ctypes.data)
         return out[:found]
 
     def release(self, pages: Pages) -> None:
         """Give back. Raises PoolError, and keeps all of them, where one is not ours or is mapped."""
         pages = _contiguous(pages)
-        self._checked(self._library.rlc_pool_release(self.handle, pages.ctypes.data, pages.size))
+        self._call("rlc_pool_release", pages.ctypes.data, pages.size)
 
     def renew(self, pages: Pages, lease: float | None) -> None:
         """A new lease; None: for good."""
         pages = _contiguous(pages)
-        self._checked(self._library.rlc_pool_renew(self.handle, pages.ctypes.data, pages.size, _time(lease)))
+        self._call("rlc_pool_renew", pages.ctypes.data, pages.size, _time(lease))
 
     def expired(self, now: float) -> Pages:
         """Our pages whose lease has ended."""
         out = np.empty(self.pages, np.uint64)
-        found = self._checked(self._library.rlc_pool_expired(self.handle, _time(now), out.ctypes.data, out.size))
+        found = self._call("rlc_pool_expired", _time(now), out.ctypes.data, out.size)
         return out[:found].copy()
 
     def publish(self, words: npt.NDArray[np.uint64]) -> None:
         """Our state, for :meth:`read` of others: ``native.WORDS`` words. Never waits."""
         if words.shape != (native.WORDS,) or words.dtype != np.uint64:
             raise ValueError(f"{native.WORDS} words of uint64 are published, not {words.dtype}{list(words.shape)}")
-        self._checked(self._library.rlc_pool_publish(self.handle, _contiguous(words).ctypes.data))
+        self._call("rlc_pool_publish", _contiguous(words).ctypes.data)
 
     # -- anybody -----------------------------------------------------------------------------------------------------
 
     def read(self, slot: int) -> npt.NDArray[np.uint64] | None:
         """What that tenant published last; None: nothing, or nobody is there."""
         words = np.empty(native.WORDS, np.uint64)
-        return words if self._checked(self._library.rlc_pool_read(self.handle, slot, words.ctypes.data)) else None
+        return words if self._call("rlc_pool_read", slot, words.ctypes.data) else None
 
     def set_budget(self, slot: int, pages: int, revision: int) -> bool:
         """Pages that a tenant may own from now on; False: a newer revision is there already. Raises PoolError: nobody is."""
-        code = self._library.rlc_pool_budget(self.handle, slot, pages, revision)
+        code = self._try("rlc_pool_budget", slot, pages, revision)
         return code != native.OLD and self._checked(code) == 0
 
     def set_headroom(self, pages: int) -> None:
         """Pages that stay free for serving whenever a rollout tenant acquires."""
-        self._checked(self._library.rlc_pool_headroom(self.handle, pages))
+        self._call("rlc_pool_headroom", pages)
+
+    def controls(self) -> tuple[int, ...]:
+        """What people and other processes ask for: :class:`vllm_rlplugin.kvpool.words.Control`. Never waits."""
+        found = (ctypes.c_uint64 * native.CONTROLS)()
+        self._checked(self._library.rlc_pool_controls(self.handle, found))
+        return tuple(found)
+
+    def control(self, index: int, value: int, *, add: bool = False) -> None:
+        """Ask for it. ``add``: so much more than now. Never waits."""
+        self._checked(self._library.rlc_pool_control(self.handle, index, value, add))
 
     def reap(self) -> int:
         """Take back what dead tenants owned; returns how many those were."""
-        return int(self._checked(self._library.rlc_pool_reap(self.handle)))
+        return int(self._call("rlc_pool_reap"))
 
     def trim(self, pages: int) -> int:
         """Return the memory of up to so many free pages to the system (host memory only); returns how many."""
-        return int(self._checked(self._library.rlc_pool_trim(self.handle, pages)))
+        return int(self._call("rlc_pool_trim", pages))
 
     def view(self) -> PoolView:
         """A snapshot."""
@@ -212,7 +230,7 @@ class PagePool:
     def _snapshot(self, owners: npt.NDArray[np.uint8] | None) -> PoolView:
         numbers, rows = (ctypes.c_uint64 * 8)(), (native.TenantRow * native.TENANTS)()
         at = None if owners is None else owners.ctypes.data
-        self._checked(self._library.rlc_pool_snapshot(self.handle, numbers, rows, at, None))
+        self._call("rlc_pool_snapshot", numbers, rows, at, None)
         tenants = tuple(
             TenantView(
                 *(slot, row.name.decode(), ROLES[row.role - 1], row.pid, row.used, row.budget),
@@ -223,6 +241,24 @@ class PagePool:
         )
         pages, page_bytes, free, headroom, epoch, deaths, recoveries, _ = numbers
         return PoolView(pages, page_bytes, free, headroom, epoch, deaths, recoveries, tenants)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        return self._checked(self._try(name, *arguments))
+
+    def _try(self, name: str, *arguments: Any) -> int:
+        """Under the ledger's lock. Who holds it for long was stopped or hangs in there: a serving tenant ends it, as its pages
+        are needed; others wait for the serving tenant to do so. Raises PoolError when nothing helps."""
+        function, since, asked = getattr(self._library, name), 0.0, 0.0
+        while (code := int(function(self.handle, *arguments))) == native.STUCK:
+            now, holder = time.monotonic(), int(self._library.rlc_pool_holder(self.handle))
+            since = since or now
+            if self._role == "serving" and holder and (stopped(holder) or now - since > STUCK_SECONDS) and now > asked:
+                asked = now + 0.05
+                if kill(holder, self.path):
+                    _logger.warning("process %d held the pool's ledger without moving, and was killed", holder)
+            if now - since > 2 * STUCK_SECONDS:
+                raise PoolError(f"{self.path}: process {holder} holds the ledger and does not move; end it")
+        return code
 
     def _checked(self, code: int) -> int:
         if code >= 0:

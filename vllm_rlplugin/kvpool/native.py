@@ -12,9 +12,9 @@ from pathlib import Path
 
 from orchestrator.api import RunError
 
-ABI = 1
-TENANTS, WORDS, NAME = 16, 14, 64
-BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM = range(-10, -20, -1)
+ABI = 2
+TENANTS, WORDS, NAME, CONTROLS = 16, 14, 64, 8
+BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM, STUCK = range(-10, -21, -1)
 
 _P, _U64, _INT, _I64 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int64
 
@@ -50,6 +50,9 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "rlc_pool_snapshot": (_INT, [_P, _P, _P, _P, _P]),
     "rlc_pool_publish": (_INT, [_P, _P]),
     "rlc_pool_read": (_INT, [_P, _INT, _P]),
+    "rlc_pool_holder": (_INT, [_P]),
+    "rlc_pool_control": (_INT, [_P, _INT, _U64, _INT]),
+    "rlc_pool_controls": (_INT, [_P, _P]),
     "rlc_pool_trim": (_I64, [_P, _U64]),
     "rlc_range_reserve": (_INT, [_U64, _P]),
     "rlc_range_free": (_INT, [_P, _U64]),

@@ -72,6 +72,12 @@ class Parking:
             self._leaving[group] -= 1
         self._let_go()
 
+    def settled(self) -> None:
+        """No step is under way."""
+        for group in self._leaving:
+            self._leaving[group] = 0
+        self._let_go()
+
     def want(self, blocks: int) -> bool:
         """Have so many free blocks, if there are pages; whether there are so many now."""
         missing = blocks - self._pool.get_num_free_blocks()

@@ -1,28 +1,50 @@
-"""What a scheduler does about its engine's pages: before a step it has those that the step may need, and it gives back.
+"""What a scheduler does about its engine's pages and time on the device, around each step.
 
-Guarantees: a rollout engine that owns more than its budget gives back at once what nobody references, then preempts requests,
-the lowest priority and the latest first, until it complies (they keep their tokens, and wait for pages or are taken
-elsewhere); a serving engine never preempts for others. No acquire waits for anybody.
+Guarantees: a rollout engine that owns more than its budget gives back at once what nobody references, then takes the pages of
+requests, the lowest priority and the latest first, until it complies; these, and those that stalled, end as aborted with the
+tokens they have, so that their owner goes on elsewhere (reported once each). A serving engine never preempts for others. No
+acquire waits for anybody. Pages are dropped only when no step is under way that may use them, counted by outputs.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, cast
 
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from orchestrator.api import ConfigError
+from orchestrator.policies.admission import Mode, Slo
 from orchestrator.policies.kv_sharing import SharingRules
+from vllm_rlplugin.kvpool.admitting import Turns
 from vllm_rlplugin.kvpool.engine import EnginePool, current
 from vllm_rlplugin.kvpool.guardian import Guardian
 from vllm_rlplugin.kvpool.parking import Parking
+from vllm_rlplugin.kvpool.profiled import costs_of
+from vllm_rlplugin.kvpool.serving import ServingMeter
+from vllm_rlplugin.kvpool.words import Control
 from vllm_rlplugin.options import PluginOptions
 
 _LOOK_SECONDS = 0.25  # between two looks at all blocks
+_PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
 
 
 class PagedScheduling:
-    """Of one stock scheduler, in its thread."""
+    """Of one stock scheduler, in its thread. A serving engine has ``guardian`` and ``meter``, a rollout engine ``turns``."""
 
-    def __init__(self, scheduler: Any, pool: EnginePool, keep: float, guardian: Guardian | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        pool: EnginePool,
+        keep: float,
+        guardian: Guardian | None = None,
+        meter: ServingMeter | None = None,
+        turns: Turns | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         in_flight = 2 if scheduler.scheduler_config.async_scheduling else 0
@@ -38,8 +60,12 @@ class PagedScheduling:
         )
         self._block_tokens = scheduler.block_size
         self._looked = 0.0
-        self._guardian = guardian
-        self.displaced = 0  # requests that were preempted for the budget's sake
+        self._guardian, self._meter, self._turns = guardian, meter, turns
+        self._flights = 0  # steps under way
+        self._displaced: set[str] = set()  # to be handed back
+        self.displaced = 0  # requests whose pages were taken for the budget's sake
+        if guardian is not None and meter is not None:
+            guardian.watch(meter.idle)
 
     @classmethod
     def of(cls, scheduler: Any, options: PluginOptions) -> PagedScheduling | None:
@@ -51,12 +77,63 @@ class PagedScheduling:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
             )
-        guardian = None
-        if pool.role == "serving":
-            shares = options.kv_pool_headroom, options.kv_pool_watermark, options.kv_pool_lent
-            rules = SharingRules(pool.pool.pages, *shares)
-            guardian = Guardian(pool.pool, rules, time.monotonic, options.kv_pool_window)
-        return cls(scheduler, pool, options.kv_pool_keep, guardian)
+        config = scheduler.vllm_config
+        if pool.role != "serving":
+            if not config.scheduler_config.enable_chunked_prefill:
+                fix = "a rollout engine in a pool computes prompts in chunks: drop --no-enable-chunked-prefill"
+                raise ConfigError("--enable-chunked-prefill", False, fix)
+            minimum = pool.geometry.pages_a_group
+            turns = Turns(scheduler, pool.pool, costs_of(config, options, unknown=0.02), minimum)
+            return cls(scheduler, pool, options.kv_pool_keep, turns=turns)
+        shares = options.kv_pool_headroom, options.kv_pool_watermark, options.kv_pool_lent
+        guardian = Guardian(pool.pool, SharingRules(pool.pool.pages, *shares), time.monotonic, options.kv_pool_window)
+        slo = Slo(options.kv_pool_ttft, options.kv_pool_tpot)
+        meter = ServingMeter(
+            pool.pool,
+            costs_of(config, options, unknown=math.inf, slo=slo),
+            slo,
+            cast(Mode, options.kv_pool_admission),
+            phase=_PHASES.get(str(getattr(config.kv_transfer_config, "kv_role", "")), "both"),
+            most=scheduler.max_num_scheduled_tokens,
+            rollouts=lambda: guardian.rollouts,
+        )
+        return cls(scheduler, pool, options.kv_pool_keep, guardian, meter)
+
+    def arrived(self, request: Any) -> None:
+        """A request was added."""
+        if self._meter is not None:
+            self._meter.arrived(request)
+
+    def schedule(self, stock: Callable[..., Any], throttle: bool = False) -> Any:
+        """One step of stock's scheduler, with its pages and its time."""
+        self.before_step()
+        output = stock(throttle) if self._turns is None else self._turns.schedule(stock, throttle)
+        self._flights += 1
+        if self._meter is not None:
+            self._meter.began(output)
+        return output
+
+    def ended(self, output: Any, answers: dict[int, Any]) -> None:
+        """Stock has taken a step's output; ``answers``: what it tells the clients, by their index."""
+        self._flights -= 1
+        if self._meter is not None:
+            self._meter.ended()
+        if self._turns is not None:
+            self._turns.ended(output)
+            names = self._turns.to_hand_back(self._displaced)
+            self._displaced.clear()
+            if names:
+                self._hand_back(names, answers)
+
+    def rl_step(self) -> None:
+        """An RL step begins: of a rollout engine, which got the weights of it. The serving engine opens the budgets anew."""
+        if self._turns is not None:
+            self._pool.pool.control(Control.STEPS, 1, add=True)
+
+    def stop(self) -> None:
+        """The engine ends."""
+        if self._guardian is not None:
+            self._guardian.stop()
 
     def before_step(self) -> None:
         """Comply, then have what the next step may allocate."""
@@ -77,8 +154,8 @@ class PagedScheduling:
             if opened:
                 self._guardian.open()
             self._guardian.tick()
-        if not self._scheduler.running:
-            self._parking.stepped()
+        if not self._flights:
+            self._parking.settled()
         self._comply()
         self._parking.look()
         view = self._pool.pool.view()
@@ -92,7 +169,13 @@ class PagedScheduling:
             "groups": self._parking.backed,
             "displaced": self.displaced,
             **self._lent(),
+            **self._time(),
         }
+
+    def _time(self) -> dict[str, Any]:
+        if self._turns is not None:
+            return {**asdict(self._turns.told()), "reason": self._turns.reason}
+        return asdict(self._meter.latest) if self._meter is not None else {}
 
     def _lent(self) -> dict[str, Any]:
         if self._guardian is None:
@@ -134,3 +217,10 @@ class PagedScheduling:
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self.displaced += 1
+        self._displaced.add(request.request_id)
+
+    def _hand_back(self, names: list[str], answers: dict[int, Any]) -> None:
+        """End them as aborted, and tell who asked for them; the tokens they have are with the front end already."""
+        for request in self._scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED):
+            outputs = answers.setdefault(request.client_index, EngineCoreOutputs())
+            outputs.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))

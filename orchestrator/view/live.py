@@ -1,0 +1,173 @@
+"""What a run is doing right now, sampled once a second into the file ``live.json`` of its folder.
+
+Guarantees: it changes nothing that it looks at; the record has a bounded size however many trajectories are in flight; it is
+replaced as a whole, by a thread; a sample that cannot be written is said once and costs the run nothing. Events say what
+happened; this file says what is under way, which no event can. It holds no prompt, no token id, no address and no secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.api import CommandError, ConfigError, RetryableError, WorkerStats
+from orchestrator.events import EventLog
+
+if TYPE_CHECKING:  # who only reads the file needs no pipeline
+    from orchestrator.lanes import Lane
+    from orchestrator.pipeline import Pipeline
+
+FILE = "live.json"
+SECONDS = 1.0  # between two samples
+TRAJECTORIES = 40  # that are listed one by one, those that began first
+WORKERS = 64  # that are listed
+REASONS = 16  # that are told apart
+TEXT = 120  # characters of a reason
+_ASK_EVERY = 2  # samples between two questions to a worker
+_ANSWER_SECONDS = 1.0
+_STATS = ("running", "waiting", "kv_used", "kv_capacity", "tokens_per_s", "preemptions", "oldest_wait")
+
+
+class Sampler:
+    """Writes the file until it is closed. ``pipeline`` is set when there is one; ``say`` tells people."""
+
+    def __init__(self, folder: Path, events: EventLog, say: Callable[[str], None]) -> None:
+        self.pipeline: Pipeline | None = None
+        self._file = folder / FILE
+        self._events = events
+        self._say = say
+        self._asked: dict[str, WorkerStats] = {}
+        self._silent: set[str] = set()
+        self._broken = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._task = asyncio.create_task(self._run(), name="sample what is under way")
+
+    async def close(self) -> None:
+        """The last sample is of now. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._write()
+
+    async def _run(self) -> None:
+        for number in itertools.count():
+            if self.pipeline is not None and number % _ASK_EVERY == 0:
+                await self._ask(self.pipeline)
+            await self._write()
+            await asyncio.sleep(SECONDS)
+
+    async def _ask(self, pipeline: Pipeline) -> None:
+        """The workers that may be asked say how they are; what stands still on command is left alone."""
+
+        async def one(lane: Lane) -> None:
+            name = lane.worker.name
+            try:
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    self._asked[name] = await lane.worker.stats()
+                self._silent.discard(name)
+            except (RetryableError, CommandError, ConfigError, TimeoutError):
+                self._silent.add(name)  # shown; whether it is lost is the heartbeat's to say
+
+        if pipeline.rollout.proxy.waiting_for != "weight update":
+            asked = [lane for lane in pipeline.rollout.proxy.lanes if lane.usable and not lane.loading][:WORKERS]
+            await asyncio.gather(*(one(lane) for lane in asked))
+
+    async def _write(self) -> None:
+        if self._broken:
+            return
+        text = json.dumps(self.record(), separators=(",", ":"))
+        try:
+            await asyncio.to_thread(_replace, self._file, text)
+        except OSError as error:
+            self._broken = True
+            self._say(f"what is under way cannot be shown: {self._file.name} cannot be written ({error.strerror})")
+
+    def record(self) -> dict[str, Any]:
+        """What goes into the file."""
+        stages = [[name, step, start] for name, step, start in self._events.open_stages()]
+        found: dict[str, Any] = {"t": self._events.time(), "stages": stages}
+        pipeline = self.pipeline
+        if pipeline is None:
+            return found
+        rollout, proxy = pipeline.rollout, pipeline.rollout.proxy
+        placed = {item.request.trajectory_id: lane.worker.name for lane in proxy.lanes for item in lane.sent.values()}
+        reasons: dict[str, int] = {}
+        for episode in rollout.episodes.values():
+            reason = _reason(episode.waiting_for, episode.id in placed)
+            reasons[reason] = reasons.get(reason, 0) + 1
+        now = found["t"]
+        return found | {
+            "waiting_for": pipeline.waiting_for[: 3 * TEXT],
+            "in_flight": rollout.in_flight,
+            "buffered": rollout.buffer.scored,
+            "tokens": proxy.tokens,
+            "version": proxy.version,
+            "queue": reasons.get("a free worker", 0),
+            "ledger": pipeline.parts.ledger.counts.as_dict(),
+            "reasons": _largest(reasons),
+            "trajectories": [
+                {
+                    "id": episode.id,
+                    "task": episode.prompt.task[:TEXT],
+                    "turns": len(episode.turns),
+                    "age": round(now - episode.started_at, 1),
+                    "waits": _reason(episode.waiting_for, episode.id in placed),
+                    "worker": placed.get(episode.id, ""),
+                }
+                for episode in itertools.islice(rollout.episodes.values(), TRAJECTORIES)
+            ],
+            "workers": [self._worker(lane) for lane in proxy.lanes[:WORKERS]],
+        }
+
+    def _worker(self, lane: Lane) -> dict[str, Any]:
+        name = lane.worker.name
+        row: dict[str, Any] = {"name": name, "state": _state(lane, name in self._silent), "version": lane.version}
+        row["requests"] = len(lane.sent)
+        if (stats := self._asked.get(name)) is not None and not lane.removed:
+            said = asdict(stats)
+            row |= {field: round(said[field], 3) for field in _STATS}
+        return row
+
+
+def _state(lane: Lane, silent: bool) -> str:
+    if lane.removed:
+        return "removed"
+    if lane.lent:
+        return "lent to the trainer"
+    if not lane.alive:
+        return "coming back"
+    if lane.loading:
+        return "loading weights"
+    return "does not answer" if silent else "up"
+
+
+def _reason(waiting_for: str, placed: bool) -> str:
+    """What a trajectory waits for, without numbers: "3 of 4" and "4 of 4" are one reason."""
+    if waiting_for == "generation" and not placed:
+        return "a free worker"
+    return re.sub(r"\d+", "#", waiting_for)[:TEXT]
+
+
+def _largest(reasons: dict[str, int]) -> dict[str, int]:
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    found = dict(ordered[:REASONS])
+    if rest := sum(count for _, count in ordered[REASONS:]):
+        found["other"] = rest
+    return found
+
+
+def _replace(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, file)

@@ -1,0 +1,62 @@
+"""A run's figures for tools that draw curves: one name a curve, with ``/`` between its parts, the same in all of them.
+
+Guarantees: pure; the names of curves are bounded (workers, ends and the trainer's own figures, never a trajectory); a value
+that is not finite is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from orchestrator.ledger import END_STATES
+
+KINDS = frozenset({"step", "evaluation", "update", "worker"})  # the events that have any
+
+
+def scalars(event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """(step, name -> value) of one event: training steps are counted from 1, weights by their version. Empty for others."""
+    match event["kind"]:
+        case "step":
+            return int(event["step"]) + 1, _finite(_of_step(event))
+        case "evaluation":
+            names = ("success", "low", "high")
+            return int(event["step"]), _finite((f"eval/{name}", event[name]) for name in names)
+        case "update":
+            names = ("seconds", "bytes", "preempted")
+            return int(event["version"]), _finite((f"weights/{name}", event[name]) for name in names)
+        case "worker":
+            return int(event["version"]), _finite(_of_worker(event))
+    return 0, {}
+
+
+def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "train/reward", event["reward_mean"]
+    yield "train/success", event["success"]
+    for name, value in (event.get("metrics") or {}).items():
+        yield f"train/{name}", value
+    lag = {int(versions): count for versions, count in (event.get("lag") or {}).items()}
+    if total := sum(lag.values()):
+        yield "batch/lag_mean", sum(versions * count for versions, count in lag.items()) / total
+        yield "batch/lag_max", max(lag)
+    yield "batch/tokens", event["tokens"]
+    yield "batch/trajectories", event["trained"]
+    yield "time/train_step_seconds", event["seconds"]
+    yield "time/since_start_seconds", event["t"]
+    ledger = event.get("ledger") or {}
+    for end in (*END_STATES, "in_flight"):
+        if end in ledger:
+            yield f"ledger/{end}", ledger[end]
+
+
+def _of_worker(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    head = f"worker/{event['name']}"
+    if event.get("kv_capacity"):
+        yield f"{head}/kv_used_ratio", event["kv_used"] / event["kv_capacity"]
+    for name in ("running", "waiting", "tokens_per_s", "preemptions"):
+        yield f"{head}/{name}", event[name]
+
+
+def _finite(pairs: Iterator[tuple[str, Any]]) -> dict[str, float]:
+    return {name: float(value) for name, value in pairs if value is not None and math.isfinite(value)}

@@ -1,0 +1,212 @@
+"""The web page of a run: served on loopback, behind a token, fed by server-sent events.
+
+Guarantees: what is sent is made at most once a second, once for all who look, and is bounded in size; who reads slowly misses
+pictures and holds nobody up; a request without the token learns nothing; nothing outside of this server is loaded by the page
+(the content security policy forbids it) and no page of others may frame it. The token stands in the URL that is printed, then
+in a cookie that scripts cannot read; it is in no page and no event. ``/metrics`` takes it as a bearer token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from http.cookies import Morsel, SimpleCookie
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from orchestrator.view.follow import Follower
+from orchestrator.view.metrics import exposition
+from orchestrator.view.state import RunState
+
+SECONDS = 1.0  # between two pictures, at least
+LOOK_SECONDS = 0.5  # between two looks at the folder
+SILENT_SECONDS = 10.0  # a run that says nothing for so long is shown as silent
+WATCHERS = 16  # pages at a time
+_KEEP_ALIVE = 15.0  # seconds
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_REFUSED = "This page needs the URL with the token that the command printed, or the token as a bearer token.\n"
+_FILES = {
+    "/report.css": ("orchestrator.report", "page.css", "text/css"),
+    "/view.css": ("orchestrator.view", "view.css", "text/css"),
+    "/view.js": ("orchestrator.view", "view.js", "text/javascript"),
+    "/draw.js": ("orchestrator.view", "draw.js", "text/javascript"),
+}
+Answer = TypeVar("Answer", bound=web.StreamResponse)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Hub:
+    """Follows one run folder for all who look. ``take`` is given every event, too: for exporters."""
+
+    def __init__(self, folder: Path, take: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.state = RunState(folder)
+        self.follower = Follower(folder)
+        self.picture = b""  # the newest, as JSON
+        self.number = 0  # counts pictures
+        self._take = take
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Read what is new; make a picture of it, once a second at most."""
+        changed = False
+        while True:
+            for event in self.follower.events():
+                changed = True
+                self.state.take(event)
+                if self._take is not None:
+                    self._take(event)
+            if not self.follower.behind:
+                break
+            self.follower.behind = False
+            await asyncio.sleep(0)
+        if (record := self.follower.live()) is not None:
+            changed = True
+            self.state.take_live(record)
+        silent = self._silent()
+        now = asyncio.get_running_loop().time()
+        self._dirty = changed or self._dirty or silent > 0
+        if not self.picture or (self._dirty and now - self._drawn_at >= SECONDS):
+            self._drawn_at, self._dirty = now, False
+            shown = self.state.shown() | {"silent": silent}
+            picture = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode()
+            if picture != self.picture:
+                async with self._changed:
+                    self.picture, self.number = picture, self.number + 1
+                    self._changed.notify_all()
+
+    _dirty = False
+    _drawn_at = float("-inf")
+
+    def _silent(self) -> int:
+        """Seconds without a sign of life of a run that has not ended; 0: there are some, or it never gave any."""
+        seconds = None if self.state.over else self.follower.silent_for()
+        return int(seconds) if seconds is not None and seconds >= SILENT_SECONDS else 0
+
+    async def newer_than(self, number: int) -> tuple[int, bytes]:
+        """The newest picture, once there is another than ``number``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.number != number)
+            return self.number, self.picture
+
+
+class Server:
+    """``port`` 0: a free one; then :attr:`url` says where. Only on loopback."""
+
+    def __init__(self, hub: Hub, token: str, port: int = 0) -> None:
+        self._hub, self._token, self._port = hub, token, port
+        self._watchers = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Raises OSError when the port is taken."""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/", self._page)
+        app.router.add_get("/stream", self._stream)
+        app.router.add_get("/state.json", self._state)
+        app.router.add_get("/metrics", self._metrics)
+        for path in _FILES:
+            app.router.add_get(path, self._file)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        """With the token: for the eyes of whoever started this."""
+        return f"http://127.0.0.1:{self._port}/?token={self._token}"
+
+    @property
+    def _cookie(self) -> str:
+        return f"rl_coserve_view_{self._port}"  # cookies know hosts, not ports
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.query.get("token", "")
+        if given and self._right(given) and request.path == "/":
+            return _headed(web.Response(status=303, headers={"Location": "/", "Set-Cookie": self._set_cookie()}))
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not (self._right(request.cookies.get(self._cookie, "")) or self._right(bearer)):
+            return _headed(web.Response(status=401, text=_REFUSED))
+        try:
+            answer = await handler(request)
+        except web.HTTPException as error:
+            _headed(error)
+            raise
+        return answer if answer.prepared else _headed(answer)
+
+    def _right(self, given: str) -> bool:
+        return bool(given) and hmac.compare_digest(given.encode(), self._token.encode())
+
+    def _set_cookie(self) -> str:
+        jar: SimpleCookie = SimpleCookie()
+        jar[self._cookie] = self._token
+        cookie: Morsel[str] = jar[self._cookie]
+        cookie["path"], cookie["httponly"], cookie["samesite"] = "/", True, "Strict"
+        return cookie.OutputString()
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(text=_text("orchestrator.view", "page.html"), content_type="text/html")
+
+    async def _file(self, request: web.Request) -> web.Response:
+        package, name, kind = _FILES[request.path]
+        return web.Response(text=_text(package, name), content_type=kind)
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._hub.picture, content_type="application/json")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=exposition(self._hub.state), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if self._watchers >= WATCHERS:
+            return web.Response(status=503, text=f"{WATCHERS} pages look at this run already\n")
+        self._watchers += 1
+        try:
+            answer = _headed(web.StreamResponse(headers={"Content-Type": "text/event-stream"}))
+            await answer.prepare(request)
+            number = -1
+            while True:
+                try:
+                    async with asyncio.timeout(_KEEP_ALIVE):
+                        number, picture = await self._hub.newer_than(number)
+                    await answer.write(b"data: " + picture + b"\n\n")
+                except TimeoutError:
+                    await answer.write(b": nothing new\n\n")
+        except ConnectionResetError:  # the page was closed
+            return answer
+        finally:
+            self._watchers -= 1
+
+
+def _headed(answer: Answer) -> Answer:
+    answer.headers.update(_HEADERS)
+    return answer
+
+
+def _text(package: str, name: str) -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,123 @@
+"use strict";
+// Draws what the stream says. Every event is the whole picture, so one that was missed does not matter.
+
+const ENDS = [
+  ["trained", "trained", "c3"], ["in_flight", "in flight", "c1"], ["evicted_stale", "too stale", "c2"],
+  ["aborted_redundant", "not needed", "c0"], ["deferred", "deferred", "c6"], ["filtered", "filtered out", "c4"],
+  ["failed", "failed", "bad"],
+];
+
+function card(label, value, detail, style) {
+  return html("div", { class: `card ${style || ""}` }, html("div", { class: "card-label" }, label),
+    html("div", { class: "card-value" }, value), html("div", { class: "card-detail" }, detail || " "));
+}
+
+function header(now) {
+  const run = now.run;
+  document.title = `${run.name} · step ${now.step} · rl-coserve`;
+  put("name", run.name);
+  put("kind", run.kind);
+  document.getElementById("kind").className = `badge ${run.kind}`;
+  const status = run.status === "unfinished" ? "running" : run.status;
+  const parts = [html("span", { class: `status-${run.status === "unfinished" ? "completed" : run.status}`, id: "status" }, status)];
+  if (run.mode) parts.push(html("span", {}, `${run.mode}, α = ${run.alpha}`));
+  if (run.resumed_from !== null) parts.push(html("span", {}, `resumed from step ${run.resumed_from}`));
+  if (run.started) parts.push(html("span", {}, `started ${run.started.replace("T", " ").replace("+00:00", " UTC")}`));
+  put("meta", ...parts);
+}
+
+function notice(now) {
+  const place = document.getElementById("notice");
+  const say = (style, strong, text) => {
+    place.hidden = false;
+    place.className = `notice ${style}`;
+    place.replaceChildren(html("strong", {}, strong), ` ${text}`);
+  };
+  const run = now.run;
+  if (run.status === "failed") say("bad", "The run failed.", run.reason);
+  else if (run.status === "interrupted") say("", "The run was interrupted.", run.reason === "interrupted" ? "" : run.reason);
+  else if (run.status === "completed") say("good", "The run is complete.", "This is its last state.");
+  else if (now.silent) say("bad", `No sign of life for ${count(now.silent)} s.`, "It may be stopped, or gone.");
+  else if (now.waiting_for || now.open.length) say("", "Waiting for:", now.waiting_for || now.open.join(", "));
+  else place.hidden = true;
+}
+
+function cards(now) {
+  const reward = now.reward[now.reward.length - 1], success = now.success[now.success.length - 1];
+  const started = now.ledger.started, summed = ENDS.reduce((sum, end) => sum + (now.ledger[end[0]] || 0), 0);
+  put("cards",
+    card("Step", html("span", {}, count(now.step), html("small", {}, ` of ${count(now.run.steps)}`)), `${clock(now.t)} since the start`),
+    card("Success", success ? percent(success[1]) : "–", success ? `${percent(success[2])} to ${percent(success[3])}, step ${success[0]}` : "not evaluated yet"),
+    card("Reward", reward ? brief(reward[1]) : "–", "mean of the last batch"),
+    card("Speed", html("span", {}, now.tokens_per_s === null ? "–" : count(now.tokens_per_s), html("small", {}, " tokens/s")), `version ${now.version}`),
+    card("Ledger", started === summed ? "closes ✓" : `off by ${count(started - summed)}`, `${count(started)} trajectories`, started === summed ? "" : "bad"));
+}
+
+function kv(row) {
+  if (!row.kv_capacity) return "–";
+  const share = row.kv_used / row.kv_capacity;
+  const bar = svg("svg", { class: `kv${share > 0.95 ? " full" : ""}`, viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
+    svg("rect", { x: 0, y: 0, height: 10, width: 100 * share }));
+  return html("span", {}, bar, percent(share));
+}
+
+function underWay(now) {
+  put("timeline", timeline(now.timeline, document.getElementById("timeline-legend")));
+  const reasons = Object.entries(now.reasons);
+  const none = now.run.status === "unfinished" ? "None is in flight." : "The run has ended.";
+  put("reasons", reasons.length ? bars(reasons, "c1") : empty(none));
+  put("workers", now.workers.length
+    ? table(["Worker", "State", "KV used", "Running", "Waiting", "Version", "Tokens/s"],
+      now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.running), whole(row.waiting), whole(row.version),
+        row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s)]), [3, 4, 5, 6])
+    : empty("None has said how it is."));
+  const rows = now.trajectories;
+  document.getElementById("trajectories-title").textContent =
+    `The oldest trajectories (${count(rows.length)} of ${count(now.in_flight)} in flight, ${count(now.buffered)} scored and buffered, ${count(now.queue)} turns queued)`;
+  put("trajectories", rows.length
+    ? table(["Trajectory", "Task", "Waits for", "Worker", "Turns", "Age"],
+      rows.map((row) => [row.id, row.task, row.waits, row.worker || "–", count(row.turns), `${brief(row.age)} s`]), [4, 5])
+    : empty(none));
+}
+const whole = (value) => (value === undefined || value === null ? "–" : count(value));
+
+function learning(now) {
+  put("reward", curve(now.reward.map((point) => point.slice(0, 2)), "Mean reward by training step", brief));
+  put("success", curve(now.success, "Success by training step", (value) => `${Math.round(100 * value)} %`, [0, 1]));
+}
+
+function accounts(now) {
+  put("ledger", bars(ENDS.filter((end) => now.ledger[end[0]]).map(([key, words, colour]) => [words, now.ledger[key], colour]), "c0"));
+  const lags = Object.entries(now.lag).map(([lag, number]) => [lag === "1" ? "1 version" : `${lag} versions`, number]);
+  put("lag", lags.length ? bars(lags, "c2") : empty("No batch was taken yet."));
+  put("incidents", now.incidents.length
+    ? table(["When", "Kind", "What", "Detail"], now.incidents.map((row) => [clock(row.t), row.kind, row.what, row.detail]), [])
+    : empty("Nothing."));
+}
+
+function draw(now) {
+  header(now);
+  notice(now);
+  cards(now);
+  underWay(now);
+  learning(now);
+  accounts(now);
+  document.body.dataset.drawn = String(now.step);
+}
+
+const connection = document.getElementById("connection");
+const stream = new EventSource("stream");
+let over = false;
+stream.onmessage = (event) => {
+  const now = JSON.parse(event.data);
+  over = now.run.status !== "unfinished";
+  draw(now);
+  connection.textContent = "Connected.";
+  connection.className = "";
+};
+stream.onerror = () => {
+  connection.textContent = over
+    ? "The run has ended, and its server with it; rl-coserve view shows it again."
+    : "The server does not answer; trying again.";
+  connection.className = over ? "" : "lost";
+};

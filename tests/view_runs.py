@@ -1,0 +1,58 @@
+"""Run folders and live records for the tests of views: no engine, but the lines that a real run writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_NAME = "test_report_fixtures"
+if _NAME not in sys.modules:
+    _spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name(f"{_NAME}.py"))
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules[_NAME] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_NAME])
+write_run = sys.modules[_NAME].write_run
+SyntheticRun = sys.modules[_NAME].SyntheticRun
+
+LIVE: dict[str, Any] = {
+    "t": 100.0,
+    "stages": [["get_batch", 12, 99.0], ["train_step", 11, 99.5]],
+    "waiting_for": "5 of 8 groups complete; 41 in generation, 9 in environment step",
+    "in_flight": 64,
+    "buffered": 27,
+    "tokens": 12345,
+    "version": 12,
+    "queue": 5,
+    "ledger": {
+        "started": 800, "trained": 700, "evicted_stale": 4, "aborted_redundant": 0, "deferred": 0, "filtered": 0,
+        "failed": 5, "in_flight": 91, "failed_by_cause": {"environment_timeout": 5},
+    },
+    "reasons": {"generation": 41, "environment step": 9, "a free worker": 5, "environment reset": 6, "reward": 3},
+    "trajectories": [
+        {"id": f"t{place:08d}", "task": "frozenlake", "turns": place % 5, "age": 4.0 - place / 10,
+         "waits": "generation" if place % 3 else "environment step", "worker": "vllm-0" if place % 3 else ""}
+        for place in range(40)
+    ],
+    "workers": [
+        {"name": "vllm-0", "state": "up", "version": 12, "requests": 32, "running": 24, "waiting": 8, "kv_used": 256,
+         "kv_capacity": 1024, "tokens_per_s": 811.2, "preemptions": 0, "oldest_wait": 0.01},
+        {"name": "vllm-1", "state": "coming back", "version": 11, "requests": 0},
+    ],
+}  # fmt: skip
+
+
+def write_unfinished(folder: Path, steps: int = 40) -> Path:
+    """A run in the middle, with what is under way."""
+    run = SyntheticRun(folder, steps=2 * steps)
+    run.start()
+    run.loop(0, steps)
+    run.write()
+    t = max(event["t"] for event in run.events)
+    live = {**LIVE, "t": t + 1.0, "stages": [["get_batch", steps, t - 0.6], ["train_step", steps - 1, t - 0.3]]}
+    live["ledger"] = {**run.ledger(), "in_flight": run.counts["in_flight"]}
+    (folder / "live.json").write_text(json.dumps(live))
+    return folder
