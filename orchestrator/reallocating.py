@@ -167,7 +167,7 @@ def _ended(trajectory: Trajectory) -> Ended:
     prompt = len(turns[0].observation_ids) if turns else 0
     heard = sum(len(turn.observation_ids) for turn in turns) - prompt
     gap = sum(turn.environment_seconds for turn in turns)
-    return Ended(trajectory.group_id, sum(len(turn.action_ids) for turn in turns), prompt, heard, gap)
+    return Ended(sum(len(turn.action_ids) for turn in turns), prompt, heard, gap)
 
 
 def cutting_of(

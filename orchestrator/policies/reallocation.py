@@ -15,12 +15,11 @@ Pure: seconds come in as numbers. The same object serves a run and the simulator
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.policies.degrees import allocate_loads
-from orchestrator.policies.loads import SCORE, Loads, Rates, place_loads, sorted_loads
+from orchestrator.policies.loads import Loads, Rates, place_loads, sorted_loads
 
 RatesOfDegree = Callable[[int], Rates]  # devices -> what an engine does
 MARGIN = 0.05  # by which degrees that differ must be better than equal ones
@@ -113,9 +112,8 @@ class Reallocation:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A trajectory that has ended. Tokens: ``said`` by the policy, of its ``prompt``, ``heard`` later; ``gap``: seconds of its
-    environment. ``group``: whose prompt it shares."""
+    environment."""
 
-    group: str
     said: int
     prompt: int = 0
     heard: int = 0
@@ -124,26 +122,23 @@ class Ended:
 
 def expected_loads(ended: Sequence[Ended], in_flight: Sequence[float], count: int, longest: float = math.inf) -> Loads:
     """Of the ``count`` trajectories of the next step: those in flight by their forecasts (tokens to come), the others as those
-    that ended, evenly over their prompts' medians, with their spread about those. ``longest``: context that ends one."""
-    groups: dict[str, list[int]] = {}
-    told = [one for one in ended if one.said > 0]
-    for one in told:
-        groups.setdefault(one.group, []).append(one.said)
-    middle = {name: float(statistics.median(said)) for name, said in groups.items()}
-    off = [math.log(one.said / middle[one.group]) for one in told]
-    spread = max(0.0, statistics.quantiles(off, n=10)[-1]) / SCORE if len(off) > 1 else 0.0
-    known, order = [*in_flight][:count], sorted(told, key=lambda one: middle[one.group])
+    that ended, evenly over their lengths. ``longest``: context that ends one.
+
+    What ended is taken as it was, tail and all: which of the next ones will be long nobody knows, but the step waits for it
+    wherever it is, and the largest of several engines' longest is that of all."""
+    order = sorted((one for one in ended if one.said > 0), key=lambda one: one.said)
+    known = [*in_flight][:count]
     fresh = count - len(known) if order else 0
     drawn = [order[(2 * number + 1) * len(order) // (2 * fresh)] for number in range(fresh)]
-    prompt, gap = _mean([one.prompt for one in told]), _mean([one.gap for one in told])
-    said, heard = sum(one.said for one in told), sum(one.heard for one in told)
+    prompt, gap = _mean([one.prompt for one in order]), _mean([one.gap for one in order])
+    said, heard = sum(one.said for one in order), sum(one.heard for one in order)
     contexts = [*[prompt] * len(known), *(float(one.prompt) for one in drawn)]
     return sorted_loads(
-        [*known, *(middle[one.group] for one in drawn)],
+        [*known, *(float(one.said) for one in drawn)],
         contexts,
         contexts,
         [*[gap / 2] * len(known), *(one.gap for one in drawn)],
-        [*[0.0] * len(known), *[spread] * len(drawn)],
+        [0.0] * len(contexts),
         1.0 + heard / said if said else 1.0,
         longest,
     )[0]
