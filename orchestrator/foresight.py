@@ -16,7 +16,7 @@ from orchestrator.policies.encoder import Encoder
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
 from orchestrator.proxy import LLMProxy
-from orchestrator.reallocating import rates_of_degree, rates_of_lane, read_profile
+from orchestrator.reallocating import rates_of_degree, rates_of_lanes, read_profile
 from orchestrator.sections import PredictionSection
 
 
@@ -96,8 +96,8 @@ def forecasts_of(
         rates, slots = given.rates, rollout.engine.max_num_seqs
         if rates is None and (profile := read_profile(config)) is not None:
             rates = profile_rates(profile, proxy.lanes, slots)
-        if rates is None and rollout.placement.degrees.enabled:
-            rates = rates_of_lane(proxy.lanes, rates_of_degree(config, None))
+        elif rates is None and rollout.placement.degrees.enabled:
+            rates = rates_of_lanes(proxy.lanes, rates_of_degree(config))
         mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
         rates = rates or line_rates(rollout.placement, names, slots)
         placer = Placing(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)

@@ -22,7 +22,7 @@ from orchestrator.planning import Planning, planning_of
 from orchestrator.policies.loads import Rates, rates_of
 from orchestrator.policies.planner import layouts_of
 from orchestrator.policies.profile import Layout, Profile
-from orchestrator.policies.reallocation import RatesOfDegree, Reallocated, Reallocation, expected_lengths
+from orchestrator.policies.reallocation import Ended, RatesOfDegree, Reallocated, Reallocation, expected_loads, written
 from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, ranks_of
@@ -33,38 +33,38 @@ if TYPE_CHECKING:
 _FIELD = "rollout.placement.degrees"
 
 
-def make_reallocation(config: Config, heads: int = 0, profile: Profile | None = None) -> Reallocation:
+def make_reallocation(config: Config, heads: int = 0, rates: RatesOfDegree | None = None) -> Reallocation:
     """The resource manager of a run, at the degrees that it begins with. ``heads``: that degrees must divide, 0: not known;
-    ``profile``: of the engines, where the config names none. Raises ConfigError."""
+    ``rates``: what else is known of the degrees than the config says. Raises ConfigError."""
     settings, devices = config.rollout.placement.degrees, config.rollout.workers
     possible = [layout.tp for layout in layouts_of(devices, devices, heads=heads)]
-    profile = read_profile(config) or profile
-    if profile is not None:
-        possible = [tp for tp in possible if Layout(tp) in profile.layouts]
-    else:
-        possible = [tp for tp in possible if tp in settings.speeds]
+    profile = read_profile(config)
+    if rates is None:
+        known = [layout.tp for layout in profile.layouts] if profile is not None else [*settings.speeds]
+        possible = [tp for tp in possible if tp in known]
     if not possible:
         fix = "says nothing of the degrees that divide the devices: name rollout.placement.degrees.speeds, or a profile of them"
-        if profile is None:
-            raise ConfigError(f"{_FIELD}.speeds", dict(settings.speeds), fix)
-        raise ConfigError("rollout.placement.profile", config.rollout.placement.profile, fix)
-    fix = f"{devices} devices and {heads or 'unknown'} attention heads can be cut into engines of {possible}"
+        field = f"{_FIELD}.speeds" if profile is None else "rollout.placement.profile"
+        raise ConfigError(field, dict(settings.speeds) or config.rollout.placement.profile, fix)
     try:
         return Reallocation(
             devices,
             possible,
-            rates_of_degree(config, profile),
+            rates or rates_of_degree(config),
             degrees=settings.start,
             horizon=settings.horizon,
             start_seconds=_start_seconds(config, profile),
             per_server=devices,
         )
     except ValueError as error:
-        raise ConfigError(f"{_FIELD}.start", list(settings.start), f"{error}; {fix}") from error
+        fix = (
+            f"{error}; {devices} devices and {heads or 'unknown'} attention heads can be cut into engines of {possible}"
+        )
+        raise ConfigError(f"{_FIELD}.start", list(settings.start), fix) from error
 
 
 def read_profile(config: Config) -> Profile | None:
-    """What the placement's section names; None: nothing. Raises ConfigError."""
+    """What ``rollout.placement.profile`` names; None: nothing. Raises ConfigError."""
     name = config.rollout.placement.profile
     return load_profile(Path(name), "rollout.placement.profile").profile if name else None
 
@@ -77,34 +77,30 @@ def _start_seconds(config: Config, profile: Profile | None) -> float:
     return max((shape.start_seconds for shape in profile.shapes.values()), default=0.0)
 
 
-def rates_of_degree(config: Config, profile: Profile | None) -> RatesOfDegree:
+def rates_of_degree(config: Config) -> RatesOfDegree:
     """By the profile; without one by ``speeds``, with the interference that placement counts with."""
-    settings, slots = config.rollout.placement, config.rollout.engine.max_num_seqs
-
-    def given(degree: int) -> Rates:
-        alone = settings.token_seconds / settings.degrees.speeds.get(degree, 1.0)
-        steps = (alone, alone * (1.0 + settings.interference))
-        return Rates(steps, prefill=settings.prefill_seconds, slots=slots)
-
-    return given if profile is None else lambda degree: rates_of(profile, Layout(degree), slots)
-
-
-def rates_of_lane(lanes: Sequence[Lane], rates: RatesOfDegree) -> RatesOf:
-    """What placement is told of workers whose degrees change."""
+    settings, slots, profile = config.rollout.placement, config.rollout.engine.max_num_seqs, read_profile(config)
     made: dict[int, Rates] = {}
 
-    def of(worker: int) -> Rates:
-        ranks = max(1, ranks_of(lanes[worker]))
-        if ranks not in made:
-            made[ranks] = rates(ranks)
-        return made[ranks]
+    def rates(degree: int) -> Rates:
+        if degree not in made:
+            alone = settings.token_seconds / settings.degrees.speeds.get(degree, 1.0)
+            steps = (alone, alone * (1.0 + settings.interference))
+            line = Rates(steps, prefill=settings.prefill_seconds, slots=slots)
+            made[degree] = line if profile is None else rates_of(profile, Layout(degree), slots)
+        return made[degree]
 
-    return of
+    return rates
+
+
+def rates_of_lanes(lanes: Sequence[Lane], rates: RatesOfDegree) -> RatesOf:
+    """What placement is told of workers whose degrees change."""
+    return lambda worker: rates(max(1, ranks_of(lanes[worker])))
 
 
 class Reallocating:
     """One run's. As :class:`orchestrator.planning.Planning`: begin, end, act. ``in_flight``: forecasts of tokens that those in
-    flight have before them."""
+    flight have before them; ``longest``: tokens of context at which a trajectory ends."""
 
     def __init__(
         self,
@@ -113,9 +109,10 @@ class Reallocating:
         events: EventLog,
         steps: int,
         in_flight: Callable[[], Sequence[float]] = tuple,
+        longest: float = math.inf,
     ) -> None:
         self._policy, self._proxy, self._events = policy, proxy, events
-        self._steps, self._in_flight = steps, in_flight
+        self._steps, self._in_flight, self._longest = steps, in_flight, longest
         self._begun = 0.0
         self._decided: Reallocated | None = None
 
@@ -126,12 +123,9 @@ class Reallocating:
     async def end(self, step: int, trained: Sequence[Trajectory]) -> None:
         """Its batch is complete: decide."""
         seconds = self._events.time() - self._begun
-        said = [float(sum(len(turn.action_ids) for turn in item.turns)) for item in trained]
-        heard = float(sum(len(turn.observation_ids) for item in trained for turn in item.turns))
-        lengths = expected_lengths([length for length in said if length], self._in_flight(), len(said))
+        loads = expected_loads([_ended(item) for item in trained], self._in_flight(), len(trained), self._longest)
         before = self._policy.degrees
-        grows = 1.0 + heard / sum(said) if sum(said) else 1.0
-        found = self._decided = self._policy.after(lengths, seconds, self._steps - step - 1, grows)
+        found = self._decided = self._policy.after(loads, seconds, self._steps - step - 1)
         self._events.emit(
             "degrees",
             step=step,
@@ -151,7 +145,7 @@ class Reallocating:
         if found is None or not found.changes:
             return
         with self._events.stage("reshape", step) as note:
-            note.waiting_for = f"engines of {'+'.join(map(str, found.degrees))} devices to start"
+            note.waiting_for = f"engines of {written(found.degrees)} devices to start"
             done = await self._proxy.reshape(found.degrees)
         if done.error:
             self._policy.failed(found.degrees, done.seconds, done.error)
@@ -168,6 +162,14 @@ class Reallocating:
         )
 
 
+def _ended(trajectory: Trajectory) -> Ended:
+    turns = trajectory.turns
+    prompt = len(turns[0].observation_ids) if turns else 0
+    heard = sum(len(turn.observation_ids) for turn in turns) - prompt
+    gap = sum(turn.environment_seconds for turn in turns)
+    return Ended(sum(len(turn.action_ids) for turn in turns), prompt, heard, gap)
+
+
 def cutting_of(
     config: Config, parts: Parts, proxy: LLMProxy, forecasts: Forecasts | None
 ) -> Planning | Reallocating | None:
@@ -178,7 +180,8 @@ def cutting_of(
     policy = parts.reallocation or make_reallocation(config)
     policy.degrees = proxy.degrees  # what the workers were started with
     in_flight = tuple if forecasts is None else forecasts.remaining
-    return Reallocating(policy, proxy, parts.events, config.run.steps, in_flight)
+    longest = config.rollout.engine.max_model_len
+    return Reallocating(policy, proxy, parts.events, config.run.steps, in_flight, longest)
 
 
 def _number(value: float) -> float | None:

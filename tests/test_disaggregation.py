@@ -21,7 +21,6 @@ from orchestrator.policies.routing import DECODE, PREFILL, Seat, TurnRouter
 from orchestrator.runtime import cutting, pools
 from orchestrator.sections import DisaggregationSection
 from orchestrator.sim import loop as virtual
-from orchestrator.sim.twins import SimTask
 from orchestrator.sim.worker import SimWeights, SimWorker
 
 T = TypeVar("T")
@@ -204,7 +203,7 @@ def test_each_engine_of_a_class_has_the_devices_that_the_config_gives_it() -> No
     assert cutting._fixed(settings(*ON, *PD), heads=6).of(1) == {}
     elsewhere = settings(*ON, *PD, "rollout.disaggregation.degrees={vllm-0=2}", "ray.address=auto")
     with pytest.raises(ConfigError, match=r"ray\.address.*counts the devices of this machine"):
-        cutting.check(elsewhere, SimTask(elsewhere))
+        cutting.check(elsewhere)
     pooled = "resources.pools={P=8, D=8, H800=8}", "resources.rollout={P=1, D=2}"
     config = settings(*ON, *PD, *pooled, "rollout.disaggregation.degrees={vllm-0=2, vllm-2=4}")
     assert cutting._fixed(config, heads=4).of(2) == {"first_device": -1, "ranks": 4}, "the pool says which"

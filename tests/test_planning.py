@@ -31,12 +31,11 @@ from orchestrator.policies.profile import PHASES, Layout, Point, Profile
 from orchestrator.report.html import write_report
 from orchestrator.reshaping import Reshaped, ReshapingProxy, require_resizable
 from orchestrator.runtime import cutting
-from orchestrator.sim import resizing
+from orchestrator.sim import cutting as sim_cutting
 from orchestrator.sim import run as sim_run
 from orchestrator.sim.loop import run
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.resizing import ResizableSimWorker
-from orchestrator.sim.twins import SimTask
 from orchestrator.sim.worker import SimWorker
 
 
@@ -256,7 +255,7 @@ def events_of(result: Any, kind: str) -> list[dict[str, Any]]:
 def test_a_simulated_run_follows_the_planner_and_accounts_for_every_trajectory(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr(resizing, "ResizableSimWorker", PressedWorker)
+    monkeypatch.setattr(sim_cutting, "ResizableSimWorker", PressedWorker)
     result = sim_run.simulate(planned(mode, calm_steps=4))
     assert result.violations == []
     plans, changes = events_of(result, "plan"), events_of(result, "reshape")
@@ -315,13 +314,13 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreig
     pools = planned().model_dump() | {"resources": {"pools": {"CPU": 4}}}
     config = Config.model_validate(pools)
     with pytest.raises(ConfigError, match=r"resources\.pools.*all devices on this machine"):
-        cutting.check(config, SimTask(config))
+        cutting.check(config)
     with pytest.raises(ConfigError, match=r"rollout\.planner\.profile.*cannot be read"):
-        cutting.check(planned(profile=str(tmp_path / "none.json")), SimTask(planned()))
+        cutting.check(planned(profile=str(tmp_path / "none.json")))
 
 
 def test_what_the_planner_did_is_in_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(resizing, "ResizableSimWorker", PressedWorker)
+    monkeypatch.setattr(sim_cutting, "ResizableSimWorker", PressedWorker)
     config = planned()
     result = sim_run.simulate(config)
     (tmp_path / "events.jsonl").write_bytes(result.events)

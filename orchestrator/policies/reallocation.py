@@ -1,7 +1,7 @@
 """How many devices each rollout engine has in the next step: the resource manager between steps (Heddle 6.2).
 
-What :func:`orchestrator.policies.degrees.allocate_loads` finds for the lengths that are expected is compared with the
-degrees that the engines have. Guarantees:
+What :func:`orchestrator.policies.degrees.allocate_loads` finds for what is expected is compared with the degrees that the engines
+have. Guarantees:
 
 * A change is charged: it is made only where the seconds a step that it is expected to gain, over ``horizon`` steps or those that
   are left, exceed what changes have cost: measured; before the first one ``start_seconds``.
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from orchestrator.policies.degrees import allocate_loads
 from orchestrator.policies.loads import Loads, Rates, place_loads, sorted_loads
 
-RatesOfDegree = Callable[[int], Rates]  # devices -> what an engine on so many does
+RatesOfDegree = Callable[[int], Rates]  # devices -> what an engine does
+MARGIN = 0.05  # by which degrees that differ must be better than equal ones
 _MEMORY = 0.5  # weight of the newest of several measurements of a change
 
 
@@ -52,6 +53,7 @@ class Reallocation:
         horizon: int = 4,
         start_seconds: float = 0.0,
         per_server: int = 8,
+        margin: float = MARGIN,
     ) -> None:
         self.devices, self.options = devices, tuple(sorted(set(options), reverse=True))
         self.degrees = tuple(sorted(degrees, reverse=True)) or (1,) * devices
@@ -59,25 +61,21 @@ class Reallocation:
             raise ValueError(f"{self.degrees}: of the degrees {self.options}, {devices} devices in all")
         if horizon < 1 or start_seconds < 0:
             raise ValueError("horizon >= 1, start_seconds >= 0")
-        self._rates = {degree: rates_of(degree) for degree in self.options}
-        self._horizon, self._per_server = horizon, per_server
+        self._rates_of = rates_of
+        self._horizon, self._per_server, self._margin = horizon, per_server, margin
         self._cost = start_seconds
         self._measured = False
         self._failed: dict[tuple[int, ...], str] = {}
 
-    def after(self, lengths: Sequence[float], seconds: float, steps_left: int, grows: float = 1.0) -> Reallocated:
-        """A step has ended. ``lengths``: tokens that each trajectory expected in the next one says; ``grows``: context for one
-        of them; ``seconds``: that this one's rollout took. Whoever carries it out says :meth:`changed` or :meth:`failed`."""
-        if not lengths or not all(math.isfinite(length) and length >= 0 for length in lengths):
+    def after(self, loads: Loads, seconds: float, steps_left: int) -> Reallocated:
+        """A step has ended. ``loads``: what is expected of the next one; ``seconds``: that this one's rollout took. Whoever
+        carries it out says :meth:`changed` or :meth:`failed`."""
+        if not loads.count:
             return Reallocated(self.degrees, reason="nothing is known of the next step's lengths")
-        none = [0.0] * len(lengths)
-        loads, _ = sorted_loads(lengths, none, none, none, none, max(1.0, grows))
-        try:
-            found = allocate_loads(loads, self.devices, self._rates, per_server=self._per_server)
-        except ValueError as error:
-            return Reallocated(self.degrees, reason=str(error))
-        present = self._makespan(loads)
-        share = 1.0 - found.makespan / present if present else 0.0
+        rates = {degree: self._rates_of(degree) for degree in self.options}
+        found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
+        present = place_loads(loads, [rates[degree] for degree in self.degrees])[1]
+        share = 1.0 - found.makespan / present if present > 0 else 0.0
         gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)
         answer = Reallocated(self.degrees, False, "", gain, self._cost, found.makespan, present)
         if found.degrees == self.degrees or share <= 0:
@@ -110,17 +108,44 @@ class Reallocation:
         self._cost = (1 - _MEMORY) * self._cost + _MEMORY * seconds if self._measured else seconds
         self._measured = True
 
-    def _makespan(self, loads: Loads) -> float:
-        """Of the present degrees."""
-        return place_loads(loads, [self._rates[degree] for degree in self.degrees])[1]
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A trajectory that has ended. Tokens: ``said`` by the policy, of its ``prompt``, ``heard`` later; ``gap``: seconds of its
+    environment."""
+
+    said: int
+    prompt: int = 0
+    heard: int = 0
+    gap: float = 0.0
 
 
-def expected_lengths(ended: Sequence[float], in_flight: Sequence[float], count: int) -> list[float]:
-    """Of the ``count`` trajectories of the next step: those in flight by their forecasts, the others as those that ended, evenly
-    over their distribution."""
-    known, spread = [*in_flight][:count], sorted(ended)
-    fresh = count - len(known) if spread else 0
-    return [*known, *(spread[(2 * number + 1) * len(spread) // (2 * fresh)] for number in range(fresh))]
+def expected_loads(ended: Sequence[Ended], in_flight: Sequence[float], count: int, longest: float = math.inf) -> Loads:
+    """Of the ``count`` trajectories of the next step: those in flight by their forecasts (tokens to come), the others as those
+    that ended, evenly over their lengths. ``longest``: context that ends one.
+
+    What ended is taken as it was, tail and all: which of the next ones will be long nobody knows, but the step waits for it
+    wherever it is, and the largest of several engines' longest is that of all."""
+    order = sorted((one for one in ended if one.said > 0), key=lambda one: one.said)
+    known = [*in_flight][:count]
+    fresh = count - len(known) if order else 0
+    drawn = [order[(2 * number + 1) * len(order) // (2 * fresh)] for number in range(fresh)]
+    prompt, gap = _mean([one.prompt for one in order]), _mean([one.gap for one in order])
+    said, heard = sum(one.said for one in order), sum(one.heard for one in order)
+    contexts = [*[prompt] * len(known), *(float(one.prompt) for one in drawn)]
+    return sorted_loads(
+        [*known, *(float(one.said) for one in drawn)],
+        contexts,
+        contexts,
+        [*[gap / 2] * len(known), *(one.gap for one in drawn)],
+        [0.0] * len(contexts),
+        1.0 + heard / said if said else 1.0,
+        longest,
+    )[0]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def written(degrees: Sequence[int]) -> str:

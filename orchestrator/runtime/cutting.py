@@ -84,7 +84,7 @@ def _fixed(config: Config, heads: int) -> Cut:
     return Cut(ranks=tuple(ranks), devices=tuple(-1 if config.resources.pools else begin for begin in begins))
 
 
-def check(config: Config, task: Task) -> None:
+def check(config: Config) -> None:
     """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
     if config.rollout.disaggregation.degrees and config.ray.address and not config.resources.pools:
         fix = (

@@ -49,7 +49,7 @@ def check(config: Config, task: Task) -> None:
     _metadata(config)
     for part in (task, *parts_of(task).values()):
         rules_of(config, part)
-    cutting.check(config, task)
+    cutting.check(config)
     kv.check(config)
     pools.check(config)
     viewing.check(config)

@@ -35,7 +35,7 @@ class DegreesSection(Section):
 
     enabled: bool = False
     speeds: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = {}  # degree -> tokens a second alone,
-    # relative to the others, where rollout.placement.profile is empty; degrees that are not here, or not in it, are not used
+    # relative to the others, where rollout.placement.profile names no profile; degrees that are not there are not used
     start: tuple[Positive, ...] = ()  # degrees that the run begins with; empty: 1 each
     horizon: Positive = 4  # steps that a gain is counted over, against the seconds of one change
     start_seconds: Annotated[float, Field(ge=0)] | None = (

@@ -11,23 +11,16 @@ engine's own time to fetch and to load the weights, during which nothing is gene
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
 
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
-from orchestrator.parts import Parts
 from orchestrator.planning import make_planner
 from orchestrator.policies.planner import ParallelismPlanner
 from orchestrator.policies.profile import EngineShape, Layout, Point, Profile
-from orchestrator.policies.reallocation import Reallocation
-from orchestrator.reallocating import make_reallocation
-from orchestrator.reshaping import seats
 from orchestrator.sim import hardware
 from orchestrator.sim.cluster import engine_costs, fleet
 from orchestrator.sim.costs import EngineCosts
-from orchestrator.sim.moving import Moves, MovingWorker
-from orchestrator.sim.worker import SimWorker, Watch
+from orchestrator.sim.moving import MovingWorker
 
 
 class ResizableSimWorker(MovingWorker):
@@ -58,7 +51,6 @@ class ResizableSimWorker(MovingWorker):
     def _cut(self, ranks: int) -> None:
         self.ranks, self._misfit = ranks, ""
         if ranks:
-            self.degree = ranks
             try:
                 self._use(engine_costs(self._config, self.hardware, ranks))
             except ConfigError as error:
@@ -100,49 +92,6 @@ def check_planner(config: Config) -> None:
     if config.sim.degrees:
         fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start says what the run begins with)"
         raise ConfigError("sim.degrees", list(config.sim.degrees), fix)
-
-
-Cutter = ParallelismPlanner | Reallocation
-
-
-def cutter_of(config: Config, task: Task) -> Cutter | None:
-    """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. Raises ConfigError."""
-    if not config.rollout.placement.degrees.enabled:
-        return planner_of(config, task)
-    if config.sim.costs == "linear" or not config.sim.tasks:
-        return make_reallocation(config)
-    heads = hardware.model(config.sim.model).heads
-    return make_reallocation(config, max(1, heads // config.sim.tensor_parallel), roofline_profile(config))
-
-
-def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
-    """Makes the workers of a run with this one, all of one life. Arguments as :class:`ResizableSimWorker`."""
-    degree = cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees[0]
-    costs = engine_costs(config, fleet(config)[0], degree)
-    return partial(ResizableSimWorker, moves=Moves(), costs=costs)
-
-
-def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
-    """Before they start: who watches them; where they are cut, each over its devices, the others parked."""
-    for worker in workers:
-        worker.watch = watch
-    if cutter is None:
-        return
-    ranks = seats(cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees, len(workers))
-    for worker, count in zip(workers, ranks, strict=True):
-        assert isinstance(worker, ResizableSimWorker)
-        worker.begin(count)
-
-
-def hand_over(parts: Parts, cutter: Cutter | None) -> None:
-    """Give it to a simulated run."""
-    if cutter is None:
-        return
-    parts.kv_bytes = 0.0
-    if isinstance(cutter, Reallocation):
-        parts.reallocation = cutter
-    else:
-        parts.planner = cutter
 
 
 def roofline_profile(config: Config) -> Profile:

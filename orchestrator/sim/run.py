@@ -46,6 +46,7 @@ from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
 from orchestrator.sim.cluster import check_cluster, fleet
+from orchestrator.sim.cutting import cutter_of, hand_over, resizable, seat
 from orchestrator.sim.disaggregated import check_disaggregation, disaggregated, speech_of
 from orchestrator.sim.draws import stream
 from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
@@ -55,7 +56,7 @@ from orchestrator.sim.loop import SimulationError, VirtualTimeLoop, rare_collect
 from orchestrator.sim.moving import Moves
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
-from orchestrator.sim.resizing import check_planner, cutter_of, hand_over, resizable, seat
+from orchestrator.sim.resizing import check_planner
 from orchestrator.sim.traces import Traces, load_traces
 from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker, Watch

@@ -1,0 +1,63 @@
+"""Who cuts the workers of a simulated run anew between steps, as in a real one: the planner, the resource manager, or nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from orchestrator.api import Task
+from orchestrator.config import Config
+from orchestrator.parts import Parts
+from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.policies.reallocation import Reallocation
+from orchestrator.reallocating import make_reallocation
+from orchestrator.reshaping import seats
+from orchestrator.sim import hardware
+from orchestrator.sim.cluster import engine_costs, fleet
+from orchestrator.sim.foresight import SimRates
+from orchestrator.sim.moving import Moves
+from orchestrator.sim.resizing import ResizableSimWorker, planner_of
+from orchestrator.sim.worker import SimWorker, Watch
+
+Cutter = ParallelismPlanner | Reallocation
+
+
+def cutter_of(config: Config, task: Task) -> Cutter | None:
+    """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. Raises ConfigError."""
+    if not config.rollout.placement.degrees.enabled:
+        return planner_of(config, task)
+    if config.sim.costs == "linear" or not config.sim.tasks or config.rollout.placement.profile:
+        return make_reallocation(config)
+    per, rates, name = config.sim.tensor_parallel, SimRates(config), fleet(config)[0]
+    heads = hardware.model(config.sim.model).heads
+    return make_reallocation(config, max(1, heads // per), lambda degree: rates.of(name, per * degree))
+
+
+def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
+    """Makes the workers of a run with this one, all of one life. Arguments as :class:`ResizableSimWorker`."""
+    degree = cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees[0]
+    costs = engine_costs(config, fleet(config)[0], degree)
+    return partial(ResizableSimWorker, moves=Moves(), costs=costs)
+
+
+def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | None) -> None:
+    """Before they start: who watches them; where they are cut, each over its devices, the others parked."""
+    for worker in workers:
+        worker.watch = watch
+    if cutter is None:
+        return
+    ranks = seats(cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees, len(workers))
+    for worker, count in zip(workers, ranks, strict=True):
+        assert isinstance(worker, ResizableSimWorker)
+        worker.begin(count)
+
+
+def hand_over(parts: Parts, cutter: Cutter | None) -> None:
+    """Give it to a simulated run."""
+    if cutter is None:
+        return
+    parts.kv_bytes = 0.0
+    if isinstance(cutter, Reallocation):
+        parts.reallocation = cutter
+    else:
+        parts.planner = cutter
