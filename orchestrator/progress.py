@@ -24,12 +24,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.report.text import clock, sparkline
+
 _REDRAW_SECONDS = 0.2  # between two drawings, unless something happened
 _RATE_SECONDS = 30.0  # tokens a second are the mean over this
 _WAIT_SECONDS = 5.0  # a plain line for a reason that lasted this long
 _REMIND_SECONDS = 60.0  # without any line, one says what is being waited for
 _CURVE = 40  # points of a sparkline
-_BARS = "▁▂▃▄▅▆▇█"
 _ENDS = (
     ("trained", "trained"),
     ("evicted_stale", "stale"),
@@ -228,7 +229,7 @@ class Progress:
         if "ledger" in numbers:
             words, closes = _ledger_words(numbers["ledger"])
             parts.append("ledger closes" if closes else f"LEDGER: {words}")
-        return "  ".join([*parts, _clock(self._elapsed)])
+        return "  ".join([*parts, clock(self._elapsed)])
 
     def _success_words(self) -> str:
         value = f"{self._successes[-1]:.3f}"
@@ -244,9 +245,9 @@ class Progress:
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(no_wrap=True, overflow="ellipsis")
         if self._successes:
-            rows.add_row("success", Text(f"{self._success_words()}  ") + Text(_sparkline(self._successes), "cyan"))
+            rows.add_row("success", Text(f"{self._success_words()}  ") + Text(sparkline(self._successes), "cyan"))
         if self._rewards:
-            rows.add_row("reward", Text(f"{self._rewards[-1]:.3f}  ") + Text(_sparkline(self._rewards), "blue"))
+            rows.add_row("reward", Text(f"{self._rewards[-1]:.3f}  ") + Text(sparkline(self._rewards), "blue"))
         if self._rate is not None:
             rows.add_row("speed", f"{self._rate:,.0f} tokens/s")
         rollout = [f"{numbers[name]:,} {words}" for name, words in _COUNTS if name in numbers]
@@ -263,9 +264,9 @@ class Progress:
     def _bar(self) -> RenderableType:
         done = int(self._numbers.get("step", 0))
         filled = round(30 * min(1.0, done / self._steps))
-        time = _clock(self._elapsed) + (f" of {_clock(self._limit)}" if self._limit is not None else "")
+        time = clock(self._elapsed) + (f" of {clock(self._limit)}" if self._limit is not None else "")
         if self._left is not None and done < self._steps:
-            time += f", about {_clock(max(0.0, self._left))} left"
+            time += f", about {clock(max(0.0, self._left))} left"
         bar = Text.assemble(("━" * filled, "green"), ("━" * (30 - filled), "dim"))
         return Text.assemble(bar, f"  step {done}/{self._steps}  ", (time, "dim"), no_wrap=True, overflow="ellipsis")
 
@@ -327,15 +328,3 @@ def _lag_words(lag: Mapping[Any, int]) -> str:
     total = sum(lag.values()) or 1
     ordered = sorted((int(key), number) for key, number in lag.items())
     return ", ".join(f"{key}: {100 * number / total:.0f} %" for key, number in ordered)
-
-
-def _sparkline(values: deque[float]) -> str:
-    """Shares from 0 to 1 as bars; other rewards by their own range."""
-    low, high = min(0.0, *values), max(1.0, *values)
-    return "".join(_BARS[min(7, int(8 * (value - low) / (high - low)))] for value in values)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from html import escape
 
 THIN = "\u202f"  # narrow no-break space, between a number and its unit
 ALPHA = "\u03b1"  # the staleness bound
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def tag(name: str, content: str = "", /, **attributes: object) -> str:
@@ -93,3 +95,16 @@ def data_size(size: float) -> str:
 def plural(number: int, word: str, many: str = "") -> str:
     """``3 steps``."""
     return f"{number:,} {word if number == 1 else many or word + 's'}"
+
+
+def sparkline(values: Collection[float]) -> str:
+    """Shares from 0 to 1 as bars; other rewards by their own range."""
+    low, high = min(0.0, *values), max(1.0, *values)
+    return "".join(_BARS[min(7, int(8 * (value - low) / (high - low)))] for value in values)
+
+
+def clock(seconds: float) -> str:
+    """As 1:02:03, or 2:03."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -12,7 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_BARS = "▁▂▃▄▅▆▇█"
+from orchestrator.report.text import clock, sparkline
+
 _CURVE = 48  # points of a sparkline
 _LANE = 60  # characters of a timeline
 _ROWS = 8  # of a table
@@ -44,7 +45,7 @@ def _head(now: Mapping[str, Any]) -> Text:
     words = Text.assemble(
         (run["name"], "bold"), "  ", (status, style), f"  {run['mode']}, alpha {run['alpha']}, {run['kind']}"
     )
-    return words.append(f"  step {now['step']:,} of {run['steps']:,}, version {now['version']:,}, {_clock(now['t'])}")
+    return words.append(f"  step {now['step']:,} of {run['steps']:,}, version {now['version']:,}, {clock(now['t'])}")
 
 
 def _said(now: Mapping[str, Any]) -> Text:
@@ -81,7 +82,7 @@ def _numbers(now: Mapping[str, Any]) -> Table:
     for name in ("reward", "success"):
         values = [point[1] for point in now[name] if point[1] is not None]
         if values:
-            rows.add_row(name, Text(f"{values[-1]:.3f}  {_sparkline(values[-_CURVE:])}"))
+            rows.add_row(name, Text(f"{values[-1]:.3f}  {sparkline(values[-_CURVE:])}"))
     rate = now["tokens_per_s"]
     rows.add_row("speed", "-" if rate is None else f"{rate:,.0f} tokens/s")
     total = sum(now["lag"].values()) or 1
@@ -136,21 +137,9 @@ def _incidents(found: Sequence[Mapping[str, Any]]) -> Table:
     for row in found[:_ROWS]:
         colour = "green" if row["kind"] == "recovered" else "red"
         detail = str(row["detail"]).splitlines()[0][:200] if row["detail"] else ""
-        rows.add_row(_clock(float(row["t"])), Text(row["kind"], colour), Text(row["what"]), Text(detail))
+        rows.add_row(clock(float(row["t"])), Text(row["kind"], colour), Text(row["what"]), Text(detail))
     return rows
 
 
 def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
-
-
-def _sparkline(values: Sequence[float]) -> str:
-    """Shares from 0 to 1 as bars; other rewards by their own range."""
-    low, high = min(0.0, *values), max(1.0, *values)
-    return "".join(_BARS[min(7, int(8 * (value - low) / (high - low)))] for value in values)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
