@@ -49,7 +49,7 @@ _WHY = """
 - **Hardware affinity** is as printed within 6 % for 8B and 14B; at 32B all three fleets take the same step, since training and
   push bind there, and 1.14 and 1.26 with both for nothing.
 - **Figure 14a**: at 14B a step of ours is short beside its transfer, so that overlapping it gains more than printed; at 32B
-  training binds. **Figure 13**: alpha matters where the rollout binds.
+  training binds.
 - **Where nothing but rollouts counts** ("training and push for nothing"), one-off has no gain over Sync+ (it has 96 GPUs for
   128).
 - **Scale**: an 8th of a batch has a shorter tail than a whole one; the same ladder at a 16th of it gives 8B steps that are a
