@@ -3,7 +3,8 @@
 Guarantees: a trajectory's first turn goes to the worker of its rank, when that has room for its KV (the longest first; a worker
 that has nobody never lets one wait); later ones stay there until a forecast, made while its
 environment works, puts it elsewhere and the move pays; then its next turn goes there, and never one that is under way. The exact
-placement (:mod:`orchestrator.policies.placement`) is solved again when enough has changed; between, ranks are scaled
+placement (:mod:`orchestrator.policies.loads`, with the search of :mod:`orchestrator.policies.placement`) is solved again when
+enough has changed; between, ranks are scaled
 (:mod:`orchestrator.policies.migration`). Where KV can be sent it is, in the order of the transmission scheduler; what could not
 be is computed anew; a move that did not begin before the next turn is ready is given up. Workers that close take no part: the
 router's own rule serves what was placed on them.
