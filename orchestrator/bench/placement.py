@@ -1,9 +1,10 @@
 """Milliseconds to place 6,400 trajectories on 64 workers, and whether the optimum is the dynamic program's.
 
 Heddle's model, where interference follows from the size of a group (:mod:`orchestrator.policies.placement`), alone; runs place
-by profiles (:mod:`orchestrator.policies.loads`) with the same search, which takes longer and is not timed here.
-The time is the median over repetitions of the slower of two fleets (64 workers alike; four kinds),
-lengths drawn log-normal, from an array of predictions to the finished placement; processor time, as the machine does other things. The oracle is Heddle's dynamic program (5.2, formula 3) on small random cases.
+by profiles (:mod:`orchestrator.policies.loads`) with the same search, which takes longer and is not timed here. The time is
+the median over repetitions of the slower of two fleets (64 workers alike; four kinds), lengths drawn log-normal, from an array
+of predictions to the finished placement; processor time, as the machine does other things. The oracle is Heddle's dynamic
+program (5.2, formula 3) on small random cases.
 """
 
 from __future__ import annotations
