@@ -100,7 +100,7 @@ def rates_of(profile: Profile, layout: Layout, slots: int) -> Rates:
 class Loads:
     """Trajectories in the order of the placement. Arrays of shape [n], longest first: mean of the ``tokens`` that each will still
     say; ``contexts``: that it has; ``new``: of these, that no worker has computed yet; ``gaps``: seconds of its environment
-    still to come; ``spreads``: standard deviation of the logarithm of what ``tokens`` may be, upwards. ``grows``: context for a token
+    still to come; ``spreads``: standard deviation of the logarithm of what ``tokens`` may be. ``grows``: context for a token
     said, at least 1; ``longest``: context at which a trajectory ends. Raises ValueError for what is no number."""
 
     def __init__(
