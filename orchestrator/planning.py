@@ -148,8 +148,7 @@ class Planning:
         profile, layout = self._planner.profile, self._planner.layout
         if profile is None:
             return 0.0
-        uneven = imbalance if layout.ep > 1 else 1.0
-        return max(0.0, busy - turns * profile.prefill_seconds(prompt, 1, layout, uneven)) / tokens
+        return max(0.0, busy - turns * profile.prefill_seconds(prompt, 1, layout, min(imbalance, layout.ep))) / tokens
 
 
 def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, Turn]]:

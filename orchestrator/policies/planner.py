@@ -312,8 +312,8 @@ class ParallelismPlanner:
 
 
 def _imbalance(layout: Layout, load: StepLoad) -> float:
-    """Of what devices wait for: with slices of experts nobody waits."""
-    return load.imbalance if layout.ep > 1 else 1.0
+    """What devices wait for: with slices of experts for nobody; none of a few devices has more than all tokens."""
+    return min(load.imbalance, float(layout.ep))
 
 
 def _blend(old: float, new: float) -> float:

@@ -66,6 +66,9 @@ class SimSection(Section):
     expert_parallel: Positive = (
         1  # devices of a worker that whole experts are shared out over; 1: slices on each (roofline)
     )
+    expert_tile: Annotated[int, Field(ge=0)] = (
+        0  # columns that slices of an expert are filled up to; 0: they are not (roofline)
+    )
     expert_imbalance: Annotated[dict[Version, Imbalance], BeforeValidator(_from_the_first)] = {
         0: 1.0
     }  # tokens of the fullest device's experts over the mean: a number, or {version = number}, each from that version on

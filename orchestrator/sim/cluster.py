@@ -72,6 +72,7 @@ def engine_costs(
             kv_limit=limit,
             kv_gb_s=sim.kv_gb_s,
             expert_parallel=expert_ranks or sim.expert_parallel,
+            expert_tile=sim.expert_tile,
         )
     return costs if sim.grain == 1 else Grained(costs, sim.grain)
 

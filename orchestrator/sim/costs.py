@@ -8,8 +8,8 @@ leaps over steps in which nothing changes, and ends where it would have ended st
 Monotone, and tested: more sequences, tokens or context never cost less; a larger tensor-parallel size never holds less KV.
 ``Grained`` makes one simulated token stand for several real ones, so that long contexts cost the simulator little.
 
-Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, slices of experts that are too narrow for a
-kernel's tiles, pipeline bubbles and imbalance of training one by one (they are in its time a token), contention of transfers.
+Not modelled: half-empty KV blocks, chunks of a prefill beyond their overhead, pipeline bubbles and imbalance of training one by
+one (they are in its time a token), contention of transfers.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class Roofline:
     ``expert_parallel``: of a mixture of experts, the devices that share out whole experts (1: a slice of each is on every
     device). Each step then waits for the device whose experts are chosen most: for ``imbalance`` times as many tokens as in the
     mean. Its arithmetic is so many times as long; of its experts some token chooses more, which are read; and tokens come to it
-    and go back by an all-to-all each, in place of the all-reduce behind the experts."""
+    and go back by an all-to-all each, in place of the all-reduce behind the experts. ``expert_tile``: columns of a kernel's tile,
+    to whole ones of which a device's slice of an expert is filled up, computed and read (0: as wide as it is)."""
 
     device: Device
     model: Model
@@ -182,6 +183,7 @@ class Roofline:
     kv_gb_s: float = 0.0  # at which KV comes from another worker; 0: the devices' network ports
     expert_parallel: int = 1
     imbalance: float = 1.0
+    expert_tile: int = 0
 
     def __post_init__(self) -> None:
         if self.tensor_parallel % self.expert_parallel:
@@ -253,22 +255,28 @@ class Roofline:
 
     def _linear(self, tokens: int) -> float:
         """All matrix products but attention's, for so many tokens in one step."""
-        model, device, ranks, fullest = self.model, self.device, self.tensor_parallel, self._fullest
-        multiplied = float(model.active_parameters)
-        if fullest > 1.0:
-            multiplied = model.shared_parameters + (model.active_parameters - model.shared_parameters) * fullest
-        arithmetic = 2 * multiplied * tokens / (device.flops * ranks)
+        model, device, ranks = self.model, self.device, self.tensor_parallel
+        multiplied: float = model.active_parameters
         read = 2 * model.shared_parameters / (device.bandwidth * ranks)
         if model.experts:
+            fullest, filled = self._fullest, self._filled
+            if fullest * filled > 1.0:
+                multiplied += (model.active_parameters - model.shared_parameters) * (fullest * filled - 1.0)
             chosen = min(1.0, model.active / model.experts * fullest)  # chance of an expert there, by one token
-            seen = 1.0 - (1.0 - chosen) ** tokens  # share of the experts that some token chose
+            seen = filled * (1.0 - (1.0 - chosen) ** tokens)  # share of the experts that some token chose
             read += 2 * model.expert_parameters * seen / (device.bandwidth * device.expert_efficiency * ranks)
-        return max(arithmetic, read)
+        return max(2 * multiplied * tokens / (device.flops * ranks), read)
 
     @property
     def _fullest(self) -> float:
         """Tokens of the fullest device's experts over the mean. No device has more than all of them."""
         return min(self.imbalance, float(self.expert_parallel))
+
+    @property
+    def _filled(self) -> float:
+        """A slice of an expert in whole tiles, over itself."""
+        width = self.model.feed_forward * self.expert_parallel / self.tensor_parallel
+        return math.ceil(width / self.expert_tile) * self.expert_tile / width if self.expert_tile else 1.0
 
     def _reduce(self, tokens: int) -> float:
         """Two all-reduces a layer; with whole experts on a device one, and the way to the experts and back."""

@@ -52,6 +52,7 @@ def check_experts(config: Config) -> None:
     most = max(sim.expert_imbalance.values(), default=1.0)
     asked: list[tuple[str, object]] = [("rollout.planner.experts", True)] if planner.experts else []
     asked += [("sim.expert_parallel", sim.expert_parallel)] if sim.expert_parallel > 1 else []
+    asked += [("sim.expert_tile", sim.expert_tile)] if sim.expert_tile else []
     asked += [("sim.expert_imbalance", dict(sim.expert_imbalance))] if most > 1.0 else []
     if not asked:
         return
@@ -59,11 +60,9 @@ def check_experts(config: Config) -> None:
     if sim.costs == "linear" or not hardware.model(sim.model).experts:
         has = "the linear cost model has no experts" if sim.costs == "linear" else f"{sim.model} has no experts"
         raise ConfigError(*asked[0], f"{has}: set sim.costs = 'roofline' and sim.model to one of {', '.join(mixtures)}")
-    widest = max((sim.tensor_parallel, *sim.degrees))
-    if planner.enabled:
-        widest *= planner.max_tp or config.rollout.workers
-    if most > widest:
-        fix = f"the fullest of an engine's devices ({widest} at most) has at most {widest} times the mean: give less"
+    devices = sum(sim.degrees) or config.rollout.workers * sim.tensor_parallel
+    if most > devices:
+        fix = f"the fullest of {devices} devices has at most {devices} times the mean: give less"
         raise ConfigError("sim.expert_imbalance", most, fix)
     if sim.expert_parallel > 1 and (sim.degrees or config.rollout.reshapes):
         who = "sim.degrees" if sim.degrees else "rollout.planner" if planner.enabled else "rollout.placement.degrees"
