@@ -161,6 +161,16 @@ class LinearTraining:
         return sum(lengths) * self.token / share
 
 
+def check_shares(model: Model, devices: int, expert_parallel: int) -> None:
+    """Raises ConfigError where so many of an engine's devices cannot share out whole experts evenly."""
+    if devices % expert_parallel:
+        fix = f"must divide the {devices} devices of the engine"
+        raise ConfigError("sim.expert_parallel", expert_parallel, fix)
+    if expert_parallel > 1 and (not model.experts or model.experts % expert_parallel):
+        fix = f"{model.name} has {model.experts} experts, which so many devices cannot share out evenly"
+        raise ConfigError("sim.expert_parallel", expert_parallel, fix)
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """One engine on ``tensor_parallel`` devices of one server. Weights and activations of a step cost the larger of their
@@ -186,12 +196,7 @@ class Roofline:
     expert_tile: int = 0
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel % self.expert_parallel:
-            fix = f"must divide the {self.tensor_parallel} devices of the engine"
-            raise ConfigError("sim.expert_parallel", self.expert_parallel, fix)
-        if self.expert_parallel > 1 and (not self.model.experts or self.model.experts % self.expert_parallel):
-            fix = f"{self.model.name} has {self.model.experts} experts, which so many devices cannot share out evenly"
-            raise ConfigError("sim.expert_parallel", self.expert_parallel, fix)
+        check_shares(self.model, self.tensor_parallel, self.expert_parallel)
         if self.model.kv_heads % self.tensor_parallel and self.tensor_parallel % self.model.kv_heads:
             fix = f"{self.model.name} has {self.model.kv_heads} KV heads, which cannot be split over so many devices"
             raise ConfigError("sim.tensor_parallel", self.tensor_parallel, fix)

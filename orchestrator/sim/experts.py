@@ -12,7 +12,7 @@ from dataclasses import replace
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
 from orchestrator.sim import hardware
-from orchestrator.sim.costs import EngineCosts, Grained, Roofline
+from orchestrator.sim.costs import EngineCosts, Grained, Roofline, check_shares
 
 
 class Routing:
@@ -67,6 +67,7 @@ def check_experts(config: Config) -> None:
     if sim.expert_parallel > 1 and (sim.degrees or config.rollout.reshapes):
         who = "sim.degrees" if sim.degrees else "rollout.planner" if planner.enabled else "rollout.placement.degrees"
         raise ConfigError("sim.expert_parallel", sim.expert_parallel, f"{who} says how engines are cut: leave this out")
+    check_shares(hardware.model(sim.model), sim.tensor_parallel, sim.expert_parallel)
     if planner.experts and sim.tensor_parallel > 1:
         fix = "with rollout.planner.experts a worker is one device: set it to 1, and rollout.workers to the devices"
         raise ConfigError("sim.tensor_parallel", sim.tensor_parallel, fix)
