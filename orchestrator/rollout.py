@@ -104,7 +104,7 @@ class Rollout:
             on_group=self._on_group,
         )
         if settings.reshapes:
-            require_resizable(workers, settings.planner.enabled)
+            require_resizable(workers, settings.planner.enabled, settings.planner.experts)
         self.proxy = (ReshapingProxy if settings.reshapes else disaggregation.proxy(settings.disaggregation))(
             workers,
             events,

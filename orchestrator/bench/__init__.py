@@ -29,6 +29,7 @@ _MODULES = {
     "placement": "orchestrator.bench.placement",
     "allocation": "orchestrator.bench.allocation",
     "reallocation": "orchestrator.bench.reallocation",
+    "expert-parallelism": "orchestrator.bench.expert_parallelism",
     "prediction": "orchestrator.bench.prediction",
     "heddle": "orchestrator.bench.heddle",
     "all-together": "orchestrator.bench.all_together",

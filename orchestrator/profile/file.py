@@ -61,17 +61,22 @@ class ProfileFile:
     points: dict[tuple[Phase, Layout, int, int], Point] = field(default_factory=dict)
     shapes: dict[Layout, EngineShape] = field(default_factory=dict)
     skipped: dict[tuple[Phase, Layout, int, int], str] = field(default_factory=dict)
+    uneven: dict[tuple[Phase, Layout, int, int, float], Point] = field(default_factory=dict)  # at imbalances above 1
     seconds: float = 0.0  # spent measuring, engine starts included, over all calls
     about: Mapping[str, Any] = field(default_factory=dict)  # machine and versions, for people
 
     @property
     def profile(self) -> Profile:
         """What the planner, the simulator and admission read."""
-        return Profile(self.points.values(), self.shapes.values())
+        return Profile([*self.points.values(), *self.uneven.values()], self.shapes.values())
 
     def add(self, point: Point) -> None:
         """Keep one point; of two of one place the later."""
-        self.points[point.phase, point.layout, point.batch, point.tokens] = point
+        place = point.phase, point.layout, point.batch, point.tokens
+        if point.imbalance == 1.0:
+            self.points[place] = point
+        else:
+            self.uneven[(*place, point.imbalance)] = point
 
     def save(self) -> None:
         """Replace the file. Raises ConfigError where it cannot be written."""
@@ -86,7 +91,7 @@ class ProfileFile:
             **self.about,
             "seconds": round(self.seconds, 3),
             "shapes": [shape_to_dict(shape) for shape in self.shapes.values()],
-            "points": [point_to_dict(point) for point in self.points.values()],
+            "points": [point_to_dict(point) for point in (*self.points.values(), *self.uneven.values())],
             "skipped": skipped,
         }
         partial = self.path.with_name(self.path.name + ".partial")

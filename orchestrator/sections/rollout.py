@@ -73,13 +73,15 @@ class DisaggregationSection(Section):
 
 
 class PlannerSection(Section):
-    """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2): docs/profile.md."""
+    """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2), and expert parallelism (its section 7):
+    docs/profile.md."""
 
     enabled: bool = False
     profile: str = (
         ""  # file of `rl-coserve profile`: the first TP, gains and re-profiling; without it gains are tried out
     )
     max_tp: Annotated[int, Field(ge=0)] = 0  # 0: rollout.workers, the devices of this machine
+    experts: bool = False  # of a mixture: layouts with whole experts on a device too (EP); in simulated runs only
     expected_tokens: Annotated[int, Field(ge=0)] = 0  # of a response, before the first step; 0: the task's longest
     rise: Annotated[float, Field(ge=1)] = 1.05  # of preemptions from one step to the next: then TP doubles
     calm_steps: Positive = 4  # without preemption: then TP is halved
@@ -203,6 +205,9 @@ class RolloutSection(Section):
         if self.planner.enabled and not self.workers:
             fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
             found.append(("planner", "enabled", fix))
+        if self.planner.experts and not self.planner.enabled:
+            fix = "says what the planner may choose, which is off: set rollout.planner.enabled to true too, or this to false"
+            found.append(("planner.experts", True, fix))
         if self.rounds.enabled:
             found += self._with_rounds()
         if self.placement.enabled and not self.prediction.enabled:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from orchestrator.sections.base import Fraction, Positive, Section, violation
 
 Seconds = Annotated[float, Field(ge=0)]
 Sigma = Annotated[float, Field(ge=0, le=4)]
+Version = Annotated[int, Field(ge=0)]
+Imbalance = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+def _from_the_first(value: object) -> object:
+    """A number counts from version 0 on."""
+    return {0: value} if isinstance(value, (int, float)) else value
 
 
 class SimTaskSection(Section):
@@ -56,6 +63,15 @@ class SimSection(Section):
     fleet: dict[str, Positive] = {}  # class -> workers of it, rollout.workers in all, in this order
     tensor_parallel: Positive = 1  # devices of a worker
     degrees: tuple[Positive, ...] = ()  # devices of each worker, in order; empty: tensor_parallel of each
+    expert_parallel: Positive = (
+        1  # devices of a worker that whole experts are shared out over; 1: slices on each (roofline)
+    )
+    expert_tile: Annotated[int, Field(ge=0)] = (
+        0  # columns that slices of an expert are filled up to; 0: they are not (roofline)
+    )
+    expert_imbalance: Annotated[dict[Version, Imbalance], BeforeValidator(_from_the_first)] = {
+        0: 1.0
+    }  # tokens of the fullest device's experts over the mean: a number, or {version = number}, each from that version on
     prediction_seconds: Annotated[float, Field(ge=0)] = 0.15  # until a forecast is there: Heddle, table 1
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8

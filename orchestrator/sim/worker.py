@@ -41,6 +41,7 @@ from orchestrator.sim import batch
 from orchestrator.sim.cluster import degree_of, engine_costs
 from orchestrator.sim.costs import EngineCosts, seconds_of, steps_in
 from orchestrator.sim.draws import END, logprobs
+from orchestrator.sim.experts import Routing
 from orchestrator.sim.relay import MODEL_BYTES, SimWeights
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
@@ -78,6 +79,7 @@ class SimWorker:
         self._engine = config.rollout.engine
         self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
         self._start_seconds, self._stall_seconds = config.sim.start_seconds, config.sim.stall_seconds
+        self._routing = Routing(config)
         self._use(costs or engine_costs(config, hardware, degree=self.degree))
         self._weights = weights
         weights.holders[name] = self
@@ -105,7 +107,7 @@ class SimWorker:
         if costs.kv_tokens is not None and costs.kv_tokens < most:
             fix = f"{self.name} has KV for {costs.kv_tokens} tokens only: a request of that length could never run"
             raise ConfigError("rollout.engine.max_model_len", most, fix)
-        self._costs = costs
+        self._costs = self._routing.costs(costs)
         self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
 
     def _reset(self) -> None:
@@ -228,6 +230,8 @@ class SimWorker:
                 self._updating = False
         self._prepared, self._unusable = -1, ""
         self._batch.change(version)
+        if self._routing.moves(version):
+            self._use(self._costs)
         seconds = asyncio.get_running_loop().time() - begun
         return UpdateResult(version, MODEL_BYTES, seconds, len(self._batch.running))
 
@@ -289,6 +293,7 @@ class SimWorker:
             generated=self.generated,
             oldest_wait=max((now - sequence.arrived for sequence in waiting), default=0.0),
             suspended=self._suspended,
+            expert_imbalance=self._routing.imbalance,
         )
 
     async def restart(self) -> None:
@@ -381,9 +386,7 @@ class SimWorker:
     def _enqueue(self, request: GenerationRequest, now: float) -> None:
         room = self._engine.max_model_len - len(request.token_ids)
         limit = min(request.sampling.max_tokens, self._speech.most, room)
-        tokens: tuple[int, ...] = ()
-        if limit >= 1:
-            tokens = self._says(request, limit)
+        tokens = self._says(request, limit) if limit >= 1 else ()
         sequence = batch.Sequence(request, tokens, now, self._numbers)
         self._numbers += 1
         self._known[request.request_id] = sequence
