@@ -215,6 +215,10 @@ class TurnRouter:
         self._pool_of[worker] = self._pools[hardware, self._tiers[worker]]
         return self._strand()
 
+    def cap(self, worker: int) -> int:
+        """Turns that it may have at a time, 0: any number."""
+        return self._seats[worker].cap
+
     def recap(self, worker: int, cap: int) -> None:
         """It may have ``cap`` turns at a time from now on (0: any number); those that it has stay."""
         if cap == self._seats[worker].cap:
