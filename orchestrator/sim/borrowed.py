@@ -153,6 +153,7 @@ class BorrowedSimWorker(MovingWorker):
         trajectory = sequence.request.trajectory_id
         if not self._lease:
             self._batch.drop(trajectory)
+        if not 0 < self._lease < math.inf:
             return
         self._marks += 1
         mark = self._since[trajectory] = self._marks

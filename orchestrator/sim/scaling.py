@@ -53,7 +53,7 @@ class Autoscaler:
 
     def _look(self) -> None:
         for role in ("prefill", "decode"):
-            self._scale(role)  # type: ignore[arg-type]
+            self._scale(role)
         self._timer = asyncio.get_running_loop().call_later(LOOK, self._look)
 
     def _scale(self, role: Role) -> None:
