@@ -43,7 +43,7 @@ SIZES: dict[str, tuple[int, tuple[str, ...]]] = {  # how much of it is played, a
             f"{_TASK}.response_sigma=1.0",  # this and ALFWorld's environment: ASSUMED
             f"{_TASK}.step_seconds=3.0",
             f"{_TASK}.step_sigma=1.0",
-            f"{_TASK}.response_tokens=800",  # CALIBRATED: 960.1 s x 1.26 x 1.48 without borrowed devices (6.1)
+            f"{_TASK}.response_tokens=750",  # CALIBRATED: 960.1 s x 1.26 x 1.48 without borrowed devices (6.1)
         ),
     ),
 }
