@@ -50,6 +50,7 @@ class Control:
         self.mover: KvMover | None = None  # where KV moves
         self.facts = facts  # for /rl/status: what does not change while the server runs
         self.refreshing: asyncio.Task[None] | None = None
+        self.pool: PoolMetrics | None = None  # of the device that the engine shares
 
 
 def _control(request: Request) -> Control:
@@ -174,6 +175,7 @@ async def status(request: Request) -> JSONResponse:
             "unfinished": len(worker.unfinished_ids),
             "held": worker.held,
             "broken": worker.broken,
+            "pool": None if control.pool is None else control.pool.recent,
             # Of this process; scheduler and worker extension are the engine's, and without them it would not have started.
             "hooks": {**vllm_rlplugin.status(), "scheduler": True, "worker_extension": True},
         }
@@ -296,8 +298,9 @@ class ControlPlugin:
             raise ConfigError("--rl-relay", options.relay, str(error)) from error
         instance = secrets.token_hex(8)
         control = Control(worker, _facts(config, worker, instance, options))
+        control.pool = _pool_metrics(PluginOptions.of(config))
         control.refreshing = asyncio.create_task(
-            keep_fresh(metrics, worker, _pool_metrics(PluginOptions.of(config))), name="rl-coserve metrics"
+            keep_fresh(metrics, worker, control.pool), name="rl-coserve metrics"
         )
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:

@@ -198,7 +198,7 @@ class Coserving(Preempting):
             "running": running,
             "waiting": waiting,
             "kv_used": capacity - pool.get_num_free_blocks(),
-            "kv_capacity": capacity,
+            "kv_capacity": capacity if self._rl_pages is None else self._rl_pages.blocks,
             "preemptions": self._rl_preemptions,
             "outranked": self._rl_outranked,
             "prefix_queries": self._rl_queries,

@@ -61,6 +61,7 @@ class TwinAsyncLLM:
     def __init__(self) -> None:
         self.requests: dict[str, TwinRequest] = {}
         self.paused = False
+        self.capacity = 100  # blocks; a request takes one
         self.label = "default"
         self.relay: dict[int, str] = {}  # version -> "" or why it cannot be fetched
         self.fetched: dict[str, int | None] = {"prepared": None, "received": None}
@@ -188,7 +189,7 @@ class TwinAsyncLLM:
             "running": running,
             "waiting": len(self.requests) - running,
             "kv_used": len(self.requests),
-            "kv_capacity": 100,
+            "kv_capacity": self.capacity,
             "preemptions": 3,
             "outranked": 2,
             "prefix_queries": self.orders,
@@ -268,6 +269,7 @@ class TwinServer:
         self.registry: CollectorRegistry
         self.client: TwinAsyncLLM
         self.worker: ServedWorker
+        self.control: endpoints.Control
 
     @property
     def url(self) -> str:
@@ -291,7 +293,8 @@ class TwinServer:
         server, worker = f"instance-{time.monotonic_ns()}", self.worker
         guard = auth.Guard(TOKEN, (ip_network(networks),))
         setattr(app.state, STATE, Door(guard, max_body, server, lambda: worker.cycle.history.number))
-        setattr(app.state, endpoints.CONTROL, endpoints.Control(worker, {**FACTS, "instance": server}))
+        self.control = endpoints.Control(worker, {**FACTS, "instance": server})
+        setattr(app.state, endpoints.CONTROL, self.control)
         listening = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
         self.port = listening.getsockname()[1]
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))

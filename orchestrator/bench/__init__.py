@@ -47,6 +47,8 @@ _MODULES = {
     "affinity": "orchestrator.bench.affinity",
     "rollart-figures": "orchestrator.bench.rollart_figures",
     "rollpacker-figures": "orchestrator.bench.rollpacker_figures",
+    "borrowed": "orchestrator.bench.borrowed",
+    "rose-figures": "orchestrator.bench.rose_figures",
     "tail-batching": "orchestrator.bench.tail_batching",
     "coserve-slo": "orchestrator.bench.coserve_slo",
     "kv-remap": "orchestrator.bench.kv_remap",

@@ -268,7 +268,7 @@ class _Assembly:
             )
             for index in range(config.rollout.workers)
         ]
-        served = servers.workers(config, endpoint)
+        served = servers.workers(config, endpoint, await servers.choose(config, endpoint.job))
         managed: list[ManagedWorker] = [*workers, *served]
         for worker in managed:
             self.stack.push_async_callback(worker.close)

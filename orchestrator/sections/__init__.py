@@ -11,6 +11,7 @@ from orchestrator.sections.environments import EnvironmentSection, KubernetesSec
 from orchestrator.sections.prediction import PlacementSection, PredictionSection
 from orchestrator.sections.rewards import AdaptiveTimeoutSection, JudgeSection, RewardSection, ServeSection
 from orchestrator.sections.rollout import (
+    BorrowedSection,
     ColocationSection,
     ContextSection,
     DisaggregationSection,
@@ -37,6 +38,7 @@ from orchestrator.sections.view import LoggingSection, OtlpSection, ViewSection,
 
 __all__ = [
     "AdaptiveTimeoutSection",
+    "BorrowedSection",
     "CheckpointSection",
     "ColocationSection",
     "ContextSection",

@@ -41,6 +41,14 @@ class RoutingSection(Section):
     fallback: bool = True  # a task may use the other classes while its own has no room
 
 
+class BorrowedSection(Section):
+    """Which of `served` a run borrows (ROSE 4): docs/coserving.md."""
+
+    most: Annotated[int, Field(ge=0)] = (
+        0  # servers, those whose neighbours used least KV memory in the last hour; 0: all that are named
+    )
+
+
 class KvTransferSection(Section):
     """Prefix KV that is copied to the worker that a turn goes to, not computed anew (Heddle 5.3): docs/kv_transfer.md."""
 
@@ -171,6 +179,7 @@ class RolloutSection(Section):
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSection = EngineSection()
     routing: RoutingSection = RoutingSection()
+    borrowed: BorrowedSection = BorrowedSection()
     kv_transfer: KvTransferSection = KvTransferSection()
     disaggregation: DisaggregationSection = DisaggregationSection()
     planner: PlannerSection = PlannerSection()
@@ -190,6 +199,9 @@ class RolloutSection(Section):
             for index, url in enumerate(given)
             if given.index(url) != index
         ]
+        if self.borrowed.most > len(self.served):
+            fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
+            found.append(("borrowed.most", self.borrowed.most, fix))
         if not (self.workers or self.served):
             fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
             found.append(("workers", 0, fix))

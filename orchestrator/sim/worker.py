@@ -84,8 +84,7 @@ class SimWorker:
         self._weights = weights
         weights.holders[name] = self
         self.incarnation = 0
-        self._dead = False
-        self._closed = False
+        self._dead = self._closed = False
         self.busy_seconds = 0.0  # in which it computed
         self._generated = 0  # in former lives
         self._batch = batch.Batch(0, None)
@@ -124,7 +123,7 @@ class SimWorker:
         self._suspended = False
         self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
         self._leap: asyncio.TimerHandle | None = None
-        self._leap_start = 0.0  # when its first decode step begins
+        self._leap_start = 0.0  # when its first decode step begins, on the clock of its device
         self._leap_first = 0.0  # seconds of that step
         self._leap_growth = 0.0  # seconds that each further one takes more
         self._leap_steps = 0
@@ -454,25 +453,32 @@ class SimWorker:
         if cost is None:
             cost = self._decode[running] = self._costs.decode(running)
         fixed, growing = cost
-        self._leap_start = now + self._costs.prefill(owed, pairs, running)
+        prefill = self._costs.prefill(owed, pairs, running)
+        self._leap_start = self._clock() + prefill
         self._leap_first = fixed + growing * held.context
         self._leap_growth = growing * running
         self._leap_steps = held.horizon()
-        self.busy_seconds += self._leap_start - now
+        self.busy_seconds += prefill
         if owed:  # somebody started, or everybody began anew
             for sequence in held.running.values():
                 if sequence.first < 0:
-                    sequence.first = self._leap_start + self._leap_first
+                    sequence.first = self._at(self._leap_start + self._leap_first)
         self._arm()
+
+    def _clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _at(self, seconds: float) -> float:
+        return seconds
 
     def _arm(self) -> None:
         seconds = seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
-        self._leap = asyncio.get_running_loop().call_at(self._leap_start + seconds, self._end_leap)
+        self._leap = asyncio.get_running_loop().call_at(self._at(self._leap_start + seconds), self._end_leap)
 
     def _shorten(self) -> None:
         """End the leap with the step in progress."""
         assert self._leap is not None
-        elapsed = asyncio.get_running_loop().time() - self._leap_start
+        elapsed = self._clock() - self._leap_start
         steps = steps_in(elapsed, self._leap_first, self._leap_growth)
         if steps < self._leap_steps:
             self._leap.cancel()

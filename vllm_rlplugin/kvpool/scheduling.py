@@ -177,6 +177,17 @@ class PagedScheduling:
             **self._time(),
         }
 
+    @property
+    def blocks(self) -> int:
+        """That the engine could use, its null block not counted: of a rollout engine all that its budget allows, also those that
+        have no pages yet; of a serving engine those that have."""
+        geometry = self._pool.geometry
+        groups = self._parking.backed
+        if self._pool.role != "serving":
+            mine = next(tenant for tenant in self._pool.pool.view().tenants if tenant.slot == self._pool.slot)
+            groups = max(groups, min(geometry.groups, mine.budget // geometry.pages_a_group))
+        return groups * geometry.group_blocks - 1
+
     def _time(self) -> dict[str, Any]:
         if self._turns is not None:
             return {**asdict(self._turns.told()), "reason": self._turns.reason}
