@@ -35,10 +35,9 @@ def main() -> None:
     arguments = EngineArgs(
         skip_tokenizer_init=True,
         generation_config="vllm",
-        dtype="float32",
         enforce_eager=True,
         disable_log_stats=True,
-        **settings,
+        **{"dtype": "float32", **settings},
         **engine_arguments(PluginOptions.from_dict(plugin)),
     )
     engine: Any = LLMEngine.from_vllm_config(arguments.create_engine_config(), disable_log_stats=True)

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator import nvidia
 from orchestrator.api import ConfigError
+from orchestrator.bench.probe import run_probe
 from tests import fake_cuda
 from vllm_rlplugin.kvpool import keeper
 from vllm_rlplugin.kvpool.backends import CudaBackend, HostBackend
@@ -28,7 +30,7 @@ from vllm_rlplugin.kvpool.cuda import CreatedPages, CudaRange
 from vllm_rlplugin.kvpool.dlpack import byte_tensor
 from vllm_rlplugin.kvpool.driver import DeviceFull, Driver
 from vllm_rlplugin.kvpool.keeper import KeeperGone, KeptPages
-from vllm_rlplugin.kvpool.ledger import PagePool, PoolError
+from vllm_rlplugin.kvpool.ledger import PAGE_BYTES, PagePool, PoolError
 
 CSRC = Path(__file__).parent.parent / "csrc"
 PAGE, PAGES = 4096, 12  # of the fake device
@@ -203,6 +205,31 @@ def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: D
     driver.unmap(base, places(0))
     driver.release(driver.create(PAGES))
     driver.free(base, 4 * PAGE)
+
+
+def test_the_doctor_names_the_driver_and_what_it_cannot_do_with_a_fake_driver(
+    path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = nvidia.diagnosed("libcuda-not-here.so")
+    assert (none.status, none.detail.startswith("CUDA: no driver (libcuda-not-here.so: ")) == ("skip", True)
+    found = nvidia.diagnosed(str(library))
+    assert (found.status, found.detail) == ("ok", "CUDA 12.8: a fake device; KV pages can be mapped")
+    monkeypatch.setenv("FAKE_CUDA_LACKS", "103")
+    assert nvidia.diagnosed(str(library)).status == "warn"
+    fake_cuda.reset(library)
+    monkeypatch.delenv("FAKE_CUDA_DEVICE")
+    assert nvidia.diagnosed(str(library)).detail.startswith("CUDA: no device: cuInit ends with error 100;")
+
+
+@pytest.mark.parametrize("kind", ["kept", "created"])
+def test_pages_go_from_process_to_process_by_the_probe_with_a_fake_driver(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for key, value in fake_cuda.make_device(tmp_path / "device", 8, PAGE_BYTES).items():
+        monkeypatch.setenv(key, value)
+    found = run_probe("remap", ["--mib", "16", "--rounds", "2", "--kind", kind, "--library", str(library)])
+    assert (found["kind"], found["rounds"]) == (kind, 2)
+    assert 0 < found["release"] < found["seconds"]
 
 
 # -- the keeper --------------------------------------------------------------------------------------------------------

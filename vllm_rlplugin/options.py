@@ -64,9 +64,7 @@ class PluginOptions:
     )
     kv_staging_mb: int = _option(256, "MiB", "host memory for KV that was fetched and is not loaded yet")
 
-    kv_pool: str = _option(
-        "", "name", "the KV cache lies in this pool, which engines of one device share"
-    )
+    kv_pool: str = _option("", "name", "the KV cache lies in this pool, which engines of one device share")
     kv_pool_role: str = _option(
         "rollout", "", "serving comes first, one a pool; rollout gets what it is lent", KV_ROLES
     )

@@ -43,5 +43,7 @@ part equality "$python" -m megatron_rlplugin.equality_probe --worlds "$worlds" -
 part export "$python" -m megatron_rlplugin.export_probe --hidden 1024 --layers 8
 part colocation "$python" -m pytest -rs --timeout=600 tests/test_colocation_residency.py tests/test_colocation_engine.py
 part judge "$python" -m pytest -rs --timeout=600 tests/test_judge_streamed.py tests/test_mps.py
+part kvpool "$python" -m pytest -rs --timeout=600 tests/test_kvpool_gpu.py tests/test_kvpool_ranges.py tests/test_kvpool_cuda.py
+part kv-remap "$python" -m orchestrator.cli bench kv-remap --json
 
 exit "$failed"
