@@ -12,7 +12,8 @@
 
 /* -- of the driver's interface (cuda.h) -------------------------------------------------------------------------------- */
 
-enum { OUT_OF_MEMORY = 2, VMM_SUPPORTED = 102, FD_SUPPORTED = 103, PINNED = 1, ON_DEVICE = 1, AS_FD = 1, READ_WRITE = 3 };
+enum { OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, VMM_SUPPORTED = 102, FD_SUPPORTED = 103, PINNED = 1,
+       ON_DEVICE = 1, AS_FD = 1, READ_WRITE = 3 };
 
 typedef uint64_t address;
 typedef uint64_t handle;
@@ -195,11 +196,29 @@ EXPORT int rlc_cuda_release(rlc_cuda *cuda, const handle *handles, uint64_t coun
     return 0;
 }
 
+/* The device's primary context is made current for this thread where it has none, as what computes needs one. */
+static int with_context(rlc_cuda *cuda) {
+    void *current = NULL;
+    int result = cuda->cuCtxGetCurrent(&current);
+    if (result) return refused(cuda, "cuCtxGetCurrent", result);
+    if (!cuda->retained) {
+        if ((result = cuda->cuDevicePrimaryCtxRetain(&cuda->context, cuda->device)))
+            return refused(cuda, "cuDevicePrimaryCtxRetain", result);
+        cuda->retained = 1;
+    }
+    if (!current && (result = cuda->cuCtxSetCurrent(cuda->context))) return refused(cuda, "cuCtxSetCurrent", result);
+    if (!cuda->stream && (result = cuda->cuStreamCreate(&cuda->stream, 1 /* waits for no other stream */)))
+        return refused(cuda, "cuStreamCreate", result);
+    return 0;
+}
+
 /* `count` pages, all or none. *made: how many there was room for. */
 EXPORT int rlc_cuda_create(rlc_cuda *cuda, uint64_t count, handle *out, uint64_t *made) {
     allocation prop = wanted(cuda);
     for (*made = 0; *made < count; ++*made) {
         int result = cuda->cuMemCreate(&out[*made], cuda->page_bytes, &prop, 0);
+        if (result == INVALID_CONTEXT && !with_context(cuda)) /* the manual does not ask for one; a driver may */
+            result = cuda->cuMemCreate(&out[*made], cuda->page_bytes, &prop, 0);
         if (result) {
             rlc_cuda_release(cuda, out, *made);
             return refused(cuda, "cuMemCreate", result);
@@ -282,22 +301,6 @@ EXPORT int rlc_cuda_map(rlc_cuda *cuda, address base, const uint64_t *places, co
         memcpy(why, kept, sizeof why);
     }
     return code;
-}
-
-/* The device's primary context is made current for this thread where it has none, as what computes needs one. */
-static int with_context(rlc_cuda *cuda) {
-    void *current = NULL;
-    int result = cuda->cuCtxGetCurrent(&current);
-    if (result) return refused(cuda, "cuCtxGetCurrent", result);
-    if (!cuda->retained) {
-        if ((result = cuda->cuDevicePrimaryCtxRetain(&cuda->context, cuda->device)))
-            return refused(cuda, "cuDevicePrimaryCtxRetain", result);
-        cuda->retained = 1;
-    }
-    if (!current && (result = cuda->cuCtxSetCurrent(cuda->context))) return refused(cuda, "cuCtxSetCurrent", result);
-    if (!cuda->stream && (result = cuda->cuStreamCreate(&cuda->stream, 1 /* waits for no other stream */)))
-        return refused(cuda, "cuStreamCreate", result);
-    return 0;
 }
 
 /* Zeros at these places, which are mapped; they are there when it returns. */

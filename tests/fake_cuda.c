@@ -46,6 +46,7 @@ static mapping mapped[MAX];  /* size 0: unused */
 static uint64_t mappings;    /* of `mapped` that were ever used */
 static int calls[16];
 static int fail_call = -1, fail_after, fail_with;
+static __thread void *current; /* context of this thread */
 
 enum { CREATE, RELEASE, MAP, UNMAP, ACCESS, EXPORT_, IMPORT, MEMSET };
 static const char *const NAMES[] = {"cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess",
@@ -84,7 +85,7 @@ void fake_cuda_reset(void) {
     memset(mapped, 0, sizeof mapped);
     memset(ranges, 0, sizeof ranges);
     memset(calls, 0, sizeof calls);
-    mappings = 0, device = -1, device_kept = 0, fail_call = -1, unit = 2 << 20;
+    mappings = 0, device = -1, current = NULL, device_kept = 0, fail_call = -1, unit = 2 << 20;
 }
 
 static int told(int call) {
@@ -144,7 +145,6 @@ int cuDeviceGetAttribute(int *value, int attribute, int which) {
 }
 int cuDevicePrimaryCtxRetain(void **found, int which) { return *found = &context, device_kept++, which == 0 ? OK : INVALID_DEVICE; }
 int cuDevicePrimaryCtxRelease_v2(int which) { return device_kept-- > 0 && which == 0 ? OK : INVALID_CONTEXT; }
-static __thread void *current;
 int cuCtxGetCurrent(void **found) { return *found = current, OK; }
 int cuCtxSetCurrent(void *wanted) { return wanted == &context ? (current = wanted, OK) : INVALID_CONTEXT; }
 int cuStreamCreate(void **stream, unsigned flags) { return *stream = &context, current && flags == 1 ? OK : INVALID_CONTEXT; }
@@ -181,6 +181,7 @@ int cuMemCreate(uint64_t *handle, size_t size, const allocation *wanted, unsigne
     int code = told(CREATE);
     if (code) return code;
     if (!right(wanted) || flags || !size || size % unit) return INVALID_VALUE;
+    if (getenv("FAKE_CUDA_WANTS_CONTEXT") && !current) return INVALID_CONTEXT;
     uint64_t need = size / unit;
     char path[32];
     snprintf(path, sizeof path, "/proc/self/fd/%d", device);

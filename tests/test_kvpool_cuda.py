@@ -91,11 +91,12 @@ def test_the_native_library_compiles_without_a_warning_and_without_cuda(tmp_path
 def test_numbers_and_structures_are_those_of_nvidias_own_bindings(tmp_path: Path) -> None:
     """cuda-bindings is made from NVIDIA's headers; what stands in csrc/vmm.c was written by hand."""
     bindings: Any = pytest.importorskip("cuda.bindings.driver")
-    source = (CSRC / "vmm.c").read_text(encoding="utf-8")
+    source = " ".join((CSRC / "vmm.c").read_text(encoding="utf-8").split())
     numbers = dict(item.split(" = ") for item in source.partition("enum { ")[2].partition(" }")[0].split(", "))
     attribute = bindings.CUdevice_attribute
     assert {name: int(value) for name, value in numbers.items()} == {
         "OUT_OF_MEMORY": bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
+        "INVALID_CONTEXT": bindings.CUresult.CUDA_ERROR_INVALID_CONTEXT,
         "VMM_SUPPORTED": attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
         "FD_SUPPORTED": attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         "PINNED": bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -178,6 +179,15 @@ def test_what_the_driver_refuses_in_the_middle_is_undone_with_a_fake_driver(
         assert memory.back(places(1, 2, 3, 5)), "and it goes on"
         assert not memory.back(np.arange(10, 20, dtype=np.uint64)), "the device is smaller than the pool"
     assert fake_cuda.left(library) == (0, 0)
+
+
+def test_pages_are_made_without_a_context_and_with_one_where_the_driver_asks_for_it_with_a_fake_driver(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper has none: it would cost memory of the device."""
+    driver.release(driver.create(2))
+    monkeypatch.setenv("FAKE_CUDA_WANTS_CONTEXT", "1")
+    driver.release(driver.create(2))
 
 
 def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: Driver) -> None:
