@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 from vllm_rlplugin.engine import prepare_process
+from vllm_rlplugin.kvpool import mps
 from vllm_rlplugin.options import PluginOptions, engine_arguments
 
 
@@ -26,6 +28,7 @@ def main() -> None:
     plugin = settings.pop("plugin")
     if "fake_driver" in plugin:
         on_fake_driver(plugin.pop("fake_driver"))
+    mps.enter(plugin.get("kv_pool", ""), plugin.get("kv_pool_mps", 0), os.environ)
     prepare_process(1, bool(plugin.get("kv_pool")))
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,9 @@ import numpy as np
 import pytest
 
 from orchestrator.bench.probe import run_probe
+from orchestrator.mps import BINARY
 from orchestrator.nvidia import gpus
+from tests.test_kvpool_engine import REQUESTS, Driven, named, play, prompt
 from vllm_rlplugin.kvpool import keeper
 from vllm_rlplugin.kvpool.backends import CudaBackend
 from vllm_rlplugin.kvpool.cuda import SUPPLIES, Supply
@@ -138,16 +142,49 @@ def test_a_pool_that_the_device_has_no_room_for_is_refused_and_leaves_nothing_on
     assert torch.cuda.mem_get_info()[0] >= free - GIB
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("supply", SUPPLIES)
-def test_an_engine_in_a_pool_makes_the_tokens_of_a_stock_one_on_a_gpu(supply: Supply, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from megatron_rlplugin.tiny import create_qwen3
-    from tests.test_kvpool_engine import REQUESTS, Driven, play
 
     shape: dict[str, Any] = {"intermediate_size": 512, "head_dim": 64, "hidden_size": 256, "layers": 2, "heads": 4}
     shape |= {"kv_heads": 2, "seed": 1, "max_positions": 512, "dtype": "bfloat16"}
-    model = Path(create_qwen3(str(tmp_path / "m"), vocabulary=[chr(33 + at) for at in range(93)], **shape))
-    name, found = f"test-gpu-{os.getpid()}", []
+    folder = tmp_path_factory.mktemp("model") / "m"
+    return Path(create_qwen3(str(folder), vocabulary=[chr(33 + at) for at in range(93)], **shape))
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Driven]]:
+    started: list[Driven] = []
+    yield started
+    for engine in started:
+        engine.process.kill()
+        engine.process.wait()
+        engine.errors.close()
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """Of a pool."""
+    found = f"test-gpu-{os.getpid()}"
+    yield found
+    for file in (pool_path(found), keeper.socket_path(pool_path(found))):
+        file.unlink(missing_ok=True)
+
+
+def started(engines: list[Driven], model: Path, **plugin: Any) -> Driven:
+    given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 512 << 20}
+    engine = Driven(model, 4096, given=given, **plugin)
+    engines.append(engine)
+    engine.answer()
+    return engine
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("supply", SUPPLIES)
+def test_an_engine_in_a_pool_makes_the_tokens_of_a_stock_one_on_a_gpu(
+    supply: Supply, model: Path, engines: list[Driven], name: str
+) -> None:
+    found = []
     pooled = {
         "kv_pool": name,
         "kv_pool_mib": 512,
@@ -155,19 +192,72 @@ def test_an_engine_in_a_pool_makes_the_tokens_of_a_stock_one_on_a_gpu(supply: Su
         "kv_pool_keep": 0.0,
         "kv_pool_supply": supply,
     }
-    given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 512 << 20}
-    try:
-        for plugin in ({}, pooled):
-            engine = Driven(model, 4096, given=given, **plugin)
-            try:
-                engine.answer()
-                play(engine, REQUESTS, "r")
-                found.append(engine.do(drain=True)["outputs"])
-            finally:
+    for plugin in ({}, pooled):
+        engine = started(engines, model, **plugin)
+        play(engine, REQUESTS, "r")
+        found.append(engine.do(drain=True)["outputs"])
+        engine.process.kill()
+        engine.process.wait()
+    assert found[0] == found[1]
+
+
+@pytest.mark.engine
+def test_rollouts_under_mps_are_measured_against_rollouts_in_the_time_that_is_left_on_a_gpu(
+    model: Path, engines: list[Driven], name: str
+) -> None:
+    """Seconds of serving's steps alone, and beside rollouts: as they come, in time left (dual), under MPS with 30 %."""
+    if shutil.which(BINARY) is None:
+        pytest.skip("no MPS control program on this host")
+    figures: dict[str, dict[str, float]] = {}
+    tokens = []
+    for mode in ("alone", "none", "dual", "mps"):
+        watcher = None
+        if mode == "mps":
+            command = [sys.executable, "-m", "orchestrator.cli", "mps", "--pool", name]
+            watcher = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert watcher.stdout is not None
+            assert watcher.stdout.readline() == b"MPS is up\n"
+        try:
+            shared: dict[str, Any] = {"kv_pool": name}
+            admission = {"kv_pool_admission": "dual" if mode == "dual" else "none"}
+            share = {"kv_pool_mps": 100} if mode == "mps" else {}
+            serving = started(engines, model, **shared, **admission, **share, kv_pool_role="serving", kv_pool_mib=512)
+            play(serving, REQUESTS, "warm")
+            serving.do(drain=True)
+            rolled, worker = {"seconds": 0.0}, None
+            if mode != "alone":
+                share = {"kv_pool_mps": 30} if mode == "mps" else {}
+                rollout = started(engines, model, **shared, **share, kv_pool_budget_mib=64)
+                serving.do(opened=True)
+                worker = threading.Thread(target=_roll, args=(rollout, rolled))
+                worker.start()
+            play(serving, REQUESTS, "r")
+            steps = []
+            while True:
+                begun = time.monotonic()
+                said = serving.do(steps=1)
+                steps.append(time.monotonic() - begun)
+                if not said["unfinished"]:
+                    break
+            tokens.append(named(said, "r"))
+            if worker is not None:
+                worker.join(timeout=120)
+                assert not worker.is_alive()
+            p50, p99 = np.quantile(steps, [0.5, 0.99])
+            figures[mode] = {"step_p50": float(p50), "step_p99": float(p99), "rollout_seconds": rolled["seconds"]}
+        finally:
+            for engine in engines:
                 engine.process.kill()
                 engine.process.wait()
-                engine.errors.close()
-        assert found[0] == found[1]
-    finally:
-        for file in (pool_path(name), keeper.socket_path(pool_path(name))):
-            file.unlink(missing_ok=True)
+            if watcher is not None:
+                watcher.terminate()
+                watcher.wait(timeout=30)
+    print(json.dumps({"device": THERE.devices[0].name, **figures}))
+    assert tokens[1:] == tokens[:1] * 3, "what runs beside it changes no token"
+
+
+def _roll(engine: Driven, into: dict[str, float]) -> None:
+    begun = time.monotonic()
+    play(engine, [(f"long{index}", prompt(index, 100), 300) for index in range(8)], "roll")
+    engine.do(drain=True)
+    into["seconds"] = time.monotonic() - begun

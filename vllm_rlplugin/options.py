@@ -97,6 +97,9 @@ class PluginOptions:
     )
     kv_pool_ttft: float = _option(0.1, "seconds", "the serving engine's SLO from arrival to the first token")
     kv_pool_tpot: float = _option(0.05, "seconds", "the serving engine's SLO between two tokens")
+    kv_pool_mps: int = _option(
+        0, "per cent", "of the GPU's threads, beside the pool's other engines under MPS (`rl-coserve mps`); 0: no MPS"
+    )
     kv_pool_profile: str = _option(
         "", "path", "what this engine's steps cost, by `rl-coserve profile`; without it, learned while it runs"
     )
@@ -134,6 +137,8 @@ class PluginOptions:
         for name in ("kv_pool_ttft", "kv_pool_tpot"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "give a time over 0 seconds")
+        if not 0 <= self.kv_pool_mps <= 100:
+            raise ConfigError("kv_pool_mps", self.kv_pool_mps, "give a share from 1 to 100 per cent, or 0 for none")
         for name in ("kv_pool_window", "kv_pool_keep"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(name, getattr(self, name), "give 0 or more seconds")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from vllm_rlplugin.kvpool import mps
 from vllm_rlplugin.kvpool.backends import Backend, HostBackend, backend_for
 from vllm_rlplugin.kvpool.geometry import Geometry
 from vllm_rlplugin.kvpool.ledger import Role
@@ -105,6 +106,7 @@ def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *
     if layout.is_block_outermost:  # all layers of a block lie together: one run, from its first byte on
         regions = [(min(offset for offset, _ in regions), tensors[0].block_stride)]
     size = tensors[0].size
+    mps.check(options.kv_pool_mps, device.type, os.environ)
     backend = backend_for(device, options.kv_pool_page_kib << 10, options.kv_pool_supply)
     pool = EnginePool(options, config.num_blocks, regions, size, backend)
     _here[os.getpid()] = pool
