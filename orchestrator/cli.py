@@ -109,6 +109,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
         command.add_argument("--json", action="store_true")
         command.set_defaults(run=_lend, command=name)
+    mps = commands.add_parser("mps", help="NVIDIA's MPS for the engines of a KV pool: start it and watch it")
+    mps.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
+    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon; without: all")
+    mps.add_argument("--status", action="store_true", help="only say whether it is up, and for whom")
+    mps.add_argument("--json", action="store_true")
+    mps.set_defaults(run=_mps)
 
     doctor = commands.add_parser("doctor", help="check this installation")
     doctor.add_argument("config", nargs="?", default="", help="TOML file, to look at its relay, too")
@@ -116,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _mps(arguments: argparse.Namespace) -> int:
+    from orchestrator.mps_watch import run
+
+    return run(arguments)
 
 
 def _lend(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
+from orchestrator import nvidia
 from orchestrator.api import ConfigError
 from orchestrator.finding import Check, Finding, Status
 from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component, check, find
@@ -470,6 +471,7 @@ CHECKS: tuple[Check, ...] = (
     Check("mooncake", lambda: _tested(MOONCAKE)),
     Check("ray", lambda: _tested(RAY)),
     Check("torch", _torch, limit=120, isolated=True),
+    Check("cuda", nvidia.diagnosed, limit=60, isolated=True),
     Check("entry point", _entry_point),
     Check("vllm plugin", _vllm_plugin, limit=180, isolated=True),
     Check("megatron plugin", _megatron_plugin, limit=180, isolated=True),

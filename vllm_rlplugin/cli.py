@@ -85,6 +85,10 @@ def _apply(args: argparse.Namespace) -> None:
     options = _merged_options(args, given)
     wanted = engine_arguments(options)
     _refuse_conflicts(args, wanted)
+    if options.kv_pool_mps:
+        from vllm_rlplugin.kvpool import mps  # numpy: only where there is a pool
+
+        mps.enter(options.kv_pool, options.kv_pool_mps, os.environ)
     wanted["additional_config"] = {**_additional(args), **wanted["additional_config"]}
     if getattr(args, "weight_transfer_config", None) not in _UNSET:
         del wanted["weight_transfer_config"]  # the user's own, with our backend: it may say more than that
