@@ -19,8 +19,9 @@ venv: ## Make .venv with CPU builds of the stock engines (3 to 5 minutes; return
 demo: venv ## Train an agent on FrozenLake with real engines (CONFIG=FILE for another run); prints where the report is
 	@$(BIN)/rl-coserve train $(CONFIG)
 
-lint: venv ## ruff and the import rules
+lint: venv ## ruff, its format and the import rules (.pre-commit-config.yaml has the same)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 
 types: venv ## mypy

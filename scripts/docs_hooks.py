@@ -16,6 +16,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)\)")
+ANY_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)\)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "bash", "": "text", ".yaml": "yaml"}
 
 
@@ -49,12 +50,22 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead the links there."""
+    """Lead the links there, and those of a file that became a page back."""
+    here = page.file.src_uri
+    origin = here.removeprefix("source/") if here.startswith("source/") else ""
 
     def moved(match: re.Match[str]) -> str:
-        path = outside(page.file.src_uri, match[2])
-        if path is None:
-            return match[0]
-        return f"[{match[1]}]({posixpath.relpath(target(path), posixpath.dirname(page.file.src_uri) or '.')})"
+        path = outside(here, match[2])
+        return match[0] if path is None else link(match[1], target(path))
 
-    return LINK.sub(moved, markdown)
+    def back(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), match[2]))
+        if path.startswith("docs/"):
+            return link(match[1], path.removeprefix("docs/"))
+        shown_here = files.get_file_from_path(target(path)) is not None
+        return link(match[1], target(path)) if shown_here else match[1]
+
+    def link(text: str, to: str) -> str:
+        return f"[{text}]({posixpath.relpath(to, posixpath.dirname(here) or '.')})"
+
+    return ANY_LINK.sub(back, markdown) if origin.endswith(".md") else LINK.sub(moved, markdown)

@@ -37,8 +37,7 @@ if _NAME not in sys.modules:
     _spec.loader.exec_module(sys.modules[_NAME])
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", "csrc/README.md"]
-PAGES = [page for page in PAGES if (ROOT / page).exists()]
+PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md", "csrc/README.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))
 LANGUAGES = {"sh", "toml", "python", "yaml", "text"}
 NEEDS = {
