@@ -136,6 +136,28 @@ def test_every_figure_is_whole_says_what_it_shows_and_knows_dark_readers(figure:
         )
 
 
+def features() -> list[str]:
+    """The pages below *Features* in the navigation."""
+    part = (
+        (ROOT / "mkdocs.yml")
+        .read_text(encoding="utf-8")
+        .partition("  - Features:\n")[2]
+        .partition("  - Reference:\n")[0]
+    )
+    return re.findall(r": (\w+\.md)$", part, re.M)
+
+
+@pytest.mark.parametrize("page", features())
+def test_every_page_of_a_feature_says_in_short_when_how_well_and_what_not(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    table = text.partition("| in short | |\n")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| (.+) \|$", table, re.M))
+    assert {"when", "measured", "limits", "watch"} <= set(rows) <= {"when", "not when", "measured", "limits", "watch"}
+    assert re.search(r"\b(real|simulated|paper|none|no figure)\b", rows["measured"])
+    named = re.findall(r"see \*([^*]+)\*", rows["limits"])
+    assert all(re.search(rf"^#+ {re.escape(name)}$", text, re.M) for name in named)
+
+
 def test_lists_and_tables_are_set_apart_so_that_every_reader_of_markdown_sees_them() -> None:
     run_on = []
     for page in sorted(ROOT.glob("docs/**/*.md")):
