@@ -1,4 +1,4 @@
-"""What contributors are told is so: hooks are the Makefile's checks, pages link to what exists, the changelog knows this version."""
+"""What contributors are told is so: hooks are the Makefile's checks, links lead somewhere, the changelog knows this version."""
 
 from __future__ import annotations
 

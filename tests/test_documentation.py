@@ -323,3 +323,28 @@ def test_every_training_passes_all_checks_that_come_before_it_starts(
     assert main([*words, *(() if "--dry-run" in words else ["--dry-run"])]) == 0
     sys.modules.pop("guess", None)
     assert json.loads(capsys.readouterr().out)["run"]["steps"] > 0
+
+
+# -- symptoms -------------------------------------------------------------------------------------------------------------
+
+
+def literals(pattern: str) -> set[str]:
+    """What the first group of the pattern is in the orchestrator's sources."""
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "orchestrator").rglob("*.py"))
+    return set(re.findall(pattern, text))
+
+
+def test_every_cause_that_a_trajectory_may_end_with_is_among_the_symptoms() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Where trajectories went")[2]
+    causes = literals(r'TrajectoryError\(\s*"([a-z_]+)"') | literals(
+        r'(?:end_members\(|cause(?:, replace)? = )"failed", "([a-z_]+)"'
+    )
+    assert len(causes) >= 20
+    assert {cause for cause in causes if not re.search(rf"\b{cause}\b", page)} == set()
+
+
+def test_every_alarm_is_among_the_symptoms() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Alarms")[2]
+    alarms = literals(r'emit\(\s*"alarm",\s*what="(\w+)"') | literals(r'_alarm\("(\w+)"')
+    assert len(alarms) >= 7
+    assert {alarm for alarm in alarms if f"| `{alarm}` |" not in page} == set()
