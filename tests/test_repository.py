@@ -15,7 +15,15 @@ from orchestrator.cli import _parser
 from orchestrator.config import load_config
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "csrc/README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "AGENTS.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "csrc/README.md",
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")),
+]
 PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin", "patches")
 LONGEST, LONGEST_TEST = 500, 600  # lines
 TEXT = {".py", ".sh", ".md", ".toml", ".yml", ".yaml", ".cfg", ".html", ".css", ".js", ".json", ".txt", ""}
