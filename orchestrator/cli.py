@@ -20,6 +20,17 @@ from orchestrator.api import ConfigError, CoserveError
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.view import commands as looking
 
+_EXTRA = "rl-coserve[orchestrator]"
+# The base package is what the plugins need inside an engine; module -> distribution of what that extra adds.
+_ORCHESTRATOR = {
+    "ray": "ray",
+    "aiohttp": "aiohttp",
+    "pyarrow": "pyarrow",
+    "gymnasium": "gymnasium",
+    "rich": "rich",
+    "prometheus_client": "prometheus-client",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
@@ -32,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CoserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _ORCHESTRATOR:
+            raise
+        print(f"error: {_ORCHESTRATOR[error.name]} is not installed: pip install '{_EXTRA}'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
