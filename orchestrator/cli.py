@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_lend, command=name)
 
     doctor = commands.add_parser("doctor", help="check this installation")
-    doctor.add_argument("config", nargs="?", default="", help="TOML file, to look at its relay, too")
+    doctor.add_argument("config", nargs="?", default="", help="TOML file: what it needs is looked at, too")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
