@@ -17,10 +17,13 @@ from orchestrator import needs
 from orchestrator.config import Config
 from orchestrator.doctor_relay import relay
 from orchestrator.finding import Check, Finding
-from orchestrator.hooks import MOONCAKE
+from orchestrator.hooks import MOONCAKE, VLLM
 from orchestrator.tasks import registry
 
-_ONLY_MOONCAKE = ("mooncake", "mooncake store", "system libraries")
+_ONLY = {  # checks that are of no use without the component
+    MOONCAKE: ("mooncake", "mooncake store", "system libraries"),
+    VLLM: ("vllm", "vllm plugin"),
+}
 _RELAY_LIMIT = 30.0  # seconds: an object store may be far away
 # Of the orchestrator's process: a connection to an engine or its server, a reward call, two pipes of an environment process.
 _FILES_AN_ENVIRONMENT = 4
@@ -31,7 +34,8 @@ def for_config(checks: Sequence[Check], config: Config) -> list[Check]:
     """The checks that matter to this config, and those of its own."""
     wanted = needs.components(config)
     names = {component.name.lower() for component in wanted}
-    kept = [check for check in checks if MOONCAKE in wanted or check.name not in _ONLY_MOONCAKE]
+    useless = {name for component, of_it in _ONLY.items() if component not in wanted for name in of_it}
+    kept = [check for check in checks if check.name not in useless]
     made: dict[str, Callable[[], Finding]] = {
         "disk": partial(machine.disk, Path(config.run.folder)),
         "open files": partial(machine.open_files, files_wanted(config)),

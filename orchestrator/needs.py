@@ -25,9 +25,11 @@ class Package:
 
 
 def components(config: Config) -> tuple[Component, ...]:
-    """What must be there in a tested version. Mooncake only where something travels over it."""
+    """What must be there in a tested version: vLLM where engines run on the run's own account, Mooncake where something
+    travels over it."""
+    generates = config.rollout.workers > 0 or bool(config.reward.judge.path)
     carries = config.relay.kind == "mooncake" or config.rollout.kv_transfer.carrier == "mooncake"
-    return (PYTHON, VLLM, MEGATRON_CORE, *((MOONCAKE,) if carries else ()), RAY)
+    return (PYTHON, *((VLLM,) if generates else ()), MEGATRON_CORE, *((MOONCAKE,) if carries else ()), RAY)
 
 
 def packages(config: Config) -> tuple[Package, ...]:

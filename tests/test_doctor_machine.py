@@ -176,6 +176,15 @@ def test_a_relay_on_a_file_system_needs_no_mooncake() -> None:
     assert "mooncake" in [check.name for check in for_config(CHECKS, parse_config(over))]
 
 
+def test_a_run_on_servers_of_others_needs_no_vllm_of_its_own() -> None:
+    served = {"rollout": {"workers": 0, "served": ["http://127.0.0.1:8000"]}}
+    names = [check.name for check in for_config(CHECKS, parse_config(served))]
+    assert not {"vllm", "vllm plugin"} & set(names)
+    judged = {**served, "reward": {"judge": {"path": "a/model", "criterion": "is it right?"}}}
+    assert needs.VLLM not in needs.components(parse_config(served))
+    assert needs.VLLM in needs.components(parse_config(judged))
+
+
 ASKING: list[tuple[dict[str, Any], str, str]] = [
     ({"relay": {"kind": "fsspec"}}, "fsspec", "fsspec"),
     ({"relay": {"metadata_url": "redis://127.0.0.1:6379"}}, "redis", "redis"),
