@@ -49,6 +49,10 @@ def for_config(checks: Sequence[Check], config: Config) -> list[Check]:
             check = replace(check, run=partial(_needed, check.run))
         found.append(check)
     own = [Check("extras", partial(extras, config)), Check("relay", partial(relay, config), limit=_RELAY_LIMIT)]
+    if (folder := relay_folder(config)) is not None:
+        own.append(Check("relay disk", partial(machine.disk, folder, "relay.master")))
+    if config.environment.backend == "kubernetes":
+        own.append(Check("kubernetes", partial(_cluster, config), limit=_RELAY_LIMIT))
     for field, number, address in ports(config):
         own.append(Check(f"port {field}", partial(machine.port, number, address, field)))
     return [*found, *own]
@@ -76,6 +80,18 @@ def ports(config: Config) -> list[tuple[str, int, str]]:
         ("reward.serve.port", serve.port, _LOOPBACK, config.reward.host == "ray_serve" and not config.ray.address),
     )
     return [(field, number, address) for field, number, address, listens in asked if listens and number]
+
+
+def relay_folder(config: Config) -> Path | None:
+    """Where a relay on a file system of this machine keeps its versions; None: elsewhere, or in the run's folder."""
+    scheme, _, path = config.relay.master.rpartition("://")
+    return Path(path) if config.relay.kind == "fsspec" and path and scheme in ("", "file", "local") else None
+
+
+def _cluster(config: Config) -> Finding:
+    from orchestrator.environments.access import cluster
+
+    return cluster(config.environment.kubernetes)
 
 
 def files_wanted(config: Config) -> int:

@@ -230,6 +230,13 @@ def test_ports_and_folders_of_a_config_are_looked_at(tmp_path: Path) -> None:
     assert not [check for check in for_config(CHECKS, off) if check.name.startswith("port")]
 
 
+def test_the_disk_of_a_relay_on_this_machine_is_looked_at(tmp_path: Path) -> None:
+    for master, looked in ((f"file://{tmp_path}/relay", True), ("s3://bucket/relay", False), ("", False)):
+        checks = for_config(CHECKS, parse_config({"relay": {"kind": "fsspec", "master": master}}))
+        found = [check.run() for check in checks if check.name == "relay disk"]
+        assert [item.detail.endswith(f"in {tmp_path}") for item in found] == [True] * looked
+
+
 def test_more_environments_want_more_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (4096, 8192))
     many = {"rollout": {"environments": 1000, "groups_per_step": 8}}

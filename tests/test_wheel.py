@@ -157,6 +157,16 @@ def test_the_wheel_is_bound_to_the_platform_and_to_no_python(wheel: Path) -> Non
             assert b"libpython" not in needed
 
 
+def test_the_wheel_may_be_called_manylinux(wheel: Path) -> None:
+    """Its libraries need nothing but the C library, so no repair is due beyond the name."""
+    pytest.importorskip("auditwheel")
+    done = run(sys.executable, "-m", "auditwheel", "show", wheel, cwd=wheel.parent)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert re.search(r'platform tag: "manylinux_2_\d+_\w+"', said), said
+    assert re.findall(r"\blib\w+\.so\.\d+", said) == ["libc.so.6"]
+
+
 def test_the_native_libraries_of_the_wheel_load(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for library in LIBRARIES:
