@@ -193,7 +193,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             data = tomllib.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError("config", str(file), "no such file; give the path of a TOML file") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
             raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
     for override in overrides:
         apply_override(data, override)
@@ -245,6 +245,9 @@ def _fix(item: Any) -> str:
     return message[0].lower() + message[1:]
 
 
+_DEEPEST = 8  # sections within each other
+
+
 def apply_override(data: dict[str, Any], override: str) -> None:
     """Put ``section.key=value`` into the plain dictionary of a config. Raises ConfigError."""
     name, separator, raw = override.partition("=")
@@ -255,7 +258,11 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw.strip()  # a bare word is a string
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, _Short(raw), f"cannot be read as a TOML value: {error}") from error
     *sections, key = name.split(".")
+    if len(sections) > _DEEPEST or not all((*sections, key)):
+        raise ConfigError("override", _Short(override), "write it as section.key=value")
     table = data
     for section in sections:
         child = table.setdefault(section, {})

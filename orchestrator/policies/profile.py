@@ -20,13 +20,16 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 _Size = TypeVar("_Size", int, float)
 _Rows = dict[int, dict[int, float]]  # batch -> tokens -> seconds
+
+
+_SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a measurement
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,7 +63,8 @@ class Point:
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.phase not in PHASES or self.batch < 1 or self.tokens < 1 or not 0 < self.seconds < float("inf"):
+        measured = _SHORTEST <= self.seconds <= _LONGEST and 0 <= self.spread < float("inf")
+        if self.phase not in PHASES or self.batch < 1 or self.tokens < 1 or not measured:
             raise ValueError(f"{self}: no such measurement")
         if not 1.0 <= self.imbalance < float("inf"):
             raise ValueError(f"{self}: an imbalance is at least 1")
@@ -255,7 +259,7 @@ def point_to_dict(point: Point) -> dict[str, Any]:
 
 
 def point_from_dict(data: Mapping[str, Any]) -> Point:
-    """Raises KeyError, TypeError or ValueError for what is none."""
+    """Raises KeyError, TypeError, ValueError or OverflowError for what is none."""
     layout = Layout(int(data["tp"]), int(data["ep"]))
     numbers = (int(data["batch"]), int(data["tokens"]), float(data["seconds"]), float(data["spread"]))
     return Point(data["phase"], layout, *numbers, imbalance=float(data.get("imbalance", 1.0)))
@@ -268,11 +272,14 @@ def shape_to_dict(shape: EngineShape) -> dict[str, Any]:
 
 
 def shape_from_dict(data: Mapping[str, Any]) -> EngineShape:
-    """Raises KeyError, TypeError or ValueError for what is none."""
-    return EngineShape(
+    """Raises KeyError, TypeError, ValueError or OverflowError for what is none."""
+    shape = EngineShape(
         Layout(int(data["tp"]), int(data["ep"])),
         float(data["kv_bytes_per_token"]),
         int(data["kv_tokens"]),
         int(data["weight_bytes"]),
         float(data["start_seconds"]),
     )
+    if not all(0 <= number < 1 << 60 for number in (*asdict(shape).values(),)[1:]):
+        raise ValueError(f"{shape}: no such engine")
+    return shape
