@@ -8,7 +8,7 @@ answer (:data:`IGNORED`). ``seed`` is ignored too: with one seed all members of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -230,10 +230,24 @@ def _checked(form: type[T], body: object) -> T:
         return form.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    name = ".".join(str(part) for part in first["loc"] if not str(part).startswith("list["))
+    name = _where(first["loc"], fields)
     if first["type"] == "extra_forbidden":
         raise ApiError(400, f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
     raise ApiError(400, f"{name}: {first['msg']}", param=name or None, code="invalid_value")
+
+
+def _where(path: Sequence[int | str], body: Any) -> str:
+    """The field that an error is about, without the names of the forms that were tried for it."""
+    found: list[str] = []
+    for part in path:
+        if isinstance(body, dict) and isinstance(part, str):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+        else:
+            break
+        found.append(str(part))
+    return ".".join(found)
 
 
 def _message(found: _Message) -> Message:
