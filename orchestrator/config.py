@@ -93,6 +93,8 @@ class Config(Section):
                 input=self.rollout.alpha,
             )
             raise ValidationError.from_exception_data("config", [found])
+        if self.task.name == "agent":
+            self._check_agent()
         if self.rollout.environments < self.rollout.group_size:
             raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
         if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:
@@ -137,6 +139,18 @@ class Config(Section):
                 "not compare the members of a group (set it to false, or use grpo, dapo, rloo or gspo)"
             )
         return self
+
+    def _check_agent(self) -> None:
+        if self.model.path and not self.task.agent.tokenizer:
+            raise ValueError("task.agent.tokenizer: name the folder with the tokenizer of model.path (often the same)")
+        if self.environment.backend != "in-process":
+            raise ValueError(
+                "environment.backend: an agent program has a sandbox of its own: leave it at 'in-process' for task 'agent'"
+            )
+        if self.context.strategy != "keep" or self.context.tasks:
+            raise ValueError(
+                "context: what an agent shows the policy is its own affair: leave context.strategy at 'keep' for task 'agent'"
+            )
 
     def _check_colocation(self) -> None:
         trainer, workers = self.trainer, self.rollout.workers

@@ -50,7 +50,9 @@ def main() -> None:
     text = (gzip.decompress(data) if trace.suffix == ".gz" else data).decode()
     packed = {**ABOUT[name], "columns": ["milliseconds", "prompt tokens", "answer tokens"], "rows": rows(text)}
     target = Path(__file__).parent.parent / "orchestrator" / "sim" / f"served_{name}.json.xz"
-    target.write_bytes(lzma.compress(json.dumps(packed, separators=(",", ":")).encode(), preset=9 | lzma.PRESET_EXTREME))
+    target.write_bytes(
+        lzma.compress(json.dumps(packed, separators=(",", ":")).encode(), preset=9 | lzma.PRESET_EXTREME)
+    )
     print(target.name, len(packed["rows"]), "requests,", target.stat().st_size, "bytes")
 
 

@@ -13,6 +13,7 @@ import socket
 from pathlib import Path
 
 from orchestrator import needs
+from orchestrator.agents.choice import outcome_scores
 from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
 from orchestrator.context import rules_of
@@ -147,7 +148,7 @@ def _task(config: Config, task: Task) -> None:
 def _function(config: Config, task: Task) -> None:
     if config.reward.judge.path:
         judge.check(config)
-    elif not config.reward.url and not config.reward.judge.url:
+    elif not config.reward.url and not config.reward.judge.url and not outcome_scores(config, task):
         _importable("reward.function", config.reward.function or registry.reward_of(task))
         if config.reward.host == "ray_serve":
             _ray_serve(config)

@@ -5,6 +5,7 @@ Guarantees: unknown keys are errors; a value that no run could use is an error t
 
 from __future__ import annotations
 
+from orchestrator.sections.agents import AgentSection
 from orchestrator.sections.base import Section
 from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSection
 from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
@@ -38,6 +39,7 @@ from orchestrator.sections.view import LoggingSection, OtlpSection, ViewSection,
 
 __all__ = [
     "AdaptiveTimeoutSection",
+    "AgentSection",
     "BorrowedSection",
     "CheckpointSection",
     "ColocationSection",

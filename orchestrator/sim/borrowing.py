@@ -50,7 +50,9 @@ def read_trace(name: str) -> list[Row]:
             found = json.loads(path.read_text(encoding="utf-8"))["rows"]
         rows = [(float(at) / 1000.0, int(prompt), int(answer)) for at, prompt, answer in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "give azure_code, mooncake_conversation, or a JSON file with rows of milliseconds, prompt and answer tokens"
+        fix = (
+            "give azure_code, mooncake_conversation, or a JSON file with rows of milliseconds, prompt and answer tokens"
+        )
         raise ConfigError("sim.borrowed.trace", name, f"{fix} ({error})") from error
     if not rows or any(prompt < 1 or answer < 1 for _, prompt, answer in rows) or rows != sorted(rows, key=_when):
         raise ConfigError("sim.borrowed.trace", name, "needs rows in order of time, with at least one token each")
@@ -65,7 +67,9 @@ class ServingCluster:
     """Engines that serve a trace, each on a device of its own: prompts to the least busy one that prefills, then on to the least
     busy one that decodes."""
 
-    def __init__(self, settings: SimBorrowedSection, engines: int, device: hardware.Device, degree: int, tenant: int) -> None:
+    def __init__(
+        self, settings: SimBorrowedSection, engines: int, device: hardware.Device, degree: int, tenant: int
+    ) -> None:
         """``tenant``: bytes of the rollout model's weights on a device."""
         model = hardware.model(settings.model, "sim.borrowed.model")
         costs, self.served = Roofline(device, model, degree), Served()
@@ -273,7 +277,9 @@ class BorrowedFleet:
             elif not worker.present and number < there:
                 worker.come()
         least = math.ceil(self.settings.spot_low * len(self.made))
-        self._later(rng.expovariate(1.0 / self.settings.spot_seconds), self._market, rng, rng.randint(least, len(self.made)))
+        self._later(
+            rng.expovariate(1.0 / self.settings.spot_seconds), self._market, rng, rng.randint(least, len(self.made))
+        )
 
     def _lease_over(self, worker: BorrowedSimWorker) -> None:
         """A function's time is up; the next one is asked for at once."""
