@@ -27,7 +27,9 @@ from vllm_rlplugin.auth import Guard, find_token
 from vllm_rlplugin.control_route import STATE, ControlRoute, Door
 from vllm_rlplugin.kv_mover import KvMover, KvOptions
 from vllm_rlplugin.kvpool.engine import pool_path
+from vllm_rlplugin.kvpool.keeping import PoolKeeper
 from vllm_rlplugin.kvpool.ledger import PagePool
+from vllm_rlplugin.live import LiveEngine
 from vllm_rlplugin.metrics import Metrics, keep_fresh
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
 from vllm_rlplugin.outbox import Outbox
@@ -49,7 +51,17 @@ class Control:
         self.outbox = Outbox(worker)
         self.mover: KvMover | None = None  # where KV moves
         self.facts = facts  # for /rl/status: what does not change while the server runs
-        self.refreshing: asyncio.Task[None] | None = None
+        self.pool: PoolKeeper | None = None  # where the KV cache is in a pool
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self, client: Any, metrics: Metrics, options: PluginOptions) -> None:
+        """What goes on by itself, until the engine dies."""
+        pool = None
+        if options.kv_pool:
+            pool = PoolMetrics(PagePool.open(pool_path(options.kv_pool)))
+            self.pool = PoolKeeper(LiveEngine(client))
+            self.tasks.append(asyncio.create_task(self.pool.run(), name="rl-coserve pool"))
+        self.tasks.append(asyncio.create_task(keep_fresh(metrics, self.worker, pool), name="rl-coserve metrics"))
 
 
 def _control(request: Request) -> Control:
@@ -173,6 +185,7 @@ async def status(request: Request) -> JSONResponse:
             "history": cycle.history.to_dict(),
             "unfinished": len(worker.unfinished_ids),
             "held": worker.held,
+            "pool": None if control.pool is None else control.pool.said(),  # by the engine's process
             "broken": worker.broken,
             # Of this process; scheduler and worker extension are the engine's, and without them it would not have started.
             "hooks": {**vllm_rlplugin.status(), "scheduler": True, "worker_extension": True},
@@ -296,9 +309,7 @@ class ControlPlugin:
             raise ConfigError("--rl-relay", options.relay, str(error)) from error
         instance = secrets.token_hex(8)
         control = Control(worker, _facts(config, worker, instance, options))
-        control.refreshing = asyncio.create_task(
-            keep_fresh(metrics, worker, _pool_metrics(PluginOptions.of(config))), name="rl-coserve metrics"
-        )
+        control.start(engine_client, metrics, PluginOptions.of(config))
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
             control.mover = KvMover(_kv(config, options, token), worker.kv_command)
@@ -322,12 +333,6 @@ def _kv(config: Any, options: FrontendOptions, token: str) -> KvOptions:
 
 def _bytes(options: FrontendOptions) -> int:
     return options.max_body_mb << 20
-
-
-def _pool_metrics(options: PluginOptions) -> PoolMetrics | None:
-    if not options.kv_pool:
-        return None
-    return PoolMetrics(PagePool.open(pool_path(options.kv_pool)))
 
 
 def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOptions) -> dict[str, Any]:

@@ -9,6 +9,7 @@ acquire waits for anybody. Pages are dropped only when no step is under way that
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from vllm_rlplugin.kvpool.profiled import costs_of
 from vllm_rlplugin.kvpool.serving import ServingMeter
 from vllm_rlplugin.kvpool.words import Control
 from vllm_rlplugin.options import PluginOptions
+from vllm_rlplugin.patches import REGISTER
 
 _LOOK_SECONDS = 0.25  # between two looks at all blocks
 _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
@@ -162,10 +164,13 @@ class PagedScheduling:
         if not self._flights:
             self._parking.settled()
         self._comply()
+        self._looked = time.monotonic()
         self._parking.look()
         view = self._pool.pool.view()
         mine = next(tenant for tenant in view.tenants if tenant.slot == self._pool.slot)
         return {
+            "process": os.getpid(),
+            "patches": REGISTER.status(),
             "pages": mine.used,
             "budget": mine.budget,
             "revision": mine.revision,
