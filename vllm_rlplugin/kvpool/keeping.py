@@ -16,7 +16,7 @@ from vllm_rlplugin.live import LiveEngine
 
 LOOK_SECONDS = 0.25  # as often as an engine with requests looks by itself; a cut has a deadline of seconds
 
-_TOLD = ("process", "patches", "pages", "budget", "free", "displaced", "reason")
+_TOLD = ("process", "patches", "pages", "budget", "free", "displaced", "reason", "async_scheduling")
 
 _logger = logging.getLogger("vllm.rl_coserve")
 
