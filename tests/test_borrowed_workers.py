@@ -51,7 +51,7 @@ def play(number: int, scenario: Callable[[list[TwinServer]], Awaitable[None]], m
 
 def used(server: TwinServer, share: float) -> None:
     """As the metrics of a KV pool in which serving used so much in the mean."""
-    server.control.pool = SimpleNamespace(recent={"serving_use": share, "seconds": 3600.0})  # type: ignore[assignment]
+    server.control.device = SimpleNamespace(recent={"serving_use": share, "seconds": 3600.0})  # type: ignore[assignment]
 
 
 def test_more_than_are_named_cannot_be_borrowed() -> None:

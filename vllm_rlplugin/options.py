@@ -190,6 +190,9 @@ class FrontendOptions:
     relay: str = _option(
         "", "JSON|path", "the weight relay, a RelayEndpoint as JSON or a file that holds it; without: no weight updates"
     )
+    deactivate_after: float = _option(
+        0.0, "seconds", "a rollout engine of a pool that nobody used for so long is deactivated; 0: never"
+    )
 
     kv_host: str = _option(
         "127.0.0.1", "address", "where KV is handed out with --rl-kv-transfer; 'node': this machine's own address"
@@ -203,6 +206,8 @@ class FrontendOptions:
     def __post_init__(self) -> None:
         if self.token_file and not Path(self.token_file).is_file():
             raise ConfigError("--rl-token-file", self.token_file, "there is no such file")
+        if not 0 <= self.deactivate_after < float("inf"):
+            raise ConfigError("--rl-deactivate-after", self.deactivate_after, "give 0 or more seconds")
         if self.max_body_mb < 1:
             raise ConfigError("--rl-max-body-mb", self.max_body_mb, "give at least 1 MiB")
         if self.kv_carrier == "tcp" and (self.kv_protocol, self.kv_device) != ("tcp", ""):

@@ -28,6 +28,9 @@ _GAUGES = {
     "pages_serving": "Pages that the serving engine has.",
     "ttft_slack_seconds": "The least TTFT slack of requests that wait; +Inf: none does.",
     "tpot_slack_seconds": "The least TPOT slack of requests that decode; +Inf: none does.",
+    "rollouts_active": "Rollout engines in the pool that are active.",
+    "rollouts_inactive": "Rollout engines in the pool that are deactivated.",
+    "rollout_weights_bytes": "Weights of rollout engines in memory, as far as they were deactivated or activated once.",
     "dry_run": "1 while rollout engines only say what they would have run, else 0.",
 }
 _COUNTERS = {
@@ -92,7 +95,10 @@ class PoolMetrics:
         for name, value in {
             "pages": found["pages"],
             "pages_free": found["free"],
-            "pages_lent": sum(row["budget"] for row in rollouts),
+            "pages_lent": sum(row["budget"] for row in rollouts if not row["inactive"]),
+            "rollouts_active": sum(not row["inactive"] for row in rollouts),
+            "rollouts_inactive": sum(row["inactive"] for row in rollouts),
+            "rollout_weights_bytes": sum(row["weights"] for row in rollouts),
             "pages_rollout": sum(row["pages"] for row in rollouts),
             "pages_serving": pages,
             "ttft_slack_seconds": _slack(state.get("ttft_slack")),

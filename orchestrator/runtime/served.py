@@ -2,7 +2,8 @@
 
 Guarantees: before anything starts, each server was asked and fits (protocol, model, lengths, log-probs), or one ConfigError
 names it with the fix. A server gets the run's relay when the run starts, the run's weights before its first request (the
-pipeline does that for every worker), and at the end it is left running with its users and without our requests. The token
+pipeline does that for every worker), and at the end it is left running with its users and without our requests; one that was
+inactive is activated, and with ``rollout.served_deactivate`` left inactive at the end. The token
 is in no config, no event and no message.
 """
 
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, urls
 from orchestrator.api import http as wire
 from orchestrator.config import Config
+from orchestrator.events import EventLog
 from orchestrator.http_worker import HttpWorker
 from orchestrator.policies.borrowing import Borrowing
 from orchestrator.transfer import RelayEndpoint
@@ -110,7 +112,7 @@ async def choose(config: Config, job: str) -> tuple[str, ...]:
         elif (other := str(answer[1]["history"]["job"])) not in ("", job) and answer[1]["unfinished"]:
             why.append(f"{url}: job {other} has requests there")
         else:
-            cluster.saw(url, now, float((answer[1].get("pool") or {}).get("serving_use", 0.0)))
+            cluster.saw(url, now, float((answer[1].get("device") or {}).get("serving_use", 0.0)))
     cluster.ask(job, most, now)
     chosen = cluster.of(job)
     if not chosen and not config.rollout.workers:
@@ -124,16 +126,21 @@ def workers(config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | Non
     names = config.rollout.served if chosen is None else chosen
     if not names:
         return []
-    token, allow = read_token(config, os.environ), config.rollout.served_allow_plain_http
-    return [HttpWorker(url, token, url.rstrip("/"), relay=endpoint, allow_plain_http=allow) for url in names]
+    token, rollout = read_token(config, os.environ), config.rollout
+    more = {"allow_plain_http": rollout.served_allow_plain_http, "deactivate": rollout.served_deactivate}
+    return [HttpWorker(url, token, url.rstrip("/"), relay=endpoint, **more) for url in names]
 
 
-async def start(served: Sequence[HttpWorker]) -> None:
-    """Tell each server of the run's relay. Raises RunError that names the one that did not take it."""
+async def start(served: Sequence[HttpWorker], events: EventLog | None = None) -> None:
+    """Activate each server, if it is not, and tell it of the run's relay. ``events`` has what was activated. Raises RunError
+    that names the one that did not take it."""
 
     async def one(worker: HttpWorker) -> None:
         try:
             await worker.start()
+            if events is not None and worker.activation:
+                found = {name: worker.activation.get(name) for name in ("activation_seconds", "weights_bytes")}
+                events.emit("activated", worker=worker.name, **found)
         except CommandError as error:
             fix = ""
             if error.code == "requests_in_flight":

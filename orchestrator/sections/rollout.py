@@ -153,6 +153,7 @@ class RolloutSection(Section):
     served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
     served_token_file: str = ""  # holds their bearer token; empty: the environment variable RL_COSERVE_TOKEN
     served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
+    served_deactivate: bool = False  # at the run's end, rollout engines of a device's pool that nobody else uses
     environments: Positive = 64  # trajectories in flight at most
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare

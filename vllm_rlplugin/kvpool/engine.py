@@ -22,7 +22,7 @@ from vllm_rlplugin.kvpool.words import Rolled
 from vllm_rlplugin.options import PluginOptions
 
 _FOLDER = Path("/dev/shm")
-_PATIENCE = 2.0  # seconds
+PATIENCE = 2.0  # seconds that a rollout engine waits for the pages that it needs at least
 _here: dict[int, EnginePool] = {}  # process -> its engine's; a fork has none
 
 
@@ -59,7 +59,7 @@ class EnginePool:
         if role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
             self.pool.publish(Rolled(minimum=self.geometry.pages_a_group).pack())
         self.memory = self._backend.range(self.pool, -(-size // page), role, scrub=options.kv_pool_scrub)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not (had := self.back([0])) and role == "rollout" and time.monotonic() < deadline:
             time.sleep(0.01)  # the serving engine may not have seen yet what this one needs at least
         if not had:
