@@ -302,13 +302,8 @@ def _events(run: RunLog, file: Path) -> Iterable[dict[str, Any]]:
             run.unreadable += 1
 
 
-MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-)  # what folding a damaged event may raise
+# What folding a damaged event may raise.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def take_event(run: RunLog, event: dict[str, Any]) -> None:
