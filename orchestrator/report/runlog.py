@@ -302,8 +302,13 @@ def _events(run: RunLog, file: Path) -> Iterable[dict[str, Any]]:
             run.unreadable += 1
 
 
-# What folding a damaged event may raise.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+)  # what folding a damaged event may raise
 
 
 def take_event(run: RunLog, event: dict[str, Any]) -> None:
