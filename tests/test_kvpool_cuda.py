@@ -56,7 +56,7 @@ def path(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     fake_cuda.reset(library)
     yield found
     fake_cuda.reset(library)
-    for file in (found, device, keeper.socket_path(found)):
+    for file in (found, device, keeper.socket_path(found), keeper.socket_path(found).with_suffix(".log")):
         file.unlink(missing_ok=True)
 
 
@@ -286,6 +286,7 @@ def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_wi
     os.kill(keeper_of(path), signal.SIGKILL)
     while keeper.kept(pool):
         time.sleep(0.01)
+    assert keeper.socket_path(path).with_suffix(".log").exists()
     assert not theirs.back(places(5)), "a page that it never had"
     theirs.drop(places(0, 1))
     assert mine.back(np.arange(PAGES, dtype=np.uint64)), "serving needs nobody"
@@ -308,6 +309,9 @@ def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not keeper.socket_path(path).exists()
+    while keeper.socket_path(path).with_suffix(".log").exists():  # a clean end leaves nothing
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     driver.release(driver.create(PAGES))
     pool.close()
     again = kept_pool(path, driver, library, pages=8)
