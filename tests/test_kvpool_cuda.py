@@ -22,6 +22,7 @@ import pytest
 
 from orchestrator import nvidia
 from orchestrator.api import ConfigError
+from orchestrator.bench import kv_remap
 from orchestrator.bench.probe import run_probe
 from tests import fake_cuda
 from vllm_rlplugin.kvpool import keeper
@@ -240,6 +241,31 @@ def test_pages_go_from_process_to_process_by_the_probe_with_a_fake_driver(
     found = run_probe("remap", ["--mib", "16", "--rounds", "2", "--kind", kind, "--library", str(library)])
     assert (found["kind"], found["rounds"]) == (kind, 2)
     assert 0 < found["release"] < found["seconds"]
+
+
+def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"seconds": 0.004, "release": 0.002, "map": 0.002, "worst": 0.006, "rounds": 3, "pid": 1}
+    asked = []
+
+    def probe(name: str, arguments: list[str]) -> dict[str, Any]:
+        asked.append(arguments[-1])
+        return {**row, "kind": arguments[-1], "seconds": 0.004 if arguments[-1] == "kept" else 0.009}
+
+    monkeypatch.setattr(kv_remap, "run_probe", probe)
+    monkeypatch.setattr(kv_remap, "gpus", lambda: nvidia.Gpus("", "12.8", (nvidia.Gpu("a device", True),)))
+    monkeypatch.setattr(kv_remap.importlib.util, "find_spec", lambda name: name)
+    found = kv_remap.run(quick=True, nonce="n")
+    assert asked == ["kept", "created", "kvcached"]
+    assert (found["value"], found["bar"], found["holds"], found["detail"]["device"]) == (
+        0.004,
+        "<= 0.005",
+        True,
+        "a device",
+    )
+    assert found["detail"]["others"]["kvcached"]["seconds"] == 0.009
+    monkeypatch.setattr(kv_remap, "gpus", lambda: nvidia.Gpus("no driver"))
+    found = kv_remap.run(quick=True, nonce="n")
+    assert (asked[3:], found["bar"], found["detail"]["device"]) == (["host"], "<= 0.05", "host memory")
 
 
 # -- the keeper --------------------------------------------------------------------------------------------------------

@@ -198,7 +198,9 @@ def test_a_tenant_that_is_killed_gives_its_pages_and_their_memory_back(place: Pl
         child = tenant(place)
         assert not memory.back(places(15))
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not asked for it yet: nothing of it runs
+        os.waitid(
+            os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
+        )  # its parent has not asked for it yet: nothing of it runs
         pool.reap()  # its keeper may have done it
         assert [tenant.name for tenant in pool.view().tenants] == ["serve"]
         child.communicate()

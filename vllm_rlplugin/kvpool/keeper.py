@@ -151,7 +151,7 @@ def kept(pool: PagePool) -> bool:
 def ensure(pool: PagePool, driver: Driver, *, library: str = LIBRARY, linger: float = LINGER) -> None:
     """Start the pool's keeper if there is none; returns when it has the pages. Raises ConfigError: the device has no room for
     so many; RunError: it did not start."""
-    deadline = time.monotonic() + 2 * _PATIENCE
+    deadline = time.monotonic() + _START
     command = [sys.executable, "-m", MODULE, str(pool.path), "--device", str(driver.ordinal), "--library", library]
     while True:
         if kept(pool):
