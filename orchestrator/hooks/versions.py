@@ -132,7 +132,10 @@ PYTHON = Component(
     "Python",
     (),
     VersionRange.parse(">=3.11,<3.13"),
-    (Tried("3.11", "run", test="tests/test_hooks.py"), Tried("3.12", "parts without an engine run once, engines not run")),
+    (
+        Tried("3.11", "run", test="tests/test_hooks.py"),
+        Tried("3.12", "parts without an engine run once, engines not run"),
+    ),
 )
 MOONCAKE = Component(
     "Mooncake",
