@@ -105,6 +105,8 @@ def _guarded(item: Check) -> Finding:
         return item.run()
     except ConfigError as error:
         return Finding("fail", f"{error.field}: {error.value}", error.fix)
+    except ModuleNotFoundError as error:
+        return Finding("fail", _short(str(error)), f"pip install '{PLUGIN}[orchestrator]'")
     except Exception as error:  # noqa: BLE001  whatever is broken in an environment is what is looked for
         return Finding("fail", f"{type(error).__name__}: {_short(str(error))}", "see the message; then `make venv`")
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -219,6 +220,26 @@ def test_kustomize_names_every_manifest_and_every_image_of_ours() -> None:
     assert set(named) <= built
 
 
+def test_kustomize_itself_makes_valid_objects_of_the_folder() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("there is no kubectl")
+    done = subprocess.run(
+        ["kubectl", "kustomize", DEPLOY / "kubernetes"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(done.stdout)}
+    assert len(made) == len(documents()) + 1
+    (name,) = (name for kind, name in made if kind == "ConfigMap")
+    text = (DEPLOY / "kubernetes" / "run.toml").read_text(encoding="utf-8")
+    assert made["ConfigMap", name]["data"] == {"run.toml": text}
+    volumes = made["Job", "rl-coserve-train"]["spec"]["template"]["spec"]["volumes"]
+    assert name in [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+    assert all(item["metadata"].get("namespace", "rl-coserve") == "rl-coserve" for item in made.values())
+    validator = pytest.importorskip("kubernetes_validate")
+    for item in made.values():
+        validator.validate(item, "1.33", strict=True)
+
+
 def test_no_pod_runs_as_root_or_may_become_it() -> None:
     for name, spec in pod_specs().items():
         assert spec["securityContext"]["runAsNonRoot"], name
@@ -317,6 +338,33 @@ def test_environments_pods_fit_into_the_namespace_and_its_network_policy(run: Co
     validator = pytest.importorskip("kubernetes_validate")
     for item in (pod, manifests.secret(settings, "t"), manifests.pre_pull(settings, settings.image)):
         validator.validate(item, "1.33", strict=True)
+
+
+def test_the_metadata_servers_command_starts_a_redis_that_asks_for_the_secrets_password(tmp_path: Path) -> None:
+    """The pod's own shell line, its folders elsewhere."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
+    redis = pytest.importorskip("redis", reason="the extra 'redis' is not installed")
+    container = pod_specs()["rl-coserve-metadata"]["containers"][0]
+    (tmp_path / "password").write_text("a-password-of-the-secret")
+    port, line = free_port(), container["args"][0]
+    for path, place in (("/secrets/metadata/", ""), ("/tmp/redis.conf", "redis.conf"), ("/data", "")):
+        assert path in line
+        line = line.replace(path, f"{tmp_path}/{place}")
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen([*container["command"], f"{line} --port {port}"], stdout=log, stderr=log)
+    try:
+        wait_for(lambda: listens(port), 20)
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            redis.Redis(port=port).ping()
+        client = redis.Redis(port=port, password="a-password-of-the-secret")
+        kept = {name: client.config_get(name)[name] for name in ("appendonly", "appendfsync", "maxmemory-policy")}
+        assert kept == {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+        assert client.config_get("bind")["bind"] == "* -::*", "other pods do not reach it"
+        assert stat.S_IMODE((tmp_path / "redis.conf").stat().st_mode) == 0o600
+    finally:
+        server.kill()
+        server.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------- Slurm

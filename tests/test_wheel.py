@@ -200,6 +200,10 @@ def test_the_doctor_of_an_installed_wheel_says_what_is_missing(fresh: Path, tmp_
     assert re.search(r"^OK    weight codec .*native", done.stdout, re.M)
     assert re.search(r"^OK    entry point", done.stdout, re.M)
     assert "Traceback" not in done.stdout + done.stderr
+    example = fresh / "share" / "rl-coserve" / "examples" / "frozenlake.toml"
+    done = run(fresh / "bin" / "rl-coserve", "doctor", "--quick", example, cwd=tmp_path)
+    assert done.returncode == 1
+    assert {"vllm", "megatron-core", "mooncake", "ray"} <= set(re.findall(r"^FAIL  (\S+)", done.stdout, re.M))
 
 
 def test_a_command_that_needs_the_extra_says_so_in_one_line(fresh: Path, tmp_path: Path) -> None:
