@@ -73,7 +73,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for size in ("8B",) if quick else SIZES:
-        one, more = _rollouts(size, 1 if quick else 3, quick)
+        one, more = _rollouts(size, 1 if quick else 5, quick)
         found[size] = one
         rows += more
         if not quick:
@@ -179,7 +179,7 @@ def _end_to_end(size: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found: dict[str, Any] = {}
     rows = []
     for (name, (ours, theirs)), gain in zip(pairs.items(), printed, strict=True):
-        with_serving, without = simulated(size, 4, ours), simulated(size, 4, (*theirs, *NOTHING))
+        with_serving, without = simulated(size, 5, ours), simulated(size, 5, (*theirs, *NOTHING))
         ratio = with_serving.throughput / without.throughput
         found[name] = {
             "ROSE": {"step_seconds": with_serving.step_seconds, "tokens_per_s": with_serving.throughput},
