@@ -156,7 +156,9 @@ def test_no_gpu_that_is_left_was_used_less_than_one_that_is_taken(uses: dict[str
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), shares), min_size=1, max_size=30), st.floats(1, 50))
-def test_the_mean_is_that_of_the_values_integrated_step_by_step(steps: list[tuple[float, float]], window: float) -> None:
+def test_the_mean_is_that_of_the_values_integrated_step_by_step(
+    steps: list[tuple[float, float]], window: float
+) -> None:
     use, now, values = RecentUse(window), 0.0, []
     for seconds, share in steps:
         use.saw(now, share)
@@ -165,9 +167,7 @@ def test_the_mean_is_that_of_the_values_integrated_step_by_step(steps: list[tupl
     since = max(values[0][0], now - window)
     if now > since:
         ends = [*(start for start, _ in values[1:]), now]
-        area = sum(
-            max(0.0, end - max(start, since)) * share for (start, share), end in zip(values, ends, strict=True)
-        )
+        area = sum(max(0.0, end - max(start, since)) * share for (start, share), end in zip(values, ends, strict=True))
         assert use.mean(now) == pytest.approx(area / (now - since), abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Rollout workers on devices of others, in virtual time: shares of a device, budgets, hand-backs, and what serving feels of it."""
+"""Rollout workers on devices of others, in virtual time: shares of a device, budgets, hand-backs, what serving feels of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ SMALL = (  # of rose.toml
 
 
 def config(*overrides: str) -> Config:
-    given = [f"sim.decode_seconds_per_step={STEP}", "sim.decode_seconds_per_sequence=0", "rollout.engine.max_num_seqs=8"]
+    given = [
+        f"sim.decode_seconds_per_step={STEP}",
+        "sim.decode_seconds_per_sequence=0",
+        "rollout.engine.max_num_seqs=8",
+    ]
     return load_config(None, [*given, "sim.prefill_seconds_per_token=0", *overrides])
 
 
@@ -227,7 +231,7 @@ def test_a_device_that_is_taken_hands_back_what_it_had_and_does_not_answer_until
         (given_back,) = await worker.completions()
         assert (given_back.finish_reason, len(given_back.token_ids)) == ("abort", 5)
         for _ in range(2):
-            with pytest.raises(Exception, match="it has no device|is dead"):
+            with pytest.raises(Exception, match=r"it has no device|is dead"):
                 await worker.restart() if worker._dead else await worker.completions()
         worker.come()
         begun = now()
@@ -255,7 +259,9 @@ def serve(tenant: bool, role: str, arrivals: list[tuple[float, int, int]], mode:
         worker, _ = await borrowed(config(*given, "rollout.engine.max_model_len=4096"), kv_bytes=own.model.kv_bytes)
         if tenant:
             admission = Admission(
-                lambda tokens: own.prefill(tokens, 0.0, 1), lambda batch: own.decode(batch)[0], mode=mode  # type: ignore[arg-type]
+                lambda tokens: own.prefill(tokens, 0.0, 1),
+                lambda batch: own.decode(batch)[0],
+                mode=mode,  # type: ignore[arg-type]
             )
             engine.admission = admission
             worker.sit(engine)
@@ -354,5 +360,3 @@ def test_a_trace_of_ones_own_is_read_and_a_broken_one_refused(tmp_path: Path) ->
         file.write_text(json.dumps({"rows": rows}))
         with pytest.raises(ConfigError):
             read_trace(str(file))
-
-

@@ -299,9 +299,7 @@ class ControlPlugin:
         instance = secrets.token_hex(8)
         control = Control(worker, _facts(config, worker, instance, options))
         control.pool = _pool_metrics(PluginOptions.of(config))
-        control.refreshing = asyncio.create_task(
-            keep_fresh(metrics, worker, control.pool), name="rl-coserve metrics"
-        )
+        control.refreshing = asyncio.create_task(keep_fresh(metrics, worker, control.pool), name="rl-coserve metrics")
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
             control.mover = KvMover(_kv(config, options, token), worker.kv_command)

@@ -81,5 +81,7 @@ def _figure_14(
         rows.append(row(known + what, str(printed), printed, printed, alone / seconds[str(workers)], _SOURCE, why))
     for name, limit in (("ttft", 0.5), ("tpot", 0.15)):
         worst = max(users[f"{name}_p99"] for users in serving.values())
-        rows.append(row(f"serving's P99 {name.upper()} in these, s", f"<= {limit}", 0.0, limit, worst, "ROSE 6, its SLO"))
+        rows.append(
+            row(f"serving's P99 {name.upper()} in these, s", f"<= {limit}", 0.0, limit, worst, "ROSE 6, its SLO")
+        )
     return seconds, serving, rows

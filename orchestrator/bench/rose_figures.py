@@ -1,10 +1,10 @@
 """Simulated figures of ROSE beside the printed ones: 7 (end to end), 8 (spot and serverless), tables 1 (autoscaling and
 multiplexing in place of co-serving) and 3 (the rollout scheduler).
 
-``rose.toml`` and, for 32B, the overrides here, half of its cluster and batch. Baselines get the same devices and the same workload.
-What the paper does not print of them is ASSUMED, in the sections of the simulator: how spot devices come and go (a random walk
-between a quarter of them and all, as its trace is only drawn), how long starts and reloads take ("tens of seconds"), when the
-autoscaler acts. A printed time is compared as a ratio to ROSE's own; the value is RLBoost+'s rollout time over ours, 8B.
+``rose.toml`` and, for 32B, the overrides here, half of its cluster and batch. Baselines get the same devices and the same
+workload. What the paper does not print of them is ASSUMED, in the sections of the simulator: how spot devices come and go (at
+random between a quarter of them and all, as its trace is only drawn), how long starts and reloads take ("tens of seconds"), when
+the autoscaler acts. A printed time is compared as a ratio to ROSE's own; the value is RLBoost+'s rollout time over ours, 8B.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def _table_1(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     for how, seconds, ttft in printed[size]:
         one, ratio = found[how], seconds / ROSE_SECONDS[size]
         ours = one["rollout_seconds"] / base["rollout_seconds"]
-        rows.append(row(f"{size}: rollout, {names[how]} over ROSE", f"{ratio:.2f}", ratio, ratio, ours, place, _ASSUMED))
+        rows.append(
+            row(f"{size}: rollout, {names[how]} over ROSE", f"{ratio:.2f}", ratio, ratio, ours, place, _ASSUMED)
+        )
         rows.append(row(f"{size}, {names[how]}: P99 TTFT, ms", f"{ttft}", ttft, ttft, 1000 * one["ttft_p99"], place))
     return rows
 
@@ -186,5 +188,7 @@ def _end_to_end(size: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             "baseline": {"step_seconds": without.step_seconds, "tokens_per_s": without.throughput},
         }
         what = f"{size}: throughput, ROSE over {name}"
-        rows.append(row(what, f"{gain}", gain, gain, ratio, "ROSE 6.1, figure 7", "means over 25 to 100 real steps there"))
+        rows.append(
+            row(what, f"{gain}", gain, gain, ratio, "ROSE 6.1, figure 7", "means over 25 to 100 real steps there")
+        )
     return found, rows

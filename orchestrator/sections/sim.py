@@ -66,7 +66,9 @@ class SimBorrowedSection(Section):
     lease_seconds: PositiveSeconds = 10.0  # that a prefix nobody uses is kept
     window: PositiveSeconds = 3600.0  # of serving's KV use, by which devices are chosen
     activation_seconds: Seconds = 5.0  # of the rollout model, which is deployed already (ROSE 6.1)
-    start_seconds: Seconds = 40.0  # of a device that has nothing of the model yet: "tens of seconds" (ROSE 2.3); ASSUMED
+    start_seconds: Seconds = (
+        40.0  # of a device that has nothing of the model yet: "tens of seconds" (ROSE 2.3); ASSUMED
+    )
     reload_seconds: Seconds = 20.0  # autoscale: until a device serves again: "tens of seconds" (ROSE 3.2); ASSUMED
     function_seconds: PositiveSeconds = 900.0  # serverless: of a lease (ROSE 6)
     spot_low: Fraction = 0.25  # spot: of the devices, that are there at least; ASSUMED

@@ -1,8 +1,9 @@
 """The borrowed workers of a simulated run and what is behind them: a serving cluster whose load is replayed from a trace, or
 devices that come and go (ROSE 4 and 6).
 
-Guarantees: which serving devices the run has is said by :class:`orchestrator.policies.borrowing.Borrowing`, fed once a second; the
-same trace reaches serving whatever the rollouts do; nothing here is drawn but when spot devices come and go, from the run's seed.
+Guarantees: which serving devices the run has is said by :class:`orchestrator.policies.borrowing.Borrowing`, fed once a second;
+the same trace reaches serving whatever the rollouts do; nothing here is drawn but when spot devices come and go, from the run's
+seed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def read_trace(name: str) -> list[Row]:
             found = json.loads(path.read_text(encoding="utf-8"))["rows"]
         rows = [(float(at) / 1000.0, int(prompt), int(answer)) for at, prompt, answer in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "give azure_code, mooncake_conversation, or a JSON file with rows of milliseconds, prompt and answer tokens"
+        fix = (
+            "give azure_code, mooncake_conversation, or a JSON file with rows of milliseconds, prompt and answer tokens"
+        )
         raise ConfigError("sim.borrowed.trace", name, f"{fix} ({error})") from error
     if not rows or any(prompt < 1 or answer < 1 for _, prompt, answer in rows) or rows != sorted(rows, key=_when):
         raise ConfigError("sim.borrowed.trace", name, "needs rows in order of time, with at least one token each")
@@ -65,7 +68,9 @@ class ServingCluster:
     """Engines that serve a trace, each on a device of its own: prompts to the least busy one that prefills, then on to the least
     busy one that decodes."""
 
-    def __init__(self, settings: SimBorrowedSection, engines: int, device: hardware.Device, degree: int, tenant: int) -> None:
+    def __init__(
+        self, settings: SimBorrowedSection, engines: int, device: hardware.Device, degree: int, tenant: int
+    ) -> None:
         """``tenant``: bytes of the rollout model's weights on a device."""
         model = hardware.model(settings.model, "sim.borrowed.model")
         costs, self.served = Roofline(device, model, degree), Served()
@@ -173,7 +178,7 @@ class BorrowedFleet:
         return partial(MovingWorker, moves=self.moves)
 
     def workers(self, first: int, weights: SimWeights, *others: Any) -> list[SimWorker]:
-        """The borrowed ones, numbered from ``first``. Arguments as :class:`~orchestrator.sim.worker.SimWorker`'s after the config."""
+        """The borrowed ones, numbered from ``first``. Arguments as those of :class:`~orchestrator.sim.worker.SimWorker`."""
         config, settings = self._config, self.settings
         sim, count = config.sim, settings.workers
         model = hardware.model(sim.model)
@@ -278,7 +283,9 @@ class BorrowedFleet:
             elif not worker.present and number < there:
                 worker.come()
         least = math.ceil(self.settings.spot_low * len(self.made))
-        self._later(rng.expovariate(1.0 / self.settings.spot_seconds), self._market, rng, rng.randint(least, len(self.made)))
+        self._later(
+            rng.expovariate(1.0 / self.settings.spot_seconds), self._market, rng, rng.randint(least, len(self.made))
+        )
 
     def _lease_over(self, worker: BorrowedSimWorker) -> None:
         """A function's time is up; the next one is asked for at once."""
