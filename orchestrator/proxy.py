@@ -470,9 +470,7 @@ class LLMProxy:
         """Tell the router whether it may be given requests."""
         if lane.usable and lane.version == self.version and not lane.full:
             self.router.open(lane.index)
-        elif (
-            lane.usable and not lane.full and not self._current_only
-        ):  # else no new weights' tokens go on with old ones
+        elif lane.usable and not lane.full and not self._current_only:  # else nothing mixes old weights and new
             self.router.keep(lane.index)
         else:
             self.router.close(lane.index)

@@ -18,7 +18,7 @@ from orchestrator.sim.setups import Measured, measure, scenario
 
 NAME = "borrowed"
 PRINTED = {4: 1.26, 8: 1.45, 16: 1.69}
-ALONE_SECONDS = 496.3 * 1.69  # table 1 and figure 14: on the dedicated GPUs alone
+BAR = 1.60
 _SOURCE = "ROSE appendix E, figure 14"
 _TAIL = ("sim.tasks.frozenlake.response_sigma=1.0",)
 _EVEN = ("rollout.routing.cap=10", "rollout.routing.served_cap=11")  # as many as 256 trajectories need on 24 GPUs
@@ -52,8 +52,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         "rollout time on 8 dedicated GPUs over that with 16 borrowed ones beside",
         "ROSE figure 14 (paper)",
         PRINTED[16],
-        ">= 1.4, and P99 of serving within its SLOs",
-        value >= 1.4 and late <= 0.01,
+        f">= {BAR} (1.69 less the simulator's own error of 5.3 %), and P99 of serving within its SLOs",
+        value >= BAR and late <= 0.01,
         detail,
         quick=quick,
         nonce=nonce,
