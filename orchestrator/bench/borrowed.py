@@ -38,7 +38,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Simulate. Raises SimulationFailed."""
     begun = now()
     counts = (16,) if quick else tuple(PRINTED)
-    seconds, serving, rows = _figure_14(counts, 1 if quick else 5)
+    seconds, serving, rows = _figure_14(counts, 2 if quick else 5)
     value = seconds["0"] / seconds["16"]
     detail: dict[str, Any] = {"rollout_seconds": seconds, "serving": serving, "rows": rows}
     if not quick:

@@ -73,7 +73,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for size in ("8B",) if quick else SIZES:
-        one, more = _rollouts(size, 1 if quick else 5, quick)
+        one, more = _rollouts(size, 2 if quick else 5, quick)
         found[size] = one
         rows += more
         if not quick:

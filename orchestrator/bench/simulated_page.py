@@ -87,17 +87,17 @@ _ROSE = """
   turns stay where their prefixes lie: the longest trajectories have fifteen neighbours there until the end, which more borrowed
   GPUs do not change. Caps of 10 and 11, which spread the batch evenly, give 1.80 (`even caps` in the JSON). A longer tail (sigma
   1.0 for 0.5) gives 1.60, Mooncake's conversation trace in place of Azure's 1.38, with serving busy for a third of the time.
-- **Serving's TPOT** is far from its SLO, where ROSE's is near it (136 of 150 ms): ours lets one admitted rollout step stand between
-  two of serving, and takes no more of the slack.
+- **Serving's TPOT** is far from its SLO, where ROSE's is near it (136 of 150 ms): ours lets one admitted rollout step stand
+  between two of serving, and takes no more of the slack.
 - **Spot, serverless, autoscaling**: the papers print neither when devices came and went nor how long they started. Where ours are
   alike to the digit, the last trajectory of each step ran on a dedicated GPU, which the borrowed ones do not touch.
-- **Serverless devices** lose 4 % of their time to starts here, printed are up to 26 %: with leases of 15 minutes that takes starts of
-  minutes, and ours are ASSUMED to take 40 s.
+- **Serverless devices** lose 4 % of their time to starts here, printed are up to 26 %: with leases of 15 minutes that takes
+  starts of minutes, and ours are ASSUMED to take 40 s.
 - **Multiplexing** without admission is late at the first token, as printed: a rollout's whole prefill stands before serving's
   prompt. Its rollouts are not slower than ours where the printed ones are: what Prism loses by computing prefixes anew, which
   happens on borrowed GPUs only, is not on the longest trajectory's way.
-- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, on dedicated and
-  borrowed GPUs alike and without caps, overfills the budgets of the borrowed ones, and loses far more than printed.
+- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, on dedicated
+  and borrowed GPUs alike and without caps, overfills the budgets of the borrowed ones, and loses far more than printed.
 - **32B** and ALFWorld: lengths and environment times are ASSUMED (calibrated by the rollout time without borrowed GPUs alone).
 """
 
