@@ -17,8 +17,8 @@ from orchestrator.policies.routing import TurnRouter
 
 
 class BorrowedCaps:
-    """Over the lanes of a proxy, of which ``lanes`` are borrowed and have a cap. ``seat``: tells the router anew whether a lane is
-    open; ``dispatch``: sends what waits."""
+    """Over the lanes of a proxy, of which ``lanes`` are borrowed and have a cap. ``seat``: tells the router anew whether a lane
+    is open; ``dispatch``: sends what waits."""
 
     def __init__(
         self,
