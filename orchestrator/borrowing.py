@@ -17,7 +17,8 @@ from orchestrator.policies.routing import TurnRouter
 
 
 class BorrowedCaps:
-    """Over the lanes of a proxy. ``seat``: tells the router anew whether a lane is open; ``dispatch``: sends what waits."""
+    """Over the lanes of a proxy, of which ``lanes`` are borrowed and have a cap. ``seat``: tells the router anew whether a lane
+    is open; ``dispatch``: sends what waits."""
 
     def __init__(
         self,
@@ -29,14 +30,14 @@ class BorrowedCaps:
         patience: float,
     ) -> None:
         self._most = {lane.index: router.cap(lane.index) for lane in lanes if lane.borrowed and router.cap(lane.index)}
-        self._lanes = [lane for lane in lanes if lane.index in self._most]
+        self.lanes = [lane for lane in lanes if lane.index in self._most]
         self._router, self._seat, self._dispatch = router, seat, dispatch
         self._patience = patience
         self._contexts: dict[int, float] = {}  # blocks of a turn, when it last had some
 
     async def look(self) -> None:
         """Ask every borrowed worker what it has room for, all at once."""
-        changed = await asyncio.gather(*(self._one(lane) for lane in self._lanes if lane.usable))
+        changed = await asyncio.gather(*(self._one(lane) for lane in self.lanes if lane.usable))
         if any(changed):
             self._dispatch()
 

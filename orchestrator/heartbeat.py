@@ -49,7 +49,7 @@ class Heartbeat:
         try:
             while True:
                 await asyncio.sleep(min(self._interval, self._stall_timeout / 4))
-                if self._caps is not None and (self._room is None or self._room.done()):
+                if self._caps is not None and self._caps.lanes and (self._room is None or self._room.done()):
                     self._room = asyncio.create_task(self._caps.look(), name="room of borrowed workers")
                 for lane in self._lanes:
                     if not self._should_work(lane):

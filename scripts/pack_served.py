@@ -1,8 +1,8 @@
 """Packs a public trace of a serving cluster for the simulator: ``python scripts/pack_served.py TRACE NAME``.
 
 TRACE is Azure's ``AzureLLMInferenceTrace_*.csv`` or Mooncake's ``*_trace.jsonl``, plain or gzip. Arrivals in milliseconds since
-the first one, prompt and answer in tokens: nothing else is kept. Written to ``orchestrator/sim/served_NAME.json.xz``; the header's
-source, licence and citation are typed in here.
+the first one, prompt and answer in tokens: nothing else is kept. Written to ``orchestrator/sim/served_NAME.json.xz``; source,
+licence and citation in its header are typed in here.
 """
 
 from __future__ import annotations

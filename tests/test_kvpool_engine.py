@@ -297,12 +297,14 @@ def test_engines_of_two_models_share_a_pool_and_serving_takes_pages_from_rollout
         assert serving.do(opened=True)["pool"]["lent"] > cut
 
         play(rollout, REQUESTS, "shared")
-        many = rollout.do(steps=12)["pool"]["pages"]
+        before = rollout.do(steps=12)["pool"]
+        many = before["pages"]
         play(serving, REQUESTS, "shared")
         assert serving.do(steps=12)["pool"]["lent"] < many
         given = rollout.do(steps=1)["pool"]
         assert given["pages"] <= given["budget"] < many
         assert given["displaced"] > 0
+        assert 0 < given["blocks"] < before["blocks"], "it says what its budget has room for"
         second = named(serving.do(drain=True), "shared")
         serving.do(opened=True)
         done = rollout.do(drain=True)

@@ -29,7 +29,7 @@ def test_every_scenario_loads_and_its_engines_exist(name: str) -> None:
     config = scenario(name)
     assert all(engine_costs(config, hardware).kv_tokens for hardware in set(fleet(config)))
     text = (files("orchestrator.sim") / "scenarios" / f"{name}.toml").read_text(encoding="utf-8")
-    assert text.startswith(("# Roll", "# Heddle"))  # its source
+    assert text.startswith(("# Roll", "# Heddle", "# ROSE"))  # its source
     assert scenario(name, scale=4).batch_trajectories * 4 <= config.batch_trajectories + 3 * config.rollout.group_size
 
 

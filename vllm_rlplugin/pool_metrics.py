@@ -76,8 +76,8 @@ class PoolMetrics:
 
     @property
     def recent(self) -> dict[str, float]:
-        """For a run that looks for a device to borrow: the share of the pool that serving used in the mean, of at most the last hour,
-        and since how many seconds it was watched."""
+        """For a run that looks for a device to borrow: the share of the pool that serving used in the mean of at most the last
+        hour, and for how many seconds it was watched."""
         now = time.monotonic()
         return {"serving_use": self._use.mean(now), "seconds": min(WINDOW, now - self._since)}
 

@@ -3,7 +3,8 @@
 ``rose.toml``: 8 dedicated H800 generate with Qwen3-8B; 16 serving engines of Qwen2.5-7B replay an hour of Azure's code trace, one
 that prefills to three that decode. What rollouts get of a serving GPU is decided by the policies of a real one (admission by both
 SLOs, budgets with headroom, leases of 10 s), which GPU by its KV use, which worker a turn goes to by the run's own router. The
-detail has serving's P99 beside its SLO, the same with a longer-tailed workload, and with another trace. The workload was
+detail has serving's P99 beside its SLO, the same with a longer-tailed workload, with another trace, and with caps that spread all
+trajectories evenly (the paper's 16 a GPU fill the dedicated ones first). The workload was
 calibrated on the run without borrowed GPUs and on four (the file says how): those rows prove nothing.
 """
 
@@ -17,9 +18,10 @@ from orchestrator.sim.setups import Measured, measure, scenario
 
 NAME = "borrowed"
 PRINTED = {4: 1.26, 8: 1.45, 16: 1.69}
-ALONE_SECONDS = 496.3 * 1.69  # table 1 and figure 14: on the dedicated GPUs alone
+BAR = 1.60
 _SOURCE = "ROSE appendix E, figure 14"
 _TAIL = ("sim.tasks.frozenlake.response_sigma=1.0",)
+_EVEN = ("rollout.routing.cap=10", "rollout.routing.served_cap=11")  # as many as 256 trajectories need on 24 GPUs
 _MOONCAKE = (  # prompts of 12k tokens in the mean, up to 120k: no SLO of 0.5 s
     "sim.borrowed.trace=mooncake_conversation",
     "sim.borrowed.speed=1.0",
@@ -36,12 +38,12 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Simulate. Raises SimulationFailed."""
     begun = now()
     counts = (16,) if quick else tuple(PRINTED)
-    seconds, serving, rows = _figure_14(counts, 1 if quick else 3)
+    seconds, serving, rows = _figure_14(counts, 2 if quick else 5)
     value = seconds["0"] / seconds["16"]
     detail: dict[str, Any] = {"rollout_seconds": seconds, "serving": serving, "rows": rows}
     if not quick:
-        for name, extra in (("longer tail", _TAIL), ("Mooncake's conversation trace", _MOONCAKE)):
-            found, users, _ = _figure_14((16,), 2, extra)
+        for name, extra in (("longer tail", _TAIL), ("Mooncake's conversation trace", _MOONCAKE), ("even caps", _EVEN)):
+            found, users, _ = _figure_14((16,), 5, extra)
             detail[name] = {"rollout_seconds": found, "speed_up": found["0"] / found["16"], "serving": users}
     late = max(one["ttft_late"] for one in serving.values())
     return frame(
@@ -50,8 +52,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         "rollout time on 8 dedicated GPUs over that with 16 borrowed ones beside",
         "ROSE figure 14 (paper)",
         PRINTED[16],
-        ">= 1.4, and P99 of serving within its SLOs",
-        value >= 1.4 and late <= 0.01,
+        f">= {BAR} (1.69 less the simulator's own error of 5.3 %), and P99 of serving within its SLOs",
+        value >= BAR and late <= 0.01,
         detail,
         quick=quick,
         nonce=nonce,
@@ -66,7 +68,7 @@ def _figure_14(
     seconds: dict[str, float] = {}
     serving: dict[str, Any] = {}
     for workers in (0, *counts):
-        one = simulated(workers, steps, extra)
+        one = simulated(workers, steps, extra if workers or extra != _EVEN else ())
         seconds[str(workers)] = one.step_seconds - one.train_seconds
         if workers:
             serving[str(workers)] = one.result.summary["borrowed"]

@@ -1,10 +1,10 @@
 """Simulated figures of ROSE beside the printed ones: 7 (end to end), 8 (spot and serverless), tables 1 (autoscaling and
 multiplexing in place of co-serving) and 3 (the rollout scheduler).
 
-``rose.toml`` and, for 32B, the overrides here, half of its cluster and batch. Baselines get the same devices and the same workload.
-What the paper does not print of them is ASSUMED, in the sections of the simulator: how spot devices come and go (a random walk
-between a quarter of them and all, as its trace is only drawn), how long starts and reloads take ("tens of seconds"), when the
-autoscaler acts. A printed time is compared as a ratio to ROSE's own; the value is RLBoost+'s rollout time over ours, 8B.
+``rose.toml`` and, for 32B, the overrides here, half of its cluster and batch. Baselines get the same devices and the same
+workload. What the paper does not print of them is ASSUMED, in the sections of the simulator: how spot devices come and go (at
+random between a quarter of them and all, as its trace is only drawn), how long starts and reloads take ("tens of seconds"), when
+the autoscaler acts. A printed time is compared as a ratio to ROSE's own; the value is RLBoost+'s rollout time over ours, 8B.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for size in ("8B",) if quick else SIZES:
-        one, more = _rollouts(size, 1 if quick else 3, quick)
+        one, more = _rollouts(size, 2 if quick else 5, quick)
         found[size] = one
         rows += more
         if not quick:
@@ -181,7 +181,7 @@ def _end_to_end(size: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found: dict[str, Any] = {}
     rows = []
     for (name, (ours, theirs)), gain in zip(pairs.items(), printed, strict=True):
-        with_serving, without = simulated(size, 4, ours), simulated(size, 4, (*theirs, *NOTHING))
+        with_serving, without = simulated(size, 5, ours), simulated(size, 5, (*theirs, *NOTHING))
         ratio = with_serving.throughput / without.throughput
         found[name] = {
             "ROSE": {"step_seconds": with_serving.step_seconds, "tokens_per_s": with_serving.throughput},

@@ -96,8 +96,8 @@ def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]
 
 
 async def choose(config: Config, job: str) -> tuple[str, ...]:
-    """The servers that a run of this ``job`` borrows, in the order of the config: ``rollout.borrowed.most`` of those that answer and
-    that no other job has requests in. Raises RunError when there is none, and nothing else would generate."""
+    """The servers that a run of this ``job`` borrows, in the order of the config: ``rollout.borrowed.most`` of those that answer
+    and that no other job has requests in. Raises RunError when there is none, and nothing else would generate."""
     served, most = config.rollout.served, config.rollout.borrowed.most
     if not most:
         return served

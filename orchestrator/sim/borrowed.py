@@ -1,11 +1,10 @@
 """A simulated rollout worker on a device that somebody else has as well, or that comes and goes (ROSE 4).
 
-Guarantees: its steps take device time only, which is a share of the loop's time while a serving engine computes on the device too;
-a leap over many steps is stretched when that share changes, and ends where it would have ended step by step. What it holds beyond
-its budget it gives up at once, unused prefixes first, then whole requests, which go on elsewhere with their tokens; so does what
-made no progress for two seconds. A prefix that nobody uses goes when its lease is over. Away, it is a server that does not answer.
-
-It takes weights from the relay, as a served worker does, never by the collective.
+Guarantees: its steps take device time only, which is a share of the loop's time while a serving engine computes on the device
+too; a leap over many steps is stretched when that share changes, and ends where it would have ended step by step. What it holds
+beyond its budget it gives up at once, unused prefixes first, then whole requests, which go on elsewhere with their tokens. What
+made no progress for two seconds goes on elsewhere, too. A prefix that nobody uses goes when its lease is over. Away, it is a
+server that does not answer. It takes weights from the relay, as a served worker does, never by the collective.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _LITTLE = 1e-9  # seconds
 
 
 class BorrowedSimWorker(MovingWorker):
-    """A :class:`~orchestrator.api.BorrowedWorker`. ``engine``: whose device it is on, None: it has one for itself. ``kv_bytes``: of a
-    simulated token; ``lease``: seconds, 0: it has no prefix cache. ``moved``: asked with each
+    """A :class:`~orchestrator.api.BorrowedWorker`. ``engine``: whose device it is on, None: it has one for itself.
+    ``kv_bytes``: of a simulated token; ``lease``: seconds, 0: it has no prefix cache. ``moved``: asked with each
     version for the engine to be on."""
 
     receive = None  # type: ignore[assignment]

@@ -1,8 +1,9 @@
 """The borrowed workers of a simulated run and what is behind them: a serving cluster whose load is replayed from a trace, or
 devices that come and go (ROSE 4 and 6).
 
-Guarantees: which serving devices the run has is said by :class:`orchestrator.policies.borrowing.Borrowing`, fed once a second; the
-same trace reaches serving whatever the rollouts do; nothing here is drawn but when spot devices come and go, from the run's seed.
+Guarantees: which serving devices the run has is said by :class:`orchestrator.policies.borrowing.Borrowing`, fed once a second;
+the same trace reaches serving whatever the rollouts do; nothing here is drawn but when spot devices come and go, from the run's
+seed.
 """
 
 from __future__ import annotations
@@ -153,32 +154,37 @@ class BorrowedFleet:
         self._config, self.settings = config, config.sim.borrowed
         self.moves = Moves()
         self.made: list[BorrowedSimWorker] = []
-        self.cluster: ServingCluster | None = None
+        self.cluster = self._serving()
         self._borrowing = Borrowing(BorrowRules(self.settings.window))
         self._version = -1
         self._timers: list[asyncio.TimerHandle] = []
         self._scaler: Autoscaler | None = None
         self.exchanges = 0
 
+    def _serving(self) -> ServingCluster | None:
+        """What the devices serve; None: nothing. Raises ConfigError."""
+        sim, settings = self._config.sim, self.settings
+        if settings.how in ("spot", "serverless"):
+            return None
+        engines = settings.serving or settings.workers
+        if engines < settings.workers:
+            fix = f"{settings.workers} workers are to be on them (sim.borrowed.workers): at least as many"
+            raise ConfigError("sim.borrowed.serving", engines, fix)
+        tenant = 0 if settings.how == "autoscale" else hardware.model(sim.model).weight_bytes
+        return ServingCluster(settings, engines, hardware.device(sim.device), sim.tensor_parallel, tenant)
+
     def dedicated(self) -> Callable[..., SimWorker]:
         """Makes the run's own workers: requests move between them and the borrowed ones."""
         return partial(MovingWorker, moves=self.moves)
 
     def workers(self, first: int, weights: SimWeights, *others: Any) -> list[SimWorker]:
-        """The borrowed ones, numbered from ``first``. Arguments as :class:`~orchestrator.sim.worker.SimWorker`'s after the config."""
+        """The borrowed ones, numbered from ``first``. Arguments as those of :class:`~orchestrator.sim.worker.SimWorker`."""
         config, settings = self._config, self.settings
         sim, count = config.sim, settings.workers
-        device, model = hardware.device(sim.device), hardware.model(sim.model)
+        model = hardware.model(sim.model)
         kv_bytes = model.kv_bytes * max(1.0, sim.tensor_parallel / model.kv_heads) * sim.grain
         costs = engine_costs(config)
         shared = settings.how in ("coserve", "multiplex")
-        if settings.how in ("coserve", "multiplex", "autoscale"):
-            engines = settings.serving or count
-            if engines < count:
-                fix = f"{count} workers are to be on them (sim.borrowed.workers): at least as many"
-                raise ConfigError("sim.borrowed.serving", engines, fix)
-            tenant = model.weight_bytes if shared else 0
-            self.cluster = ServingCluster(settings, engines, device, sim.tensor_parallel, tenant)
         for number in range(first, first + count):
             worker = BorrowedSimWorker(
                 f"sim-{number}",

@@ -465,6 +465,7 @@ def simulate(
     check_cluster(config)
     check_planner(config)
     check_disaggregation(config)
+    borrowed_of(config)
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Bidirectional autoscaling of a serving cluster in virtual time: what ROSE 6.1 compares with, in ServerlessLLM's place.
 
-While serving's load is low, engines stop and their devices are rollouts' alone; when it rises, rollouts are evicted and the model is
-loaded again, which takes ``reload`` seconds. Reactive, as such autoscalers are: by how busy the engines of a role were in the last
-ten seconds. ASSUMED, since none of it is printed: the thresholds below.
+While serving's load is low, engines stop and their devices are rollouts' alone; when it rises, rollouts are evicted and the model
+is loaded again, which takes ``reload`` seconds. Reactive, as such autoscalers are: by how busy the engines of a role were in the
+last ten seconds. ASSUMED, since none of it is printed: the thresholds below.
 """
 
 from __future__ import annotations

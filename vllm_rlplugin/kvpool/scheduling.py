@@ -218,6 +218,7 @@ class PagedScheduling:
             "free": view.free,
             "page_bytes": view.page_bytes,
             "groups": self._parking.backed,
+            "blocks": self.blocks,
             "displaced": self.displaced,
             **self._lent(),
             **self._time(),
