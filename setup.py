@@ -5,6 +5,7 @@ delta codec, and there is no KV pool.
 """
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 
@@ -15,23 +16,31 @@ class BuildLibrary(build_ext):
         return fullname.replace(".", "/") + ".ctypes.so"
 
 
+class TagWheel(bdist_wheel):
+    """Bound to the platform, which the libraries are, and to no Python: they use nothing of its ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
 setup(
-    cmdclass={"build_ext": BuildLibrary},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": TagWheel},
     ext_modules=[
         Extension(
             "orchestrator.transfer.delta._native",
             sources=[f"csrc/{name}.c" for name in ("level", "rans", "gather", "sparse", "planes")],
             depends=["csrc/delta.h"],
-            extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden"],
+            extra_compile_args=["-std=gnu11", "-O3", "-g0", "-fvisibility=hidden"],
             optional=True,
         ),
         Extension(
             "vllm_rlplugin.kvpool._pages",
-            sources=["csrc/pages.c"],
-            depends=["csrc/pages.h"],
+            sources=["csrc/pages.c", "csrc/vmm.c"],
+            depends=["csrc/pages.h", "csrc/vmm.h"],
             define_macros=[("_GNU_SOURCE", "1")],
-            extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden", "-pthread"],
-            extra_link_args=["-pthread"],
+            extra_compile_args=["-std=gnu11", "-O2", "-g0", "-fvisibility=hidden", "-pthread"],
+            extra_link_args=["-pthread", "-ldl"],
             optional=True,
         ),
     ],

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -40,6 +41,36 @@ static int byte_lock(int fd, int slot, short type, int command) {
 static int alive(const rlc_pool *pool, int slot) {
     if (slot == pool->slot) return 1; /* our own lock does not conflict with us */
     return byte_lock(pool->fd, slot, F_WRLCK, F_OFD_GETLK) != F_UNLCK;
+}
+
+/* When this process started, in clock ticks since boot; 0: it is not there, or nothing of it runs any more (it waits for its
+ * parent: its last thread has closed its files, the device's among them). */
+static uint64_t started(int pid) {
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t got = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (got <= 0) return 0;
+    text[got] = 0;
+    const char *at = strrchr(text, ')'); /* its name may hold anything */
+    char state;
+    long threads;
+    unsigned long long since;
+    if (!at || sscanf(at + 1,
+                      " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu", &state, &threads,
+                      &since) != 3)
+        return 0;
+    return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : since;
+}
+
+/* Whether a tenant's pages may still be in use. */
+static int present(const rlc_pool *pool, int slot) {
+    if (alive(pool, slot)) return 1;
+    const rlc_tenant *tenant = &pool->header->tenants[slot];
+    if (pool->header->data || tenant->role == RLC_FREE || !tenant->started) return 0;
+    return started(tenant->pid) == tenant->started;
 }
 
 static void recount(rlc_pool *pool) {
@@ -84,7 +115,7 @@ static int reap(rlc_pool *pool) {
     int found = 0;
     for (int slot = 0; slot < RLC_TENANTS; slot++) {
         rlc_tenant *tenant = &pool->header->tenants[slot];
-        if (tenant->role == RLC_FREE || alive(pool, slot)) continue;
+        if (tenant->role == RLC_FREE || present(pool, slot)) continue;
         for (uint64_t page = 0; page < pool->header->pages; page++) {
             if (pool->owner[page] != slot + 1) continue;
             pool->mapped[page] = 0;
@@ -193,9 +224,10 @@ EXPORT int rlc_pool_open(const char *path, uint64_t pages, uint64_t page_bytes, 
         if (!code) {
             int settled = facts.st_size ? check(pool) : RLC_POOL_FOREIGN;
             int fits = !settled && (!pages || (pool->header->pages == pages && pool->header->page_bytes == page_bytes &&
-                                               !pool->header->data == !data));
+                                               !pool->header->data == !data &&
+                                               !strncmp(pool->header->device, device, sizeof pool->header->device - 1)));
             int live = 0;
-            for (int slot = 0; slot < RLC_TENANTS && !live; slot++) live = alive(pool, slot);
+            for (int slot = 0; slot < RLC_TENANTS && !live; slot++) live = settled ? alive(pool, slot) : present(pool, slot);
             if (!fits && pages && (live || (settled == RLC_POOL_VERSION && live))) code = RLC_POOL_SHAPE;
             else if (!fits && !pages) code = settled;
             else if (!fits) {
@@ -247,6 +279,7 @@ EXPORT int rlc_pool_join(rlc_pool *pool, const char *name, int role, int pid, ui
         memset(tenant, 0, sizeof *tenant);
         strncpy(tenant->name, name, sizeof tenant->name - 1);
         tenant->pid = pid;
+        tenant->started = started(pid);
         tenant->generation = generation;
         tenant->budget = budget;
         tenant->role = (uint32_t)role; /* last: from here on it counts */
@@ -326,6 +359,16 @@ EXPORT int rlc_pool_release(rlc_pool *pool, const uint64_t *pages, uint64_t coun
     }
     give(pool);
     return code;
+}
+
+/* For pages that another library maps: note that ours are mapped now, or are not any more. All or none. */
+EXPORT int rlc_pool_mark(rlc_pool *pool, const uint64_t *pages, uint64_t count, int mapped) {
+    if (!self(pool)) return RLC_POOL_GONE;
+    if (!own_all(pool, pages, count)) return RLC_POOL_NOT_OWNER;
+    for (uint64_t index = 0; mapped && index < count; index++)
+        if (pool->mapped[pages[index]]) return RLC_POOL_MAPPED;
+    for (uint64_t index = 0; index < count; index++) pool->mapped[pages[index]] = !!mapped;
+    return 0;
 }
 
 /* Lease until `lease` (nanoseconds of CLOCK_MONOTONIC; 0: for good). */
@@ -411,6 +454,20 @@ EXPORT int rlc_pool_snapshot(rlc_pool *pool, uint64_t numbers[8], rlc_tenant ten
     if (owner) memcpy(owner, pool->owner, header->pages);
     if (lease) memcpy(lease, pool->lease, 8 * header->pages);
     give(pool);
+    return 0;
+}
+
+/* Become the process that keeps the memory of the pages, one a pool; for as long as it lives. */
+EXPORT int rlc_pool_keep(rlc_pool *pool) {
+    return byte_lock(pool->fd, RLC_TENANTS, F_WRLCK, F_OFD_SETLK) < 0 ? RLC_POOL_BUSY : 0;
+}
+
+/* Whether another process is that. */
+EXPORT int rlc_pool_kept(const rlc_pool *pool) { return byte_lock(pool->fd, RLC_TENANTS, F_WRLCK, F_OFD_GETLK) != F_UNLCK; }
+
+/* What the creator said the pages are, for all who join. */
+EXPORT int rlc_pool_device(const rlc_pool *pool, char out[64]) {
+    memcpy(out, pool->header->device, 64);
     return 0;
 }
 

@@ -3,7 +3,8 @@
  * One file holds the header, the table of tenants, the owner, lease and mapping of every page, and (host backend) the pages
  * themselves behind it. `owner` is the truth; every count is derived from it and rebuilt when a process died with the lock.
  * A tenant holds an open-file-description lock on a byte of the file for as long as it lives: the kernel drops it with the
- * process, whatever ended it and in whatever PID namespace it was.
+ * process, whatever ended it and in whatever PID namespace it was. Where pages are memory of a device (`data` is 0), the lock is
+ * not enough: a process that dies may drop it before its kernels have stopped, so its pages wait until it is gone altogether.
  */
 #ifndef RLC_PAGES_H
 #define RLC_PAGES_H
@@ -11,8 +12,8 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define RLC_POOL_ABI 2
-#define RLC_POOL_SCHEMA 2
+#define RLC_POOL_ABI 3
+#define RLC_POOL_SCHEMA 3
 #define RLC_POOL_MAGIC 0x314c4f4f50564b52ull /* "RKVPOOL1" */
 #define RLC_TENANTS 16
 #define RLC_WORDS 14 /* of a tenant's published state */
@@ -44,6 +45,7 @@ typedef struct {
     uint64_t used;       /* derived */
     uint64_t sequence;   /* of `words`: odd while they are written */
     uint64_t words[RLC_WORDS];
+    uint64_t started; /* of the process, in clock ticks since boot: a process number may be used again */
 } rlc_tenant;
 
 typedef struct {

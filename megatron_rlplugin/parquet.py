@@ -149,12 +149,12 @@ def _read(file: Path, columns: Sequence[str]) -> Any:
     except ImportError as error:
         raise ConfigError(FIELD, "pyarrow", f"is needed to read Parquet files; install it ({error})") from error
     try:
-        with pq.ParquetFile(file) as data:
+        with pq.ParquetFile(file, page_checksum_verification=True) as data:
             names = data.schema_arrow.names
             missing = [name for name in columns if name not in names and name not in _OPTIONAL]
             if missing:
                 fix = f"has no column {missing[0]!r}, so it is no trajectory file of a run"
                 raise ConfigError(FIELD, str(file), fix)
             return data.read(columns=[name for name in columns if name in names], use_threads=False)
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(FIELD, str(file), f"cannot be read as Parquet: {error}") from error

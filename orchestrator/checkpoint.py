@@ -12,15 +12,18 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from orchestrator.api import ContextStart, Prompt, RunError, Trajectory, Turn
+from orchestrator.api.jsontext import parse_object
 
+FORMAT = 1  # of state.json and files.json; those without a number are of this one, too
 _PREFIX = "step-"
+_STATE, _FILES = "state.json", "files.json"
 _PARTIAL = ".partial-"
 
 
@@ -60,13 +63,13 @@ class Checkpoints:
 
     def commit(self, partial: Path, state: RunState) -> Path:
         """Write the state, sync everything, rename. Drops the oldest beyond ``keep``."""
-        (partial / "state.json").write_text(json.dumps(_state_to_json(state)), encoding="utf-8")
+        (partial / _STATE).write_text(json.dumps({"format": FORMAT, **_state_to_json(state)}), encoding="utf-8")
         files = {
             str(file.relative_to(partial)): [file.stat().st_size, _digest(file)]
             for file in sorted(partial.rglob("*"))
             if file.is_file()
         }
-        (partial / "files.json").write_text(json.dumps(files, sort_keys=True), encoding="utf-8")
+        (partial / _FILES).write_text(json.dumps({"format": FORMAT, "files": files}, sort_keys=True), encoding="utf-8")
         for file in sorted(partial.rglob("*")):
             if file.is_file():
                 _sync(file)
@@ -88,16 +91,13 @@ class Checkpoints:
         return sorted(self._folder.glob(f"{_PREFIX}*")) if self._folder.exists() else []
 
     def newest(self) -> tuple[Path, RunState, list[str]] | None:
-        """The newest intact checkpoint, its state, and what was wrong with newer ones; None when there is none at all."""
+        """The newest intact checkpoint, its state, and what was wrong with newer ones; None when there is none at all. Raises
+        RunError when none is intact, and when one is of a newer version: that is no damage, and nothing is gone back on."""
         damaged: list[str] = []
         for folder in reversed(self.all()):
             problem = verify(folder)
             if not problem:
-                return (
-                    folder,
-                    _state_from_json(json.loads((folder / "state.json").read_text(encoding="utf-8"))),
-                    damaged,
-                )
+                return folder, _read_state(folder), damaged
             damaged.append(f"{folder.name}: {problem}")
         if damaged:
             raise RunError(f"no intact checkpoint in {self._folder}: {'; '.join(damaged)}")
@@ -113,18 +113,45 @@ class Checkpoints:
 
 
 def verify(folder: Path) -> str:
-    """What is wrong with a checkpoint folder, "" when nothing is."""
+    """What is wrong with a checkpoint folder, "" when nothing is: every file is there as it was written, and no other is.
+    Raises RunError for one of a newer version."""
     try:
-        files: dict[str, list[Any]] = json.loads((folder / "files.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        return f"files.json: {error}"
-    for name, (size, digest) in files.items():
-        file = folder / name
-        if not file.is_file():
+        said = parse_object((folder / _FILES).read_bytes(), finite=True)
+    except (OSError, ValueError) as error:
+        return f"{_FILES}: {error}"
+    _check_format(folder / _FILES, said)
+    files = said.get("files", said)  # before there was a format: the files alone
+    if not isinstance(files, dict) or _STATE not in files:
+        return f"{_FILES} lists no {_STATE}"
+    there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} - {_FILES}
+    for name, facts in files.items():
+        if name not in there:
             return f"{name} is missing"
-        if file.stat().st_size != size or _digest(file) != digest:
+        file = folder / name
+        if facts != [file.stat().st_size, _digest(file)]:
             return f"{name} is damaged"
-    return ""
+    more = sorted(there - files.keys())
+    return f"{more[0]} was not part of it" if more else ""
+
+
+def _check_format(file: Path, data: dict[str, Any]) -> None:
+    found = data.get("format", FORMAT)
+    if type(found) is int and found > FORMAT:
+        fix = (
+            f"is of format {found}, this version reads {FORMAT}: resume with the version that wrote it, or a newer one"
+        )
+        raise RunError(f"{file} {fix}")
+
+
+def _read_state(folder: Path) -> RunState:
+    """Raises RunError for what no run could go on from, though its digest is right."""
+    file = folder / _STATE
+    try:
+        data = parse_object(file.read_bytes(), finite=True)
+        _check_format(file, data)
+        return _state_from_json(data)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise RunError(f"{file} is no state of a run: {error!r:.300}") from error
 
 
 def _digest(file: Path) -> str:
@@ -148,34 +175,74 @@ def _state_to_json(state: RunState) -> dict[str, Any]:
 
 
 def _state_from_json(data: dict[str, Any]) -> RunState:
+    rounds = data.get("rounds")
+    if rounds is not None and not isinstance(rounds, dict):
+        raise ValueError(f"rounds: {rounds!r:.100}")
     return RunState(
-        step=int(data["step"]),
-        version=int(data["version"]),
-        journal_sequence=int(data["journal_sequence"]),
+        step=_whole(data["step"]),
+        version=_whole(data["version"]),
+        journal_sequence=_whole(data["journal_sequence"]),
         elapsed=float(data["elapsed"]),
         buffer=tuple(_trajectory_from_json(item) for item in data["buffer"]),
         success_history=tuple((int(step), float(value)) for step, value in data["success_history"]),
-        rounds=data.get("rounds"),
+        rounds=rounds,
         run_times={str(prompt): [float(one) for one in times] for prompt, times in data.get("run_times", {}).items()},
     )
 
 
 def _context_from_json(data: dict[str, Any] | None) -> ContextStart | None:
-    return None if data is None else ContextStart(**{**data, "token_ids": tuple(data["token_ids"])})
+    if data is None:
+        return None
+    return of_kinds(ContextStart(**{**data, "token_ids": _tokens(data["token_ids"])}))
 
 
 def _trajectory_from_json(data: dict[str, Any]) -> Trajectory:
     turns = tuple(
-        Turn(
-            **{
-                **turn,
-                "observation_ids": tuple(turn["observation_ids"]),
-                "action_ids": tuple(turn["action_ids"]),
-                "logprobs": tuple(turn["logprobs"]),
-                "versions": tuple((int(v), int(n)) for v, n in turn["versions"]),
-                "context": _context_from_json(turn.get("context")),
-            }
+        of_kinds(
+            Turn(
+                **{
+                    **turn,
+                    "observation_ids": _tokens(turn["observation_ids"]),
+                    "action_ids": _tokens(turn["action_ids"]),
+                    "logprobs": tuple(float(value) for value in turn["logprobs"]),
+                    "versions": tuple((_whole(v), _whole(n)) for v, n in turn["versions"]),
+                    "context": _context_from_json(turn.get("context")),
+                }
+            )
         )
         for turn in data["turns"]
     )
-    return Trajectory(**{**data, "prompt": Prompt(**data["prompt"]), "turns": turns, "errors": tuple(data["errors"])})
+    for turn in turns:
+        if not len(turn.action_ids) == len(turn.logprobs) == sum(count for _, count in turn.versions):
+            raise ValueError(
+                f"trajectory {data['id']!r:.100}: a turn's tokens, log-probs and versions differ in number"
+            )
+    prompt = of_kinds(Prompt(**data["prompt"]))
+    return of_kinds(Trajectory(**{**data, "prompt": prompt, "turns": turns, "errors": tuple(map(str, data["errors"]))}))
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "float | None": (int, float, type(None)),
+}  # fmt: skip
+_Record = TypeVar("_Record", Prompt, Turn, ContextStart, Trajectory)
+
+
+def of_kinds(record: _Record) -> _Record:
+    """The record, if its plain fields hold what they are annotated with. Raises TypeError."""
+    for item in fields(record):
+        wanted, value = _KINDS.get(str(item.type)), getattr(record, item.name)
+        if wanted is not None and (type(value) not in wanted):
+            raise TypeError(f"{type(record).__name__}.{item.name} = {value!r:.60}")
+    return record
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.60} is no whole number")
+    return value
+
+
+def _tokens(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise TypeError(f"{values!r:.60} are no token ids")
+    return tuple(_whole(value) for value in values)

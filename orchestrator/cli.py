@@ -20,6 +20,17 @@ from orchestrator.api import ConfigError, CoserveError
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.view import commands as looking
 
+_EXTRA = "rl-coserve[orchestrator]"
+# The base package is what the plugins need inside an engine; module -> distribution of what that extra adds.
+_ORCHESTRATOR = {
+    "ray": "ray",
+    "aiohttp": "aiohttp",
+    "pyarrow": "pyarrow",
+    "gymnasium": "gymnasium",
+    "rich": "rich",
+    "prometheus_client": "prometheus-client",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
@@ -32,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CoserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _ORCHESTRATOR:
+            raise
+        print(f"error: {_ORCHESTRATOR[error.name]} is not installed: pip install '{_EXTRA}'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -109,13 +125,25 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
         command.add_argument("--json", action="store_true")
         command.set_defaults(run=_lend, command=name)
+    mps = commands.add_parser("mps", help="NVIDIA's MPS for the engines of a KV pool: start it and watch it")
+    mps.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
+    mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon; without: all")
+    mps.add_argument("--status", action="store_true", help="only say whether it is up, and for whom")
+    mps.add_argument("--json", action="store_true")
+    mps.set_defaults(run=_mps)
 
     doctor = commands.add_parser("doctor", help="check this installation")
-    doctor.add_argument("config", nargs="?", default="", help="TOML file, to look at its relay, too")
+    doctor.add_argument("config", nargs="?", default="", help="TOML file: what it needs is looked at, too")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _mps(arguments: argparse.Namespace) -> int:
+    from orchestrator.mps_watch import run
+
+    return run(arguments)
 
 
 def _lend(arguments: argparse.Namespace) -> int:

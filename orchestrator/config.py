@@ -93,6 +93,8 @@ class Config(Section):
                 input=self.rollout.alpha,
             )
             raise ValidationError.from_exception_data("config", [found])
+        if self.task.name == "agent":
+            self._check_agent()
         if self.rollout.environments < self.rollout.group_size:
             raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
         if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:
@@ -137,6 +139,18 @@ class Config(Section):
                 "not compare the members of a group (set it to false, or use grpo, dapo, rloo or gspo)"
             )
         return self
+
+    def _check_agent(self) -> None:
+        if self.model.path and not self.task.agent.tokenizer:
+            raise ValueError("task.agent.tokenizer: name the folder with the tokenizer of model.path (often the same)")
+        if self.environment.backend != "in-process":
+            raise ValueError(
+                "environment.backend: an agent program has a sandbox of its own: leave it at 'in-process' for task 'agent'"
+            )
+        if self.context.strategy != "keep" or self.context.tasks:
+            raise ValueError(
+                "context: what an agent shows the policy is its own affair: leave context.strategy at 'keep' for task 'agent'"
+            )
 
     def _check_colocation(self) -> None:
         trainer, workers = self.trainer, self.rollout.workers
@@ -193,7 +207,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             data = tomllib.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError("config", str(file), "no such file; give the path of a TOML file") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
             raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
     for override in overrides:
         apply_override(data, override)
@@ -245,6 +259,9 @@ def _fix(item: Any) -> str:
     return message[0].lower() + message[1:]
 
 
+_DEEPEST = 8  # sections within each other
+
+
 def apply_override(data: dict[str, Any], override: str) -> None:
     """Put ``section.key=value`` into the plain dictionary of a config. Raises ConfigError."""
     name, separator, raw = override.partition("=")
@@ -255,7 +272,11 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw.strip()  # a bare word is a string
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, _Short(raw), f"cannot be read as a TOML value: {error}") from error
     *sections, key = name.split(".")
+    if len(sections) > _DEEPEST or not all((*sections, key)):
+        raise ConfigError("override", _Short(override), "write it as section.key=value")
     table = data
     for section in sections:
         child = table.setdefault(section, {})

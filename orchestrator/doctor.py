@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import importlib.metadata
 import os
-import shutil
+import re
 import signal
 import sqlite3
 import subprocess
@@ -30,6 +29,8 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
+from orchestrator import doctor_machine as machine
+from orchestrator import nvidia
 from orchestrator.api import ConfigError
 from orchestrator.finding import Check, Finding, Status
 from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component, check, find
@@ -37,13 +38,6 @@ from orchestrator.sandbox.diagnosis import diagnosed
 
 PLUGIN = "rl-coserve"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")  # under the same name in each
-# The demo's processes together took 2.5 GB (proportional set size, peak, on two cores): Ray, one vLLM engine, one
-# Megatron-Core rank, mooncake_master, reward host, orchestrator.
-MEMORY_TIGHT_MB = 4_000
-MEMORY_MIN_MB = 2_500
-DISK_TIGHT_MB = 2_000
-DISK_MIN_MB = 200  # what a run refuses to start below
-SHARED_MEMORY_MB = 256  # Ray's object store and a margin; a container has 64 by default
 _ANSWER = "rl-coserve-doctor-answer "  # engines print too: the answer's line starts with this
 
 
@@ -61,12 +55,13 @@ class CheckResult:
 def run_doctor(json: bool = False, quick: bool = False, config: str = "") -> int:
     """Run all checks and print them; ``quick`` skips those that start processes. Returns the exit code.
 
-    ``config``: a TOML file whose relay is looked at, too. Raises ConfigError when it is none.
+    ``config``: a TOML file; what it needs is looked at, too, and what it cannot do without fails. Raises ConfigError when
+    it is none.
     """
     checks: Sequence[Check] = CHECKS
     if config:
         from orchestrator.config import load_config
-        from orchestrator.doctor_relay import for_config
+        from orchestrator.doctor_config import for_config
 
         checks = for_config(CHECKS, load_config(config))
     results = []
@@ -210,11 +205,20 @@ def _requirements() -> Finding:
     version = _version(PLUGIN)
     if version is None:
         return Finding("fail", f"{PLUGIN} is not installed, only on the path", "pip install -e '.[orchestrator]'")
-    names = ("pydantic", "msgpack", "numpy", "xxhash", "ray", "aiohttp", "pyarrow", "gymnasium", "rich")
-    missing = [name for name in names if _version(name) is None]
+    missing = [name for name in required() if _version(name) is None]
     if missing:
         return Finding("fail", f"not installed: {', '.join(missing)}", f"pip install '{PLUGIN}[orchestrator]'")
     return Finding("ok", f"{PLUGIN} {version} and its requirements")
+
+
+def required() -> list[str]:
+    """Distributions that the base and its extra ``orchestrator`` require, as the installed metadata says."""
+    found = []
+    for text in importlib.metadata.requires(PLUGIN) or []:
+        requirement, _, marker = text.partition(";")
+        if "extra" not in marker or re.search(r"""extra == ["']orchestrator["']""", marker):
+            found.append(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+    return found
 
 
 def _torch() -> Finding:
@@ -394,74 +398,6 @@ def _weight_codec() -> Finding:
     return Finding("ok", f"native, {found['live']}")
 
 
-def _libraries() -> Finding:
-    from orchestrator.transfer.mooncake import APT_PACKAGES
-
-    missing = []
-    for library, package in APT_PACKAGES.items():
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            missing.append(package)
-    if missing:
-        fix = f"apt-get install {' '.join(missing)}"
-        return Finding("fail", f"missing, and Mooncake needs them: {' '.join(missing)} (Debian's names)", fix)
-    return Finding("ok", ", ".join(APT_PACKAGES))
-
-
-def _disk() -> Finding:
-    here = Path.cwd()
-    free = shutil.disk_usage(here).free >> 20
-    if not os.access(here, os.W_OK):
-        return Finding("fail", f"{here} cannot be written", "start runs in a folder of your own, or set run.folder")
-    detail = f"{free} MB free in {here}"
-    if free < DISK_MIN_MB:
-        return Finding("fail", detail, f"free at least {DISK_TIGHT_MB} MB, or set run.folder to another disk")
-    if free < DISK_TIGHT_MB:
-        return Finding("warn", detail, f"a long run needs more than {DISK_TIGHT_MB} MB; see checkpoint.keep")
-    return Finding("ok", detail)
-
-
-def _memory() -> Finding:
-    free = min(_meminfo_mb(), _cgroup_free_mb())
-    cores = len(os.sched_getaffinity(0))
-    detail = f"{free} MB available, {cores} core{'s' if cores > 1 else ''}"
-    fix = f"close other programs; the demo wants {MEMORY_TIGHT_MB} MB (model, rollout.environments and ray.* set how much)"
-    if free < MEMORY_MIN_MB:
-        return Finding("fail", detail, fix)
-    if free < MEMORY_TIGHT_MB:
-        return Finding("warn", detail, fix)
-    return Finding("ok", detail)
-
-
-def _shared_memory() -> Finding:
-    free = shutil.disk_usage("/dev/shm").free >> 20
-    if free < SHARED_MEMORY_MB:
-        fix = "in a container: `docker run --shm-size=1g`; else remove what is left over in /dev/shm"
-        return Finding("warn", f"{free} MB free in /dev/shm: Ray falls back to files", fix)
-    return Finding("ok", f"{free} MB free in /dev/shm")
-
-
-def _meminfo_mb() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) >> 10
-    raise OSError("/proc/meminfo has no MemAvailable")
-
-
-def _cgroup_free_mb() -> int:
-    """What the container's limit leaves; huge where there is none."""
-    names = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    for limit, used in names:
-        try:
-            text = (Path("/sys/fs/cgroup") / limit).read_text().strip()
-            if text != "max":
-                return (int(text) - int((Path("/sys/fs/cgroup") / used).read_text())) >> 20
-        except (OSError, ValueError):
-            continue
-    return 1 << 40
-
-
 CHECKS: tuple[Check, ...] = (
     Check("python", _python),
     Check("packages", _requirements),
@@ -470,6 +406,7 @@ CHECKS: tuple[Check, ...] = (
     Check("mooncake", lambda: _tested(MOONCAKE)),
     Check("ray", lambda: _tested(RAY)),
     Check("torch", _torch, limit=120, isolated=True),
+    Check("cuda", nvidia.diagnosed, limit=60, isolated=True),
     Check("entry point", _entry_point),
     Check("vllm plugin", _vllm_plugin, limit=180, isolated=True),
     Check("megatron plugin", _megatron_plugin, limit=180, isolated=True),
@@ -477,11 +414,14 @@ CHECKS: tuple[Check, ...] = (
     Check("local ray", _ray, limit=120, isolated=True),
     Check("sqlite", _sqlite),
     Check("weight codec", _weight_codec),
-    Check("system libraries", _libraries),
+    Check("system libraries", machine.libraries),
     Check("sandbox", lambda: Finding(*diagnosed()), limit=30),
-    Check("disk", _disk),
-    Check("memory", _memory),
-    Check("shared memory", _shared_memory),
+    Check("devices", machine.devices, limit=30),
+    Check("disk", machine.disk),
+    Check("temporary disk", machine.temporary),
+    Check("memory", machine.memory),
+    Check("shared memory", machine.shared_memory),
+    Check("open files", machine.open_files),
 )
 
 if __name__ == "__main__":

@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
-from functools import partial
 
 from orchestrator.config import Config
-from orchestrator.finding import Check, Finding
+from orchestrator.finding import Finding
 from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 
-_MOONCAKE = ("mooncake", "mooncake store")  # checks of what a relay on a file system does not need
-_LIMIT = 30.0  # seconds: an object store may be far away
 _BYTES = 1024
 
 
-def for_config(checks: Sequence[Check], config: Config) -> list[Check]:
-    """The checks that matter to this config, and one of its relay."""
-    kept = [check for check in checks if config.relay.kind == "mooncake" or check.name not in _MOONCAKE]
-    return [*kept, Check("relay", partial(_relay, config), limit=_LIMIT)]
-
-
-def _relay(config: Config) -> Finding:
+def relay(config: Config) -> Finding:
+    """Raises ConfigError for an address that is none of this machine, or a port that is taken."""
     settings = config.relay
     if settings.kind == "fsspec":
         return _round_trip(settings.master) if settings.master else Finding("ok", "fsspec: a folder of the run")
@@ -45,19 +36,19 @@ def _relay(config: Config) -> Finding:
 
 
 def _round_trip(url: str) -> Finding:
-    relay = open_relay(RelayEndpoint(job="doctor", kind="fsspec", master=url))
+    opened = open_relay(RelayEndpoint(job="doctor", kind="fsspec", master=url))
     key, sent, received = f"rlc/doctor/{uuid.uuid4().hex}", os.urandom(_BYTES), bytearray(_BYTES)
     fix = "check the address, the credentials, and that all processes may write there"
     try:
-        relay.put(key, memoryview(sent))
+        opened.put(key, memoryview(sent))
         try:
-            relay.get_into(key, memoryview(received))
+            opened.get_into(key, memoryview(received))
         finally:
-            relay.remove(key)
+            opened.remove(key)
     except RelayError as error:
         return Finding("fail", str(error), fix)
     finally:
-        relay.close()
+        opened.close()
     if bytes(received) != sent:
         return Finding("fail", f"{url}: 1 KB came back changed", fix)
     return Finding("ok", f"1 KB put to {url}, read back and removed")

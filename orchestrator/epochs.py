@@ -8,9 +8,14 @@ with the planner (:mod:`orchestrator.policies.rounds`) or the ledger's totals.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+from orchestrator.api import RunError
+from orchestrator.api.jsontext import parse
+
+_MOST = 1 << 40  # prompts that a run may number
+_SPARSE = 100_000  # numbers up to the largest one, for each that is there
 
 
 @dataclass
@@ -39,19 +44,26 @@ def account(
 ) -> EpochAccount:
     """Read a journal. ``epoch``: prompts in the data set, 0: it never repeats; ``left``: numbers that the run still has to
     train; ``given_up``: those that it says failed too often; ``drawn``: those from this one on are still to be drawn, though
-    a life that was rolled back may have started them (None: all that were ever started are drawn)."""
+    a life that was rolled back may have started them (None: all that were ever started are drawn). Raises RunError for a
+    journal that holds whole lines which are no records."""
     prompt_of: dict[str, tuple[int, str]] = {}  # trajectory -> (number, group)
     last: dict[str, tuple[str, str, int]] = {}  # trajectory -> (state, cause, training step)
     for line in lines:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # half a line: the process was killed while it wrote
+            record = parse(line)
+        except ValueError:  # half a line: the process was killed while it wrote
             continue
         if not isinstance(record, dict) or "id" not in record:
             continue
-        if record["state"] == "running" and "prompt" in record:
-            prompt_of[record["id"]] = int(record["prompt"]), str(record["group"])
-        last[record["id"]] = str(record["state"]), str(record.get("cause", "")), int(record.get("step", -1))
+        try:
+            name, number = str(record["id"]), record.get("prompt")
+            if record["state"] == "running" and number is not None:
+                if type(number) is not int or not 0 <= number < _MOST:
+                    raise ValueError(f"prompt {number!r:.40}")
+                prompt_of[name] = number, str(record["group"])
+            last[name] = str(record["state"]), str(record.get("cause", "")), int(record.get("step", -1))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise RunError(f"the journal holds a line that is no record ({error!r}): {line!r:.200}") from error
     found = EpochAccount()
     groups: dict[int, dict[str, int]] = {}  # number -> group -> step
     unwanted: dict[int, None] = {}
@@ -73,6 +85,10 @@ def account(
     found.discarded = tuple(sorted(number for number in unwanted if number not in groups and number not in left))
     gone = {*found.discarded, *given_up}
     known = max((*numbers, *left), default=-1) + 1 if drawn is None else drawn
+    if known > _SPARSE * (
+        len(numbers) + len(left) + len(given_up) + 1
+    ):  # they are drawn in order, a few ahead of the others
+        raise RunError(f"the journal names prompt {known - 1}, and {len(numbers)} prompts in all: it is damaged")
     found.violations += [f"prompt {n} is trained and was never drawn" for n in sorted(groups) if n >= known]
     for number in range(known):
         if number not in groups and number not in gone and number not in left:

@@ -12,6 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrator.api.jsontext import parse_object
+
+_ETERNITY = 1e12  # seconds
+
 
 class LineSink(Protocol):
     """Where lines go: a file opened for appending, or a list in the simulator."""
@@ -97,14 +101,13 @@ class StageNote:
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """All complete events of a log; a half-written last line (the process was killed) is left out."""
+    """All complete events of a log; a half-written last line (the process was killed), and others that are no objects, are
+    left out."""
     events: list[dict[str, Any]] = []
-    for line in file.read_text(encoding="utf-8").split("\n"):
-        if not line:
-            continue
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
+            events.append(parse_object(line))
+        except ValueError:
             continue
     return events
 
@@ -113,4 +116,10 @@ def last_time(file: Path) -> float:
     """The largest event time in a log, 0.0 when there is none."""
     if not file.exists():
         return 0.0
-    return max((float(event.get("t", 0.0)) for event in read_events(file)), default=0.0)
+    return max((time_of(event) for event in read_events(file)), default=0.0)
+
+
+def time_of(event: Mapping[str, Any], field: str = "t") -> float:
+    """Seconds since the run's start; 0.0 where it does not say."""
+    t = event.get(field, 0.0)
+    return float(t) if type(t) in (int, float) and 0 <= t < _ETERNITY else 0.0

@@ -4,6 +4,8 @@ Guarantees: a worker with requests that was silent for ``interval`` seconds is a
 without an answer within ``interval`` seconds, and is then given up: a process whose event loop hangs, or that the network does
 not reach, is noticed after ``(1 + misses) * interval`` seconds and one look. One that answers, but finishes nothing for
 ``stall_timeout`` seconds, is given up as well. A worker without work, or that stands still on command, is left alone.
+
+With each beat the borrowed workers are asked what they have room for (:mod:`orchestrator.borrowing`), none waits for the other.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from orchestrator.api import CommandError, ConfigError, RetryableError
+from orchestrator.borrowing import BorrowedCaps
 from orchestrator.lanes import Lane
 
 
@@ -27,14 +30,17 @@ class Heartbeat:
         interval: float,
         misses: int,
         stall_timeout: float,
+        caps: BorrowedCaps | None = None,
     ) -> None:
         self._lanes = lanes
+        self._caps = caps
         self._lost = lost
         self._paused = paused
         self._interval = interval
         self._misses = misses
         self._stall_timeout = stall_timeout
         self._asking: dict[int, asyncio.Task[None]] = {}
+        self._room: asyncio.Task[None] | None = None
         self._heard = [0.0] * len(lanes)  # when it last answered
 
     async def run(self) -> None:
@@ -43,6 +49,8 @@ class Heartbeat:
         try:
             while True:
                 await asyncio.sleep(min(self._interval, self._stall_timeout / 4))
+                if self._caps is not None and (self._room is None or self._room.done()):
+                    self._room = asyncio.create_task(self._caps.look(), name="room of borrowed workers")
                 for lane in self._lanes:
                     if not self._should_work(lane):
                         continue
@@ -52,9 +60,10 @@ class Heartbeat:
                     elif loop.time() - max(lane.last_progress, self._heard[lane.index]) > self._interval:
                         self._begin(lane)
         finally:
-            for task in self._asking.values():
+            asking = [*self._asking.values(), *([self._room] if self._room is not None else [])]
+            for task in asking:
                 task.cancel()
-            await asyncio.gather(*self._asking.values(), return_exceptions=True)
+            await asyncio.gather(*asking, return_exceptions=True)
 
     def _should_work(self, lane: Lane) -> bool:
         return lane.usable and bool(lane.sent) and not lane.loading and not self._paused()

@@ -62,7 +62,8 @@ class HttpWorker:
     """Implements :class:`orchestrator.api.BorrowedWorker`. Connects with the first call.
 
     ``url``: http(s)://host:port of the server. ``relay``: the one that it is to fetch weights from; None: what it
-    was started with. Raises ConfigError for a URL over which the token must not go.
+    was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it. Raises ConfigError for a URL over
+    which the token must not go.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class HttpWorker:
         *,
         relay: RelayEndpoint | None = None,
         allow_plain_http: bool = False,
+        deactivate: bool = False,
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
             raise ConfigError("worker.url", url, mistake)
@@ -81,6 +83,8 @@ class HttpWorker:
         self.name = name or urlsplit(url).netloc
         self.url = self._url = url.rstrip("/")
         self._relay = relay
+        self._deactivate = deactivate
+        self.activation: dict[str, Any] = {}  # what the server said of it, if ``start`` had to activate it
         self._joined = asyncio.Event()  # the relay was connected after its job had begun its epoch
         if relay is None:
             self._joined.set()
@@ -163,10 +167,17 @@ class HttpWorker:
         return await self._ask("GET", wire.STATUS)
 
     async def start(self) -> None:
-        """Take up the server for a run: tell it of our relay. Requests of an earlier life of the same job are aborted; for
-        those of others it waits a while. Raises CommandError, ``requests_in_flight`` among them, and RetryableError."""
-        await self._there()
+        """Take up the server for a run: activate it if it is not, tell it of our relay. Requests of an earlier life of the
+        same job are aborted; for those of others it waits a while. Raises CommandError, ``requests_in_flight`` among them, and
+        RetryableError."""
+        await self.activate_if_needed(await self._there())
         await self._take()
+
+    async def activate_if_needed(self, status: Mapping[str, Any]) -> None:
+        """By its status. Raises RetryableError while its device has no pages for it."""
+        state = status.get("activation") or {}
+        if state.get("state", "active") != "active":
+            self.activation = await self._post(wire.ACTIVATE, None, WEIGHTS_SECONDS)
 
     async def _take(self) -> None:
         """Connect our relay; see ``start``."""
@@ -249,6 +260,8 @@ class HttpWorker:
                 await self._clear()
                 if self._suspended:
                     await self.resume()
+                if self._deactivate:
+                    await self._post(wire.DEACTIVATE, {"kept": True}, WEIGHTS_SECONDS)
         except (RetryableError, CommandError, ConfigError) as error:
             _logger.warning("%s was not left as it was found: %s", self.name, error)
         finally:

@@ -57,6 +57,7 @@ class Lane:
     index: int
     alive: bool = True
     removed: bool = False
+    full: bool = False  # its device has no memory for requests of ours
     lent: bool = False  # its device belongs to the trainer, or is about to
     stuck: str = ""  # it did not answer when it was to be lent: it is restarted when its device is taken back
     loading: bool = False  # it takes weights up by itself, beside the others

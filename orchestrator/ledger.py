@@ -24,13 +24,22 @@ from orchestrator.events import LineSink
 
 LIVE_STATES = ("running", "scoring", "buffered", "taken")
 _decode = json.JSONDecoder().raw_decode
+_KINDS: dict[str, type[Any]] = {"group": str, "cause": str, "step": int, "prompt": int}  # of fields that may be there
 END_STATES = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
+_STATES = frozenset((*LIVE_STATES, *END_STATES, "rolled_back"))
 
 _ALLOWED = {
     "running": ("scoring", *END_STATES),
     "scoring": ("buffered", *END_STATES),
     "buffered": ("taken", *END_STATES),
     "taken": ("buffered", *END_STATES),
+}
+# In a journal also: what starts, what a resume takes back, and what it finds in the checkpoint's buffer once more.
+_REPLAYED = {
+    **_ALLOWED,
+    "buffered": ("buffered", *_ALLOWED["buffered"]),
+    "not started": ("running",),
+    "trained": ("rolled_back",),
 }
 
 
@@ -149,11 +158,13 @@ class Ledger:
 
     def restore(self, lines: Iterable[str], checkpoint_step: int, held: Collection[str]) -> list[str]:
         """Replay a journal after a crash; ``held`` are the ids in the checkpoint's buffer, ``checkpoint_step`` the number of
-        training steps it contains. Returns the ids that are back in the buffer."""
-        for line in lines:
+        training steps it contains. Returns the ids that are back in the buffer. Raises RunError for a journal with lines that
+        are missing, repeated, of another journal, or that say what cannot have happened; half a line, where a process was
+        killed while it wrote, is none of these."""
+        for place, line in enumerate(lines, 1):
             record = _parse(line)
             if record is not None:
-                self._replay(record)
+                self._replay(record, place)
         returned: list[str] = []
         for trajectory_id, entry in self._entries.items():
             if entry.state == "trained" and entry.step >= checkpoint_step:
@@ -200,21 +211,30 @@ class Ledger:
         self.counts.rolled_back += 1
         entry.state, entry.step = "taken", -1
 
-    def _replay(self, record: dict[str, Any]) -> None:
-        trajectory_id, state = str(record["id"]), str(record["state"])
-        self.sequence = max(self.sequence, int(record["seq"]) + 1)
-        if state == "running":
-            self._entries[trajectory_id] = Entry(str(record["group"]), "running")
+    def _replay(self, record: dict[str, Any], place: int) -> None:
+        trajectory_id, state = record["id"], record["state"]
+        if record["seq"] != self.sequence:
+            fix = f"record {record['seq']} where {self.sequence} was to come: lines are missing, repeated or of another run"
+            raise RunError(f"ledger: line {place} of the journal: {fix}")
+        entry = self._entries.get(trajectory_id)
+        before = "not started" if entry is None else entry.state
+        possible = state in _REPLAYED.get(before, ())
+        if not possible or (state == "failed" and not record.get("cause")) or (entry is None and "group" not in record):
+            raise RunError(
+                f"ledger: line {place} of the journal: {trajectory_id!r:.100} is {before}, cannot be {state}"
+            )
+        self.sequence += 1
+        if entry is None:
+            self._entries[trajectory_id] = Entry(record["group"], "running")
             self.counts.started += 1
             self.counts.in_flight += 1
             return
-        entry = self._entries[trajectory_id]
         if state == "rolled_back":
             self._roll_back(entry)
         elif state in LIVE_STATES:
             entry.state = state
         else:
-            entry.state, entry.cause, entry.step = state, str(record.get("cause", "")), int(record.get("step", -1))
+            entry.state, entry.cause, entry.step = state, record.get("cause", ""), record.get("step", -1)
             self._count_end(state, entry.cause)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -225,7 +245,8 @@ class Ledger:
 
 
 def recount(lines: Iterable[str]) -> dict[str, Any]:
-    """Count a journal anew, sharing no code with the writer's totals: the last state of each id decides."""
+    """Count a journal anew, sharing no code with the writer's totals: the last state of each id decides. Raises RunError for
+    a whole line that is no record."""
     last: dict[str, tuple[str, str]] = {}
     rolled_back = 0
     for line in lines:
@@ -264,11 +285,20 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """One journal record, or None for a half-written line (the process was killed while it wrote)."""
+    """One journal record, or None for a half-written line (the process was killed while it wrote). Raises RunError for a
+    whole line that is no record of this form."""
     try:
         record, end = _decode(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     if end < len(line) and not line[end:].isspace():
         return None
-    return record if isinstance(record, dict) and "id" in record and "seq" in record else None
+    try:
+        sound = type(record["id"]) is str and type(record["seq"]) is int and record["state"] in _STATES
+        for name, kind in _KINDS.items():
+            sound = sound and type(record.get(name, kind())) is kind
+        if sound:
+            return record
+    except (TypeError, KeyError, AttributeError):
+        pass
+    raise RunError(f"ledger: the journal holds a line that is no record: {line!r:.200}")

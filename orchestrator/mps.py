@@ -35,12 +35,18 @@ class MpsControl:
     """``folder``: for its pipes and logs; ``devices``: CUDA_VISIBLE_DEVICES of the daemon, "" for all. Raises ConfigError where
     the control program is not installed."""
 
-    def __init__(self, folder: Path, devices: str = "", *, binary: str = BINARY, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        devices: str = "",
+        *,
+        binary: str = BINARY,
+        timeout: float = TIMEOUT,
+        otherwise: str = "without it set reward.judge.streamed.mps to false",
+    ) -> None:
         found = shutil.which(binary)
         if found is None:
-            fix = (
-                "is not on this host: it comes with NVIDIA's driver; without it set reward.judge.streamed.mps to false"
-            )
+            fix = f"is not on this host: it comes with NVIDIA's driver; {otherwise}"
             raise ConfigError("mps", binary, fix)
         self._binary = found
         self._timeout = timeout

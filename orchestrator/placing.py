@@ -1,13 +1,15 @@
 """Where the trajectories of a run are, by their forecasts: placement inside each class of hardware, and moves in gaps (Heddle 5).
 
-Guarantees: a trajectory's first turn goes to the worker of its rank, when that has room for its KV (the longest first; a worker
-that has nobody never lets one wait); later ones stay there until a forecast, made while its
-environment works, puts it elsewhere and the move pays; then its next turn goes there, and never one that is under way. The exact
-placement (:mod:`orchestrator.policies.loads`, with the search of :mod:`orchestrator.policies.placement`) is solved again when
-enough has changed; between, ranks are scaled
-(:mod:`orchestrator.policies.migration`). Where KV can be sent it is, in the order of the transmission scheduler; what could not
-be is computed anew; a move that did not begin before the next turn is ready is given up. Workers that close take no part: the
-router's own rule serves what was placed on them.
+Guarantees: a trajectory's first turn goes to the worker of its rank, when the KV of all that are there has room to the end with
+it (:mod:`orchestrator.policies.kv_peak`; the longest first; a worker that has nobody never lets one wait); later ones stay there
+until a forecast, made while its environment works, puts it elsewhere and the move pays; then its next turn goes there, and never
+one that is under way. The exact placement (:mod:`orchestrator.policies.loads`, with the search of
+:mod:`orchestrator.policies.placement`) is solved again when enough has changed; between, ranks are scaled
+(:mod:`orchestrator.policies.migration`). Among workers that are alike a cut by length must pay: where the forecasts are so unsure
+that even shares end as soon, trajectories are spread evenly. Whatever was planned, a worker that will be done much sooner than
+another relieves it of what is in a gap there. Where KV can be sent it is, in the order of the transmission scheduler; what could
+not be is computed anew; a move that did not begin before the next turn is ready is given up. Workers that close take no part: the
+router's own rule serves what was placed on them, until it is in a gap.
 """
 
 from __future__ import annotations
@@ -21,18 +23,23 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from orchestrator.api import ConfigError, ResizableWorker, RetryableError
 from orchestrator.events import EventLog
 from orchestrator.lanes import Lane
-from orchestrator.policies.loads import SCORE, Pace, Rates, place_loads, rates_of, sorted_loads
+from orchestrator.policies.kv_peak import projected_peak
+from orchestrator.policies.loads import SCORE, Loads, Pace, Rates, place_loads, rates_of, sorted_loads
 from orchestrator.policies.migration import Move, Partition, Transmissions, decide
 from orchestrator.policies.prediction import Forecast
 from orchestrator.policies.profile import Layout, Profile
 from orchestrator.policies.routing import TurnRouter
 from orchestrator.sections import PlacementSection
 
-_AT_A_TIME = 4.0  # the part of the KV to come that is taken at a time, as trajectories get long one after the other
 _LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
+_RELIEF = 0.8  # of the time that a worker still takes: one that takes less relieves it
+_PAYS = 0.95  # a cut by length among workers that are alike must end by so much sooner than shares that are alike
 _CHANGED = 1.25  # a forecast by this factor is a change
 
 RatesOf = Callable[[int], Rates]  # of a worker, by its place in the fleet
@@ -59,7 +66,7 @@ class _Placed:
     worker: int = -1
     context: int = 0
     since: float = -1.0  # its environment works; -1: it does not
-    counted: tuple[int, float, float] = (-1, 0.0, 0.0)  # worker, context and KV to come as they are in its account
+    counted: int = -1  # worker in whose account it is
     waits: asyncio.Future[None] | None = None  # until its worker has room for it
     sending: asyncio.Task[None] | None = None
 
@@ -97,14 +104,13 @@ class Placing:
         self._placed: dict[str, _Placed] = {}
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._group_of: dict[str, _Group] = {}  # by task
-        self._accounts: dict[
-            int, list[float]
-        ] = {}  # worker -> trajectories that began there, their contexts, KV to come
+        self._accounts: dict[int, dict[str, _Placed]] = {}  # worker -> trajectories that began there
         self._waiting: dict[
             int, list[tuple[float, str]]
         ] = {}  # worker -> heap of those that have not begun, longest first
         self._transmissions = Transmissions()
         self._moves: dict[str, Move] = {}
+        self._drains: dict[int, tuple[float, float]] = {}
         self.moved = 0
         self.sent = 0  # of them with their KV
         self.solved = 0
@@ -125,7 +131,6 @@ class Placing:
             self._pace.turn(placed.task, said, heard, not placed.context)
             placed.context += said + heard
             placed.since = asyncio.get_running_loop().time()
-            self._account(placed)
 
     def update(self, trajectory: str, forecast: Forecast) -> None:
         """A new forecast; where it is in a gap, it may be moved."""
@@ -139,7 +144,6 @@ class Placing:
         del group.ranks[bisect_left(group.ranks, (-was, trajectory))]
         placed.tokens, placed.turns, placed.spread = forecast.tokens, forecast.turns, _spread(forecast)
         insort(group.ranks, (-forecast.tokens, trajectory))
-        self._account(placed)
         if placed.worker >= 0 and self._settings.migrate and placed.context:
             self._reconsider(trajectory, placed, group, forecast)
 
@@ -158,6 +162,9 @@ class Placing:
                 rank = bisect_left(group.ranks, (-placed.tokens, trajectory))
                 self._put(trajectory, placed, group.partition.worker_of(rank, len(group.ranks)))
                 await self._room(trajectory, placed)
+            elif group.members:
+                self._put(trajectory, placed, min(group.members, key=self._number))
+                await self._room(trajectory, placed)
         elif self._transmissions.running(trajectory) and placed.sending is not None:
             await asyncio.wait([placed.sending])
         else:
@@ -174,7 +181,7 @@ class Placing:
         if placed.waits is not None:
             placed.waits.cancel()
         freed, placed.worker = placed.worker, -1
-        self._account(placed)
+        self._account(trajectory, placed)
         self._admit(freed)
         if placed.sending is not None:
             placed.sending.cancel()
@@ -205,19 +212,31 @@ class Placing:
         now = asyncio.get_running_loop().time()
         active = len(group.ranks)
         workers = self._router.eligible(task)
-        same = group.partition is not None and set(workers) == set(group.partition.workers)
+        same = set(workers) == group.members
         if same and (
             group.changed < self._settings.renew_share * active or now - group.solved < self._settings.renew_seconds
         ):
             return
         if not workers:
-            group.partition = None
+            group.partition, group.members = None, frozenset()
             return
         rates = {worker: self._rates_of(worker) for worker in workers}
         workers.sort(key=lambda worker: (rates[worker].steps[0], worker))
         placed = [self._placed[name] for _, name in group.ranks]
-        contexts = [one.context or self._pace.opening(one.task) for one in placed]
-        loads, _ = sorted_loads(
+        loads, order = self._loads(placed)
+        starts, makespan = place_loads(loads, [rates[worker] for worker in workers])
+        sizes = tuple(end - start for start, end in itertools.pairwise(starts))
+        group.partition, group.changed, group.solved = Partition(tuple(workers), sizes), 0, now
+        if len(workers) > 1 and len({one.key for one in rates.values()}) == 1:
+            share = self._loads([placed[number] for number in order[:: len(workers)]])[0]
+            if makespan > _PAYS * share.seconds(rates[workers[0]], 0, share.count):
+                group.partition = None  # they tell too little apart
+        group.members = frozenset(workers)
+        self.solved += 1
+
+    def _loads(self, placed: Sequence[_Placed]) -> tuple[Loads, NDArray[np.int64]]:
+        contexts = [self._known(one) for one in placed]
+        return sorted_loads(
             [one.tokens for one in placed],
             contexts,
             [0.0 if one.worker >= 0 else context for one, context in zip(placed, contexts, strict=True)],
@@ -226,15 +245,14 @@ class Placing:
             self._pace.grows({one.task for one in placed}),
             self._longest,
         )
-        starts, _ = place_loads(loads, [rates[worker] for worker in workers])
-        sizes = tuple(end - start for start, end in itertools.pairwise(starts))
-        group.partition, group.changed, group.solved = Partition(tuple(workers), sizes), 0, now
-        group.members = frozenset(workers)
-        self.solved += 1
+
+    def _number(self, worker: int) -> tuple[int, int]:
+        """How many are there or wait for room, for an order of workers."""
+        return len(self._accounts.get(worker, ())) + len(self._waiting.get(worker, ())), worker
 
     def _reconsider(self, trajectory: str, placed: _Placed, group: _Group, forecast: Forecast) -> None:
         self._solve(group, placed.task)
-        if group.partition is None or self._transmissions.running(trajectory):
+        if not group.members or self._transmissions.running(trajectory):
             return
         certainty, active = self._settings.certainty, len(group.ranks)
         ranks = [
@@ -245,12 +263,19 @@ class Placing:
                 _between(forecast.tokens, forecast.low, certainty),
             )
         ]
-        target = group.partition.target(placed.worker, ranks[0], ranks[1], ranks[2], active)
+        target = placed.worker if placed.worker in group.members else min(group.members, key=self._number)
+        if group.partition is not None:
+            target = group.partition.target(placed.worker, ranks[0], ranks[1], ranks[2], active)
+        relief = math.inf
+        if target == placed.worker and (found := self._relief(placed, group)) is not None:
+            target, relief = found
         if target == placed.worker:
             self._drop(trajectory)
             return
-        gain = forecast.tokens * (self._step(placed.worker) - self._step(target, placed))
-        if placed.worker not in group.partition.workers:
+        gain = relief
+        if relief == math.inf:
+            gain = forecast.tokens * (self._step(placed.worker) - self._step(target, placed))
+        if placed.worker not in group.members:
             gain = float("inf")  # its worker is gone
         transfer = self._mover.seconds(placed.worker, target, placed.context) if self._mover is not None else None
         how = decide(gain, transfer, placed.context * self._settings.prefill_seconds)
@@ -266,9 +291,37 @@ class Placing:
             self._transmissions.ask(move)
             self._begin_sending()
 
+    def _relief(self, placed: _Placed, group: _Group) -> tuple[int, float] | None:
+        """The worker that will be done first, where that is sooner than here even with this trajectory: and by how much."""
+        workers = [worker for worker in group.members if worker != placed.worker]
+        if not workers:
+            return None
+        target = min(workers, key=lambda worker: (self._done_in(worker), worker))
+        here = self._done_in(placed.worker)
+        if self._done_in(target) > _RELIEF * here:
+            return None
+        with_it = self._drain(target, placed)
+        return (target, here - with_it) if with_it <= _RELIEF * here else None
+
+    def _done_in(self, worker: int) -> float:
+        """Seconds until a worker has ended all that began there, looked at once a second at most."""
+        now = asyncio.get_running_loop().time()
+        known = self._drains.get(worker)
+        if known is None or now - known[0] >= 1.0:
+            known = self._drains[worker] = (now, self._drain(worker))
+        return known[1]
+
+    def _drain(self, worker: int, more: _Placed | None = None) -> float:
+        there = [*self._accounts.get(worker, {}).values(), *([] if more is None else [more])]
+        if not there:
+            return 0.0
+        loads, _ = self._loads(there)
+        return loads.seconds(self._rates_of(worker), 0, len(there))
+
     def _step(self, worker: int, more: _Placed | None = None) -> float:
         """Seconds a token there with the trajectories that began there, and one more; infinite where its KV does not fit."""
-        rates, (number, context, _) = self._rates_of(worker), self._accounts.get(worker, [0, 0.0, 0.0])
+        rates, began = self._rates_of(worker), self._accounts.get(worker, {})
+        number, context = len(began), sum(self._known(one) for one in began.values())
         if more is not None:
             number, context = number + 1, context + more.context
             if context > rates.room:
@@ -277,43 +330,52 @@ class Placing:
 
     def _put(self, trajectory: str, placed: _Placed, worker: int) -> None:
         placed.worker = worker
-        self._account(placed)
+        self._account(trajectory, placed)
         self._router.place(trajectory, worker)
 
     # -- room for KV -------------------------------------------------------------------------------------------------
 
-    def _account(self, placed: _Placed) -> None:
-        """Bring its worker's account up to date. Of the KV to come a part counts."""
-        before, context, coming = placed.counted
-        if before >= 0:
-            account = self._accounts[before]
-            account[:] = account[0] - 1, account[1] - context, account[2] - coming
+    def _account(self, trajectory: str, placed: _Placed) -> None:
+        """Bring the workers' accounts up to date: it is in that of the worker where it began."""
         began = placed.worker if placed.waits is None else -1
-        left = max(0.0, min(self._longest, 1e18) - placed.context) / _AT_A_TIME
-        coming = min(self._pace.grows((placed.task,)) * placed.tokens / _AT_A_TIME, left)
-        known = placed.context or self._pace.opening(placed.task)
-        placed.counted = (began, known, coming)
-        if began >= 0:
-            account = self._accounts.setdefault(began, [0, 0.0, 0.0])
-            account[:] = account[0] + 1, account[1] + known, account[2] + coming
+        if began != placed.counted:
+            if placed.counted >= 0:
+                del self._accounts[placed.counted][trajectory]
+            if began >= 0:
+                self._accounts.setdefault(began, {})[trajectory] = placed
+            placed.counted = began
+
+    def _known(self, placed: _Placed) -> float:
+        return placed.context or self._pace.opening(placed.task)
 
     def _fits(self, worker: int, placed: _Placed) -> bool:
-        number, context, coming = self._accounts.get(worker, [0, 0.0, 0.0])
-        _, known, more = placed.counted
-        return number < 1 or context + coming + known + more <= self._rates_of(worker).room
+        """Whether the KV of all that are there has room to the end with one more."""
+        began = self._accounts.get(worker)
+        room = self._rates_of(worker).room
+        if not began or math.isinf(room):
+            return True
+        all_of = [*began.values(), placed]
+        peak = projected_peak(
+            [self._known(one) for one in all_of],
+            [one.tokens for one in all_of],
+            [one.spread for one in all_of],
+            self._pace.grows({one.task for one in all_of}),
+            self._longest,
+        )
+        return peak <= room
 
     async def _room(self, trajectory: str, placed: _Placed) -> None:
         """Wait until the worker has room for its KV: trajectories that begin without it take turns in computing their prefixes
         anew. The longest goes first; a worker that has nobody never lets one wait."""
         placed.waits = asyncio.get_running_loop().create_future()
-        self._account(placed)
+        self._account(trajectory, placed)
         heappush(self._waiting.setdefault(placed.worker, []), (-placed.tokens, trajectory))
         self._admit(placed.worker)
         while placed.waits is not None:
             await asyncio.wait([placed.waits], timeout=_LOOK_AGAIN)
             if placed.waits is not None and placed.worker not in self._router.eligible(placed.task):
                 placed.waits = None  # its worker is gone: the router's own rule serves it
-        self._account(placed)
+        self._account(trajectory, placed)
 
     def _admit(self, worker: int) -> None:
         """Those that fit begin; a worker for which nobody waits takes from the one for which most do."""
@@ -378,8 +440,10 @@ def _between(value: float, bound: float, share: float) -> float:
 
 
 def _spread(forecast: Forecast) -> float:
-    """Standard deviation of the logarithm, upwards."""
-    return max(0.0, math.log((1.0 + forecast.high) / (1.0 + forecast.tokens))) / SCORE
+    """Standard deviation of the logarithm, so that one in ten is above ``high`` and the mean is as forecast; 1.28 at most, as no
+    log-normal distribution has more above its mean."""
+    above = max(0.0, math.log((1.0 + forecast.high) / (1.0 + forecast.tokens)))
+    return SCORE - math.sqrt(max(0.0, SCORE * SCORE - 2.0 * above))
 
 
 def line_rates(settings: PlacementSection, names: Sequence[str], slots: int) -> RatesOf:

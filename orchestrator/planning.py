@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from orchestrator.api import Task, Trajectory, Turn
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.policies.planner import ParallelismPlanner, Plan, StepLoad, layouts_of
-from orchestrator.policies.profile import Layout, Profile
+from orchestrator.policies.profile import Profile
 from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy
@@ -26,7 +27,7 @@ def make_planner(config: Config, task: Task, heads: int = 0, profile: Profile | 
     one that cannot be read."""
     settings, devices = config.rollout.planner, config.rollout.workers
     profile = read_profile(config) or profile
-    layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp)
+    layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp, experts=settings.experts)
     planner = ParallelismPlanner(
         devices,
         layouts,
@@ -65,7 +66,7 @@ class Planning:
     async def end(self, step: int, trained: Sequence[Trajectory]) -> None:
         """Its batch is complete: decide."""
         seconds = self._events.time() - self._begun
-        load = self._load(await self._preemptions(), seconds, trained)
+        load = self._load(*await self._counted(), seconds, trained)
         before, left = self._planner.layout, self._steps - step - 1
         plan = self._plan = self._planner.after(load, left)
         self._events.emit(
@@ -73,7 +74,10 @@ class Planning:
             step=step,
             tp=before.tp,
             next_tp=plan.layout.tp,
+            ep=before.ep,
+            next_ep=plan.layout.ep,
             preemptions=load.preemptions,
+            imbalance=round(load.imbalance, 6),
             seconds=round(seconds, 6),
             reason=plan.reason,
             gain=None if plan.gain is None else round(plan.gain, 6),
@@ -101,29 +105,30 @@ class Planning:
             return
         with self._events.stage("reshape", step) as note:
             note.waiting_for = f"engines with {plan.layout} to start"
-            done = await self._proxy.reshape(plan.layout.tp)
+            done = await self._proxy.reshape(plan.layout)
         if done.error:
             self._planner.failed(plan.layout, done.seconds, done.error)
         else:
             self._planner.changed(plan.layout, done.seconds)
         seconds, error = round(done.seconds, 6), done.error[:300]
-        self._events.emit("reshape", step=step, tp=done.tp, seconds=seconds, moved=done.moved, error=error)
+        self._events.emit("reshape", step=step, tp=done.tp, ep=done.ep, seconds=seconds, moved=done.moved, error=error)
 
-    async def _preemptions(self) -> int:
-        """Since the last look; a worker that was started anew begins at 0."""
+    async def _counted(self) -> tuple[int, float]:
+        """Preemptions since the last look, where a worker that was started anew begins at 0; the workers' mean imbalance now."""
         lives = {lane.worker.name: lane.lives for lane in self._proxy.lanes}
-        total = 0
+        total, imbalances = 0, []
         for name, stats in await self._proxy.stats():
             life, before = self._counts.get(name, (lives[name], 0))
             total += stats.preemptions - (before if life == lives[name] else 0)
             self._counts[name] = (lives[name], stats.preemptions)
-        return total
+            imbalances.append(stats.expert_imbalance)
+        return total, fmean(imbalances) if imbalances else 1.0
 
-    def _load(self, preemptions: int, seconds: float, trained: Sequence[Trajectory]) -> StepLoad:
+    def _load(self, preemptions: int, imbalance: float, seconds: float, trained: Sequence[Trajectory]) -> StepLoad:
         turns = [(before, turn) for item in trained for before, turn in _contexts(item)]
         tokens = sum(len(turn.action_ids) for _, turn in turns)
         if not tokens or seconds <= 0:
-            return StepLoad(preemptions, seconds)
+            return StepLoad(preemptions, seconds, imbalance=imbalance)
         prompt = sum(before for before, _ in turns) / len(turns)
         busy = sum(turn.generate_seconds for _, turn in turns)  # request-seconds
         batch = max(1.0, busy / seconds / max(1, self._proxy.engines))
@@ -132,17 +137,18 @@ class Planning:
             seconds,
             [len(turn.action_ids) for _, turn in turns],
             round(prompt),
-            token_seconds=self._token_seconds(busy, len(turns), prompt, tokens),
+            token_seconds=self._token_seconds(busy, len(turns), prompt, tokens, imbalance),
             batch=batch,
             context=prompt + tokens / len(turns) / 2,
+            imbalance=imbalance,
         )
 
-    def _token_seconds(self, busy: float, turns: int, prompt: float, tokens: int) -> float:
+    def _token_seconds(self, busy: float, turns: int, prompt: float, tokens: int, imbalance: float) -> float:
         """Between two tokens, prefills left out as the profile has them; 0.0 without one."""
-        profile = self._planner.profile
+        profile, layout = self._planner.profile, self._planner.layout
         if profile is None:
             return 0.0
-        return max(0.0, busy - turns * profile.prefill_seconds(prompt, 1, Layout(self._proxy.tp))) / tokens
+        return max(0.0, busy - turns * profile.prefill_seconds(prompt, 1, layout, min(imbalance, layout.ep))) / tokens
 
 
 def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, Turn]]:
@@ -164,5 +170,5 @@ def planning_of(
         return None
     assert isinstance(proxy, ReshapingProxy), "see the rollout"
     made = planner or make_planner(config, task)
-    made.layout = Layout(proxy.tp)  # what the workers were started with
+    made.layout = proxy.layout  # what the workers were started with
     return Planning(made, proxy, events, config.run.steps)

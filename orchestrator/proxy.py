@@ -32,6 +32,7 @@ from orchestrator.api import (
     UpdateResult,
     WorkerStats,
 )
+from orchestrator.borrowing import BorrowedCaps
 from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
 from orchestrator.heartbeat import Heartbeat
@@ -39,8 +40,7 @@ from orchestrator.kv_moves import KvMoves
 from orchestrator.lanes import Lane, Loan, Pending, others_live, rest_from, waits
 from orchestrator.policies.routing import Seat, TurnRouter
 
-# What a worker raises that has to be brought up anew. ConfigError: what answers there now is no worker of ours.
-_LOST = (RetryableError, CommandError, ConfigError)
+_LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
 
 
@@ -80,6 +80,7 @@ class LLMProxy:
             interval=heartbeat,
             misses=misses,
             stall_timeout=stall_timeout,
+            caps=BorrowedCaps(self.lanes, self.router, self._seat, self._dispatch, patience=heartbeat),
         )
         self.version = -1  # none yet
         self.unpublished = -1  # the version that is not on the relay yet, -1: none
@@ -98,8 +99,8 @@ class LLMProxy:
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
-        watch = [self._watch] if self._watch else []
-        alive = [*watch, *self.kv.tasks, *(task for lane in self.lanes for task in lane.tasks)]
+        tasks = [self._watch, *self.kv.tasks, *(task for lane in self.lanes for task in lane.tasks)]
+        alive = [task for task in tasks if task is not None]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
@@ -467,9 +468,11 @@ class LLMProxy:
 
     def _seat(self, lane: Lane) -> None:
         """Tell the router whether it may be given requests."""
-        if lane.usable and lane.version == self.version:
+        if lane.usable and lane.version == self.version and not lane.full:
             self.router.open(lane.index)
-        elif lane.usable and not self._current_only:  # else no tokens of new weights go on with old ones
+        elif (
+            lane.usable and not lane.full and not self._current_only
+        ):  # else no tokens of new weights go on with old ones
             self.router.keep(lane.index)
         else:
             self.router.close(lane.index)

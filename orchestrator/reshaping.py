@@ -3,7 +3,8 @@
 
 Of the run's own workers w0, w1, ..., each with a device, an engine of t devices is a worker that runs over its own device and the
 t - 1 after it; the others are parked: no process, no request, no command. TP t of all engines is every t-th worker; of unequal
-degrees the engines stand one after the other (:func:`seats`). A worker whose devices stay goes on as if nothing had been.
+degrees the engines stand one after the other (:func:`seats`). Of a mixture of experts, a device may have whole ones in place of
+slices of all (RollPacker 7). A worker whose devices stay, and what is on them, goes on as if nothing had been.
 
 Guarantees: no request is lost and none is refused: those in flight keep their tokens, wait, and go on in the new engines,
 prefilled again; served workers are not touched and take what they can meanwhile. New engines hold the proxy's version before
@@ -20,20 +21,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.api import ConfigError, ManagedWorker, ResizableWorker
+from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
 from orchestrator.lanes import Lane
+from orchestrator.policies.profile import Layout
 from orchestrator.proxy import _LOST, LLMProxy
+
+NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
 
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
     """``error`` empty: it was done. ``seconds``: generation stood still for so long in the engines that changed; ``moved``:
-    requests that waited. ``tp``: devices of the largest engine."""
+    requests that waited. ``tp``: devices of the largest engine; ``ep``: of those, devices that share out whole experts."""
 
     tp: int
     seconds: float
     moved: int
     error: str = ""
+    ep: int = 1
 
 
 class ReshapingProxy(LLMProxy):
@@ -51,6 +56,12 @@ class ReshapingProxy(LLMProxy):
         return max((ranks_of(lane) for lane in self._own), default=1)
 
     @property
+    def layout(self) -> Layout:
+        """How the largest engine is cut, now."""
+        cuts = [_cut_of(lane) for lane in self._own if ranks_of(lane)]
+        return Layout(*max(cuts, default=(1, 1)))
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         """Devices of each engine, descending."""
         return tuple(sorted((ranks_of(lane) for lane in self._own if ranks_of(lane)), reverse=True))
@@ -65,12 +76,14 @@ class ReshapingProxy(LLMProxy):
         """Of the run's own workers."""
         return len(self._own)
 
-    async def reshape(self, cut: int | Sequence[int]) -> Reshaped:
-        """Let the run's own engines have ``cut`` devices each, or one after the other so many. Raises ValueError for what does
-        not make up the devices."""
-        ranks = seats(cut, len(self._own))
+    async def reshape(self, cut: int | Sequence[int] | Layout) -> Reshaped:
+        """Let the run's own engines have ``cut`` devices each, or one after the other so many, or each this layout. Raises
+        ValueError for what does not make up the devices, and for whole experts where workers have slices only."""
+        ranks = [(rank, cut.ep if isinstance(cut, Layout) and rank else 1) for rank in seats(cut, len(self._own))]
+        if max(ep for _, ep in ranks) > 1 and not all(isinstance(lane.worker, ExpertWorker) for lane in self._own):
+            raise ValueError(f"{cut}: these engines cannot have whole experts on a device")
         loop = asyncio.get_running_loop()
-        begun, before = loop.time(), [ranks_of(lane) for lane in self._own]
+        begun, before = loop.time(), [_cut_of(lane) for lane in self._own]
         changes = [index for index, (now, then) in enumerate(zip(before, ranks, strict=True)) if now != then]
         lanes = [self._own[index] for index in changes]
         moved = len(self._pending) if len(lanes) == len(self._own) else sum(len(lane.sent) for lane in lanes)
@@ -80,7 +93,8 @@ class ReshapingProxy(LLMProxy):
             await self._stop_all(lanes, [before[index] for index in changes])
             await self._start_all(lanes, give_up=False)
         self._dispatch()
-        return Reshaped(max(ranks), loop.time() - begun, moved, why)
+        tp, ep = max(ranks)
+        return Reshaped(tp, loop.time() - begun, moved, why, ep)
 
     @property
     def _own(self) -> list[Lane]:
@@ -95,16 +109,19 @@ class ReshapingProxy(LLMProxy):
         lane.alive, lane.removed = False, True
         self._seat(lane)
 
-    async def _stop_all(self, lanes: Sequence[Lane], ranks: Sequence[int]) -> None:
+    async def _stop_all(self, lanes: Sequence[Lane], cuts: Sequence[tuple[int, int]]) -> None:
         """End these processes, their requests taken away first, and say what starts next."""
         for lane in lanes:
             lane.lent = True  # until it is open again: nothing is sent there
             self._seat(lane)
         await asyncio.gather(*(self._empty(lane) for lane in lanes))
-        for lane, count in zip(lanes, ranks, strict=True):
+        for lane, (ranks, expert_ranks) in zip(lanes, cuts, strict=True):
             worker = lane.worker
-            assert isinstance(worker, ResizableWorker)
-            await worker.resize(count)
+            if isinstance(worker, ExpertWorker):
+                await worker.resize(ranks, expert_ranks)
+            else:
+                assert isinstance(worker, ResizableWorker)
+                await worker.resize(ranks)
 
     async def _empty(self, lane: Lane) -> None:
         if lane.reviver is not None and not lane.reviver.done():
@@ -156,23 +173,33 @@ class ReshapingProxy(LLMProxy):
         return next((failure for failure in why if failure), "")
 
 
-def seats(cut: int | Sequence[int], devices: int) -> list[int]:
+def seats(cut: int | Sequence[int] | Layout, devices: int) -> list[int]:
     """The ranks of each worker: engines of ``cut`` devices each, or of these degrees one after the other; 0: parked. Raises
     ValueError."""
-    degrees = ([cut] * (devices // cut) if cut > 0 else []) if isinstance(cut, int) else list(cut)
+    width = cut.tp if isinstance(cut, Layout) else cut
+    degrees = ([width] * (devices // width) if width > 0 else []) if isinstance(width, int) else list(width)
     if not devices or sum(degrees) != devices or min(degrees) < 1:
         raise ValueError(f"{devices} devices cannot be cut into engines of {cut}")
     return [rank for degree in degrees for rank in (degree, *[0] * (degree - 1))]
 
 
-def require_resizable(workers: Sequence[ManagedWorker], planner: bool = True) -> None:
-    """Raises ConfigError where no worker can be cut anew. ``planner``: it is the one that asks for it."""
+def require_resizable(workers: Sequence[ManagedWorker], planner: bool = True, experts: bool = False) -> None:
+    """Raises ConfigError where no worker can be cut anew. ``planner``: it is the one that asks for it; ``experts``: it may ask
+    for whole experts on a device."""
     field = "rollout.planner.enabled" if planner else "rollout.placement.degrees.enabled"
     if not any(isinstance(worker, ResizableWorker) for worker in workers):
         fix = "needs engines that the run starts itself (rollout.workers), in real processes; set it to false"
         raise ConfigError(field, True, fix)
+    own = [worker for worker in workers if isinstance(worker, ResizableWorker)]
+    if experts and not all(isinstance(worker, ExpertWorker) for worker in own):
+        raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
 
 
 def ranks_of(lane: Lane) -> int:
     """Devices of a worker that can be cut anew; 0: it is parked, or no such worker."""
     return lane.worker.ranks if isinstance(lane.worker, ResizableWorker) else 0
+
+
+def _cut_of(lane: Lane) -> tuple[int, int]:
+    """Devices, and how many of them share out whole experts."""
+    return ranks_of(lane), lane.worker.expert_ranks if isinstance(lane.worker, ExpertWorker) else 1

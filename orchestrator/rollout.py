@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator import disaggregation, fleet
+from orchestrator.agents.choice import manager_of
 from orchestrator.api import (
     ManagedWorker,
     Prompt,
@@ -30,7 +31,7 @@ from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.environments.source import EnvironmentSource
-from orchestrator.envs import EnvManager, Episode, StaleTrajectory
+from orchestrator.envs import Episode, StaleTrajectory
 from orchestrator.events import EventLog
 from orchestrator.foresight import Foresight, forecasts_of
 from orchestrator.kv_moves import kv_moves
@@ -104,7 +105,7 @@ class Rollout:
             on_group=self._on_group,
         )
         if settings.reshapes:
-            require_resizable(workers, settings.planner.enabled)
+            require_resizable(workers, settings.planner.enabled, settings.planner.experts)
         self.proxy = (ReshapingProxy if settings.reshapes else disaggregation.proxy(settings.disaggregation))(
             workers,
             events,
@@ -117,7 +118,7 @@ class Rollout:
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=fail,
         )
-        self.environments = EnvManager(
+        self.environments = manager_of(task)(
             task,
             self.proxy,
             step_timeout=settings.environment_step_timeout,

@@ -60,7 +60,11 @@ class Rounds:
         self._begun = 0.0
         self._waste = Waste()
         if state is not None:
-            self._restore(state)
+            try:
+                self._restore(state)
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                fix = f"cannot be read: {error!r:.300}; remove that checkpoint to go on from the one before it"
+                raise RunError(f"the checkpoint's queue of rounds {fix}") from error
 
     # -- groups ------------------------------------------------------------------------------------------------------
 

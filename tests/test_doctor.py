@@ -128,13 +128,6 @@ def test_changed_hooks_are_a_failure_that_names_them() -> None:
     assert "0.32" in finding.fix
 
 
-def test_too_little_memory_fails_and_little_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_cgroup_free_mb", lambda: 1 << 40)
-    for free, status in ((doctor.MEMORY_MIN_MB - 1, "fail"), (doctor.MEMORY_TIGHT_MB - 1, "warn"), (64_000, "ok")):
-        monkeypatch.setattr(doctor, "_meminfo_mb", lambda free=free: free)
-        assert doctor._memory().status == status
-
-
 def test_every_failure_and_warning_of_a_real_run_carries_a_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,16 +102,14 @@ def test_an_untested_version_is_refused_with_the_tested_range(monkeypatch: pytes
 
 
 def test_a_missing_component_is_refused_with_the_tested_range() -> None:
-    missing = Component("Nothing", ("rl-coserve-no-such-distribution",), VersionRange.parse(">=1,<2"), "never")
+    missing = Component("Nothing", ("rl-coserve-no-such-distribution",), VersionRange.parse(">=1,<2"), ())
     assert find(missing) is None
     with pytest.raises(ConfigError, match=r"not installed.*>=1,<2"):
         check(missing)
 
 
 def test_the_first_distribution_that_is_there_provides_the_component() -> None:
-    component = Component(
-        "pytest", ("rl-coserve-no-such-distribution", "pytest"), VersionRange.parse(">=8,<99"), "here"
-    )
+    component = Component("pytest", ("rl-coserve-no-such-distribution", "pytest"), VersionRange.parse(">=8,<99"), ())
     assert check(component).distribution == "pytest"
 
 

@@ -168,7 +168,7 @@ def test_options_that_make_no_sense_name_the_field(values: dict[str, Any], field
 class Driven:
     """One engine in a process; commands and answers are JSON lines."""
 
-    def __init__(self, model: Path, blocks: int, **plugin: Any) -> None:
+    def __init__(self, model: Path, blocks: int, *, given: dict[str, Any] | None = None, **plugin: Any) -> None:
         settings = {
             "model": str(model),
             "max_num_seqs": 8,
@@ -176,6 +176,7 @@ class Driven:
             "block_size": 32,
             "num_gpu_blocks_override": blocks,
             "kv_cache_memory_bytes": 64 << 20,
+            **(given or {}),
             "plugin": plugin,
         }
         environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}

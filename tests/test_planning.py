@@ -31,6 +31,7 @@ from orchestrator.policies.profile import PHASES, Layout, Point, Profile
 from orchestrator.report.html import write_report
 from orchestrator.reshaping import Reshaped, ReshapingProxy, require_resizable
 from orchestrator.runtime import cutting
+from orchestrator.runtime.actors import RayWorker
 from orchestrator.sim import cutting as sim_cutting
 from orchestrator.sim import run as sim_run
 from orchestrator.sim.loop import run
@@ -75,11 +76,21 @@ class Resizable(twins.TwinWorker):  # type: ignore[misc, name-defined]
         await super().restart()
 
 
+class Expert(Resizable):
+    """It may have whole experts on its devices, too."""
+
+    expert_ranks = 1
+
+    async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
+        await super().resize(ranks)
+        self.expert_ranks = expert_ranks
+
+
 class Rig:
-    def __init__(self, workers: int = 4) -> None:
+    def __init__(self, workers: int = 4, kind: type[Resizable] = Resizable) -> None:
         self.faults = twins.Faults({})
         self.devices = [twins.Device(f"device-{index}") for index in range(workers)]
-        self.workers = [Resizable(f"worker-{i}", device, self.faults) for i, device in enumerate(self.devices)]
+        self.workers = [kind(f"worker-{i}", device, self.faults) for i, device in enumerate(self.devices)]
         self.sink = MemorySink()
         self.fatal: list[RunError] = []
         events = EventLog(self.sink, asyncio.get_running_loop().time)
@@ -210,6 +221,60 @@ def test_a_tp_that_does_not_divide_the_devices_is_refused() -> None:
     run(main())
 
 
+def test_a_plan_that_changes_only_the_experts_starts_the_engines_anew_and_loses_nothing() -> None:
+    async def main() -> list[Reshaped]:
+        rig = Rig(kind=Expert)
+        await rig.start()
+        done = [await rig.proxy.reshape(Layout(2))]
+        rig.ask(10)
+        await asyncio.sleep(0.02)
+        done.append(await rig.proxy.reshape(Layout(2, 2)))
+        assert [(worker.ranks, worker.expert_ranks) for worker in rig.workers] == [(2, 2), (0, 1), (2, 2), (0, 1)]
+        assert (rig.proxy.layout, rig.proxy.tp) == (Layout(2, 2), 2)
+        rig.ask(5, "u")
+        done.append(await rig.proxy.reshape(Layout(2, 2)))
+        assert [worker.starts for worker in rig.workers] == [2, 0, 2, 0], "the same layout again: nobody is started"
+        done.append(await rig.proxy.reshape(2))
+        assert (rig.proxy.layout, [worker.starts for worker in rig.workers]) == (Layout(2), [3, 0, 3, 0])
+        await rig.check()
+        return done
+
+    done = run(main())
+    assert [(item.tp, item.ep, item.error) for item in done] == [(2, 1, ""), (2, 2, ""), (2, 2, ""), (2, 1, "")]
+    assert done[1].seconds >= 1.0
+    assert done[1].moved == 10
+    assert (done[2].seconds, done[2].moved) == (0.0, 0)
+
+
+def test_when_engines_with_whole_experts_do_not_come_up_they_have_slices_again() -> None:
+    async def main() -> None:
+        rig = Rig(kind=Expert)
+        await rig.start()
+        await rig.proxy.reshape(2)
+        rig.workers[2].refuses = 1
+        rig.ask(8)
+        await asyncio.sleep(0.3)
+        done = await rig.proxy.reshape(Layout(2, 2))
+        assert "worker-2 has no memory" in done.error
+        assert rig.proxy.layout == Layout(2)
+        assert [worker.expert_ranks for worker in rig.workers] == [1, 1, 1, 1]
+        await rig.check()
+
+    run(main())
+
+
+def test_engines_with_slices_only_refuse_whole_experts_before_anything_is_stopped() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.start()
+        with pytest.raises(ValueError, match="cannot have whole experts"):
+            await rig.proxy.reshape(Layout(2, 2))
+        assert [worker.starts for worker in rig.workers] == [0, 0, 0, 0]
+        await rig.check()
+
+    run(main())
+
+
 class PressedWorker(ResizableSimWorker):
     """A simulated worker that preempts 12 times a step at TP 1, never at TP 2 and above. Times are the simulator's own."""
 
@@ -313,6 +378,12 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreig
         require_resizable([SimWorker("sim-0", planned(), SimWeights())])
     pools = planned().model_dump() | {"resources": {"pools": {"CPU": 4}}}
     config = Config.model_validate(pools)
+    real = RayWorker("vllm-0", "vllm_rlplugin.worker:EngineWorker", {}, {})
+    require_resizable([real])
+    with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*tensor parallelism only"):
+        require_resizable([real], experts=True)
+    with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*set it to false"):
+        cutting.check(planned(experts=True))
     with pytest.raises(ConfigError, match=r"resources\.pools.*all devices on this machine"):
         cutting.check(config)
     with pytest.raises(ConfigError, match=r"rollout\.planner\.profile.*cannot be read"):

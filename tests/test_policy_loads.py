@@ -95,8 +95,12 @@ def test_while_the_longest_waits_for_its_tools_the_others_stand_less_in_its_way(
 def test_of_many_that_may_become_long_some_do() -> None:
     sure, unsure = even(64), even(64, spread=1.0)
     assert sure.longest(0, 64) == 100.0
-    assert unsure.longest(0, 1) == pytest.approx(100.0)
+    assert unsure.longest(0, 1) == pytest.approx(100.0 * math.exp(-0.5)), "the median, of the same mean"
     assert unsure.longest(0, 64) > 5 * unsure.longest(0, 1)
+    rates = Rates((1e-9,), context=1.0)
+    assert sure.seconds(rates, 0, 1) < unsure.seconds(rates, 0, 1), (
+        "the same tokens, but some contexts are read for long"
+    )
     slow, fast = Rates((2.0, 2.01)), Rates((1.0, 1.1))
     shares = [np.diff(place_loads(loads, [fast, slow])[0]).tolist()[1] for loads in (sure, unsure)]
     assert shares[1] < shares[0], "a slow worker gets fewer of them"

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
 from orchestrator.doctor import CHECKS
-from orchestrator.doctor_relay import for_config
+from orchestrator.doctor_config import for_config
 from orchestrator.finding import Check, Finding
 from orchestrator.runtime import served
 from orchestrator.runtime.mooncake import MooncakeMaster, own_address

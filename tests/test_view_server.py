@@ -28,8 +28,7 @@ from orchestrator.runtime import viewing
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.remains import Remains, SimStore
-from orchestrator.sim.run import SimDisplay
-from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
+from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker
 from orchestrator.view import live as sampling
 from orchestrator.view.live import Sampler

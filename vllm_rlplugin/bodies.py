@@ -138,3 +138,9 @@ class FinishBody(Body):
 
 
 PauseMode = Literal["abort", "wait", "keep"]
+
+
+class DeactivateBody(Body):
+    """``kept``: the weights come back as they are."""
+
+    kept: bool = True

@@ -25,8 +25,9 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, check
-from vllm_rlplugin import activate
+from orchestrator.hooks import VLLM, Installed, check
+from vllm_rlplugin import activate, is_cpu_build
+from vllm_rlplugin.kvpool.one_process import check_workers, executor
 from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments
 
 ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins it loads; unset means all, but no endpoint plugin
@@ -80,11 +81,17 @@ def _apply(args: argparse.Namespace) -> None:
             name, value = next(iter(stray.items()))
             raise ConfigError(_flag(name), value, f"has an effect only with --plugin {PLUGIN}")
         return
-    check(VLLM)
+    installed = check(VLLM)
     _check_token(FrontendOptions.of(args))
     options = _merged_options(args, given)
     wanted = engine_arguments(options)
     _refuse_conflicts(args, wanted)
+    if options.kv_pool_mps:
+        from vllm_rlplugin.kvpool import mps  # numpy: only where there is a pool
+
+        mps.enter(options.kv_pool, options.kv_pool_mps, os.environ)
+    if options.kv_pool:
+        wanted["distributed_executor_backend"] = _executor(args, installed)
     wanted["additional_config"] = {**_additional(args), **wanted["additional_config"]}
     if getattr(args, "weight_transfer_config", None) not in _UNSET:
         del wanted["weight_transfer_config"]  # the user's own, with our backend: it may say more than that
@@ -213,6 +220,13 @@ def _refuse_conflicts(args: argparse.Namespace, wanted: Mapping[str, Any]) -> No
                 raise ConfigError(f"--{name.replace('_', '-')}", getattr(args, name), fix)
         if envs.VLLM_USE_RUST_FRONTEND:
             raise ConfigError("VLLM_USE_RUST_FRONTEND", "1", "the Rust front end has no control endpoints; unset it")
+
+
+def _executor(args: argparse.Namespace, installed: Installed) -> Any:
+    """For an engine in a pool."""
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    check_workers({f"--{name.replace('_', '-')}": getattr(args, name, None) for name in sizes})
+    return executor(getattr(args, "distributed_executor_backend", None), on_cpu=is_cpu_build(installed))
 
 
 def _check_token(options: FrontendOptions) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 from argparse import Namespace
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -23,11 +24,14 @@ import vllm_rlplugin
 from orchestrator.api import CommandError, ConfigError, KvMove, KvMoved, RetryableError
 from orchestrator.api import http as wire
 from vllm_rlplugin import bodies
+from vllm_rlplugin.activation import Activation
 from vllm_rlplugin.auth import Guard, find_token
 from vllm_rlplugin.control_route import STATE, ControlRoute, Door
 from vllm_rlplugin.kv_mover import KvMover, KvOptions
 from vllm_rlplugin.kvpool.engine import pool_path
+from vllm_rlplugin.kvpool.keeping import PoolKeeper
 from vllm_rlplugin.kvpool.ledger import PagePool
+from vllm_rlplugin.live import LiveEngine
 from vllm_rlplugin.metrics import Metrics, keep_fresh
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
 from vllm_rlplugin.outbox import Outbox
@@ -44,17 +48,33 @@ router = APIRouter(route_class=ControlRoute)
 class Control:
     """What the handlers use. Plain attributes; lives in ``app.state``."""
 
-    def __init__(self, worker: ServedWorker, facts: dict[str, Any]) -> None:
-        self.worker = worker
+    def __init__(self, worker: ServedWorker, facts: dict[str, Any], activation: Activation) -> None:
+        self.worker, self.activation = worker, activation
         self.outbox = Outbox(worker)
         self.mover: KvMover | None = None  # where KV moves
         self.facts = facts  # for /rl/status: what does not change while the server runs
-        self.refreshing: asyncio.Task[None] | None = None
+        self.pool: PoolKeeper | None = None  # where the KV cache is in a pool
+        self.device: PoolMetrics | None = None  # and what it says of the device
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self, client: Any, metrics: Metrics, options: PluginOptions) -> None:
+        """What goes on by itself, until the engine dies."""
+        if options.kv_pool:
+            self.device = PoolMetrics(PagePool.open(pool_path(options.kv_pool)))
+            self.pool = PoolKeeper(LiveEngine(client))
+            self.tasks.append(asyncio.create_task(self.pool.run(), name="rl-coserve pool"))
+            self.tasks.append(asyncio.create_task(self.activation.watch(), name="rl-coserve activation"))
+        self.tasks.append(asyncio.create_task(keep_fresh(metrics, self.worker, self.device), name="rl-coserve metrics"))
 
 
 def _control(request: Request) -> Control:
     control: Control = getattr(request.app.state, CONTROL)
     return control
+
+
+def _used(request: Request) -> AbstractAsyncContextManager[ServedWorker]:
+    """The worker, for what needs its engine: one that is inactive is activated first."""
+    return _control(request).activation.used()
 
 
 # The worker's commands.
@@ -63,11 +83,11 @@ def _control(request: Request) -> Control:
 @router.post(wire.ADD)
 async def add(request: Request, body: bodies.AddBody) -> JSONResponse:
     """Enqueue turns; an id that was added before changes nothing. All of them or, without ``partial``, (400) none."""
-    worker = _control(request).worker
     requests = [item.record() for item in body.requests]
-    if not body.partial:
-        worker.check(requests)
-    await worker.add(requests)
+    async with _used(request) as worker:
+        if not body.partial:
+            worker.check(requests)
+        await worker.add(requests)
     return JSONResponse({"accepted": len(body.requests)})
 
 
@@ -108,30 +128,44 @@ async def completions(
 @router.post(wire.SUSPEND)
 async def suspend(request: Request) -> JSONResponse:
     """Stop between two engine steps; in-flight requests keep their tokens."""
-    worker = _control(request).worker
-    await worker.suspend()
+    async with _used(request) as worker:
+        await worker.suspend()
     return JSONResponse({"suspended": True, "version": worker.cycle.version})
 
 
 @router.post(wire.PREPARE)
 async def prepare(request: Request, body: bodies.VersionBody) -> JSONResponse:
     """Fetch and verify a version while requests go on; answers when it is ready to be loaded."""
-    await _control(request).worker.prepare(body.version)
+    async with _used(request) as worker:
+        await worker.prepare(body.version)
     return JSONResponse({"prepared": body.version})
 
 
 @router.post(wire.UPDATE)
 async def update(request: Request, body: bodies.VersionBody) -> JSONResponse:
     """Load a version. Only while suspended."""
-    return JSONResponse(asdict(await _control(request).worker.update(body.version)))
+    async with _used(request) as worker:
+        return JSONResponse(asdict(await worker.update(body.version)))
 
 
 @router.post(wire.RESUME)
 async def resume(request: Request) -> JSONResponse:
     """Go on; in-flight requests recompute their KV under the new weights."""
-    worker = _control(request).worker
-    await worker.resume()
+    async with _used(request) as worker:
+        await worker.resume()
     return JSONResponse({"suspended": False, "version": worker.cycle.version})
+
+
+@router.post(wire.ACTIVATE)
+async def activate(request: Request) -> JSONResponse:
+    """Pages and weights in memory again, the weights verified; 503 while the pool has no pages for it. Idempotent."""
+    return JSONResponse(await _control(request).activation.activate())
+
+
+@router.post(wire.DEACTIVATE)
+async def deactivate(request: Request, body: bodies.DeactivateBody | None = None) -> JSONResponse:
+    """Of an idle rollout engine: no pages, no weights in memory. Not ``kept``, an update must follow. Idempotent; 409: busy."""
+    return JSONResponse(await _control(request).activation.deactivate(True if body is None else body.kept))
 
 
 @router.get(wire.KV_PLACE)
@@ -173,7 +207,10 @@ async def status(request: Request) -> JSONResponse:
             "history": cycle.history.to_dict(),
             "unfinished": len(worker.unfinished_ids),
             "held": worker.held,
+            "activation": control.activation.told(),
+            "pool": None if control.pool is None else control.pool.said(),  # by the engine's process
             "broken": worker.broken,
+            "device": None if control.device is None else control.device.recent,
             # Of this process; scheduler and worker extension are the engine's, and without them it would not have started.
             "hooks": {**vllm_rlplugin.status(), "scheduler": True, "worker_extension": True},
         }
@@ -190,15 +227,16 @@ async def pause_generation(
     clear_cache: Annotated[bool, Query()] = True,
 ) -> JSONResponse:
     """Pause the engine: ``abort`` in-flight requests, ``wait`` for them, or ``keep`` them."""
-    worker = _control(request).worker
-    await worker.cycle.pause(mode, clear_cache=clear_cache)
+    async with _used(request) as worker:
+        await worker.cycle.pause(mode, clear_cache=clear_cache)
     return JSONResponse({"status": "paused"})
 
 
 @router.post("/resume")
 async def resume_generation(request: Request) -> JSONResponse:
     """Go on after a pause."""
-    await _control(request).worker.resume()
+    async with _used(request) as worker:
+        await worker.resume()
     return JSONResponse({"status": "resumed"})
 
 
@@ -219,28 +257,32 @@ async def abort_requests(request: Request, body: bodies.AbortRequestsBody | None
 async def init_weight_transfer_engine(request: Request, body: bodies.InitBody) -> JSONResponse:
     """Connect to the weight relay: ``{"init_info": {"endpoint": {...}}}``, the fields of a RelayEndpoint. Another one, or
     another epoch, begins a history in which versions count anew; 409 while requests of the present one are in flight."""
-    await _control(request).worker.connect(body.init_info)
+    async with _used(request) as worker:
+        await worker.connect(body.init_info)
     return JSONResponse({"message": "Weight transfer initialized"})
 
 
 @router.post("/start_weight_update")
 async def start_weight_update(request: Request) -> JSONResponse:
     """Begin an update. Only while paused."""
-    await _control(request).worker.cycle.start()
+    async with _used(request) as worker:
+        await worker.cycle.start()
     return JSONResponse({"message": "Weight update started"})
 
 
 @router.post("/update_weights")
 async def update_weights(request: Request, body: bodies.UpdateWeightsBody) -> JSONResponse:
     """Fetch and verify: ``{"update_info": {"version": N}}``."""
-    await _control(request).worker.cycle.receive(body.update_info)
+    async with _used(request) as worker:
+        await worker.cycle.receive(body.update_info)
     return JSONResponse({"message": "Weights updated"})
 
 
 @router.post("/finish_weight_update")
 async def finish_weight_update(request: Request, body: bodies.FinishBody | None = None) -> JSONResponse:
     """Load what was fetched, and name it (``weight_version``; default: its number)."""
-    await _control(request).worker.cycle.finish(body.weight_version if body is not None else None)
+    async with _used(request) as worker:
+        await worker.cycle.finish(body.weight_version if body is not None else None)
     return JSONResponse({"message": "Weight update finished"})
 
 
@@ -257,7 +299,8 @@ async def reset_prefix_cache(
     reset_external: Annotated[bool, Query()] = False,
 ) -> JSONResponse:
     """Forget all cached prefixes; false while blocks are in use, unless running requests are to be recomputed."""
-    done = await _control(request).worker.reset_prefix_cache(reset_running_requests, reset_external)
+    async with _used(request) as worker:
+        done = await worker.reset_prefix_cache(reset_running_requests, reset_external)
     return JSONResponse({"success": done})
 
 
@@ -295,10 +338,14 @@ class ControlPlugin:
         except RetryableError as error:
             raise ConfigError("--rl-relay", options.relay, str(error)) from error
         instance = secrets.token_hex(8)
-        control = Control(worker, _facts(config, worker, instance, options))
-        control.refreshing = asyncio.create_task(
-            keep_fresh(metrics, worker, _pool_metrics(PluginOptions.of(config))), name="rl-coserve metrics"
-        )
+        plugin = PluginOptions.of(config)
+        rollout = bool(plugin.kv_pool) and plugin.kv_pool_role == "rollout"
+        if options.deactivate_after and not rollout:
+            fix = "only a rollout engine of a pool is deactivated: leave it out"
+            raise ConfigError("--rl-deactivate-after", options.deactivate_after, fix)
+        activation = Activation(worker, LiveEngine(engine_client), rollout=rollout, after=options.deactivate_after)
+        control = Control(worker, _facts(config, worker, instance, options), activation)
+        control.start(engine_client, metrics, plugin)
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
             control.mover = KvMover(_kv(config, options, token), worker.kv_command)
@@ -322,12 +369,6 @@ def _kv(config: Any, options: FrontendOptions, token: str) -> KvOptions:
 
 def _bytes(options: FrontendOptions) -> int:
     return options.max_body_mb << 20
-
-
-def _pool_metrics(options: PluginOptions) -> PoolMetrics | None:
-    if not options.kv_pool:
-        return None
-    return PoolMetrics(PagePool.open(pool_path(options.kv_pool)))
 
 
 def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOptions) -> dict[str, Any]:

@@ -54,6 +54,18 @@ class WorkerExtension:
 
         weights.leave(self, dropped=dropped)
 
+    def rl_weights_away(self, kept: bool) -> dict[str, Any]:
+        """While paused: the weights leave this worker's memory, until :meth:`rl_weights_back`. ``kept``: in a file."""
+        from vllm_rlplugin import away
+
+        return away.leave(self, kept=kept)
+
+    def rl_weights_back(self) -> dict[str, Any]:
+        """They are in memory again, verified if they were kept."""
+        from vllm_rlplugin import away
+
+        return away.come_back(self)
+
     def rl_give_back_kv(self) -> int:
         """On CPU: return the memory of the KV cache to the system. Bytes that were in memory and are not now."""
         from vllm_rlplugin.release import give_back

@@ -30,6 +30,7 @@ KV_CONNECTOR = "PrefixConnector"  # for --kv-transfer-config, with
 KV_CONNECTOR_MODULE = "vllm_rlplugin.kv_connector"
 KV_ON_UPDATE = ("salt", "flush")
 KV_ROLES = ("serving", "rollout")
+KV_SUPPLIES = ("kept", "created")
 ADMISSION = ("dual", "ttft", "tpot", "none")
 LOOPBACK = "127.0.0.0/8,::1/128"
 
@@ -63,14 +64,18 @@ class PluginOptions:
     )
     kv_staging_mb: int = _option(256, "MiB", "host memory for KV that was fetched and is not loaded yet")
 
-    kv_pool: str = _option(
-        "", "name", "the KV cache lies in this pool, which engines of one device share (host memory)"
-    )
+    kv_pool: str = _option("", "name", "the KV cache lies in this pool, which engines of one device share")
     kv_pool_role: str = _option(
         "rollout", "", "serving comes first, one a pool; rollout gets what it is lent", KV_ROLES
     )
     kv_pool_mib: int = _option(0, "MiB", "make the pool if nobody lives in it, so large; 0: it is there already")
     kv_pool_page_kib: int = _option(2048, "KiB", "size of a page, the same for all engines of a pool")
+    kv_pool_supply: str = _option(
+        "kept",
+        "",
+        "on a GPU, for a pool that is made: one process keeps its memory, or each engine makes pages as it gets them",
+        KV_SUPPLIES,
+    )
     kv_pool_budget_mib: int = _option(0, "MiB", "what a rollout engine may have until a serving engine decides")
     kv_pool_headroom: float = _option(0.2, "share", "of the pool, kept free for serving (the serving engine's flag)")
     kv_pool_watermark: float = _option(
@@ -92,6 +97,9 @@ class PluginOptions:
     )
     kv_pool_ttft: float = _option(0.1, "seconds", "the serving engine's SLO from arrival to the first token")
     kv_pool_tpot: float = _option(0.05, "seconds", "the serving engine's SLO between two tokens")
+    kv_pool_mps: int = _option(
+        0, "per cent", "of the GPU's threads, beside the pool's other engines under MPS (`rl-coserve mps`); 0: no MPS"
+    )
     kv_pool_profile: str = _option(
         "", "path", "what this engine's steps cost, by `rl-coserve profile`; without it, learned while it runs"
     )
@@ -114,6 +122,8 @@ class PluginOptions:
             raise ConfigError("kv_pool", self.kv_pool, "give a name of letters, digits, - and _")
         if self.kv_pool_role not in KV_ROLES:
             raise ConfigError("kv_pool_role", self.kv_pool_role, f"is {' or '.join(map(repr, KV_ROLES))}")
+        if self.kv_pool_supply not in KV_SUPPLIES:
+            raise ConfigError("kv_pool_supply", self.kv_pool_supply, f"is {' or '.join(map(repr, KV_SUPPLIES))}")
         for name in ("kv_pool_mib", "kv_pool_budget_mib"):
             if getattr(self, name) < 0:
                 raise ConfigError(name, getattr(self, name), "give 0 or more MiB")
@@ -127,6 +137,8 @@ class PluginOptions:
         for name in ("kv_pool_ttft", "kv_pool_tpot"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "give a time over 0 seconds")
+        if not 0 <= self.kv_pool_mps <= 100:
+            raise ConfigError("kv_pool_mps", self.kv_pool_mps, "give a share from 1 to 100 per cent, or 0 for none")
         for name in ("kv_pool_window", "kv_pool_keep"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(name, getattr(self, name), "give 0 or more seconds")
@@ -178,6 +190,9 @@ class FrontendOptions:
     relay: str = _option(
         "", "JSON|path", "the weight relay, a RelayEndpoint as JSON or a file that holds it; without: no weight updates"
     )
+    deactivate_after: float = _option(
+        0.0, "seconds", "a rollout engine of a pool that nobody used for so long is deactivated; 0: never"
+    )
 
     kv_host: str = _option(
         "127.0.0.1", "address", "where KV is handed out with --rl-kv-transfer; 'node': this machine's own address"
@@ -191,6 +206,8 @@ class FrontendOptions:
     def __post_init__(self) -> None:
         if self.token_file and not Path(self.token_file).is_file():
             raise ConfigError("--rl-token-file", self.token_file, "there is no such file")
+        if not 0 <= self.deactivate_after < float("inf"):
+            raise ConfigError("--rl-deactivate-after", self.deactivate_after, "give 0 or more seconds")
         if self.max_body_mb < 1:
             raise ConfigError("--rl-max-body-mb", self.max_body_mb, "give at least 1 MiB")
         if self.kv_carrier == "tcp" and (self.kv_protocol, self.kv_device) != ("tcp", ""):

@@ -7,15 +7,18 @@ pool is replaced by another.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
+from orchestrator.policies.borrowing import RecentUse
 from vllm_rlplugin.kvpool.ledger import PagePool, PoolError
 from vllm_rlplugin.kvpool.lending import status
 
 PREFIX = "rl_coserve:kv_pool_"
+WINDOW = 3600.0  # seconds of use by which runs choose what they borrow (ROSE 4)
 _logger = logging.getLogger("vllm.rl_coserve")
 _GAUGES = {
     "pages": "Pages of the device's KV pool.",
@@ -25,6 +28,9 @@ _GAUGES = {
     "pages_serving": "Pages that the serving engine has.",
     "ttft_slack_seconds": "The least TTFT slack of requests that wait; +Inf: none does.",
     "tpot_slack_seconds": "The least TPOT slack of requests that decode; +Inf: none does.",
+    "rollouts_active": "Rollout engines in the pool that are active.",
+    "rollouts_inactive": "Rollout engines in the pool that are deactivated.",
+    "rollout_weights_bytes": "Weights of rollout engines in memory, as far as they were deactivated or activated once.",
     "dry_run": "1 while rollout engines only say what they would have run, else 0.",
 }
 _COUNTERS = {
@@ -65,7 +71,15 @@ class PoolMetrics:
             for name, text in _GAUGES.items()
         }
         self._counters = {name: Counter(PREFIX + name, text, registry=registry) for name, text in _COUNTERS.items()}
+        self._use, self._since = RecentUse(WINDOW), time.monotonic()
         self._known: dict[tuple[str, str], int] = {}  # (counter, engine) -> what it had said
+
+    @property
+    def recent(self) -> dict[str, float]:
+        """For a run that looks for a device to borrow: the share of the pool that serving used in the mean, of at most the last hour,
+        and since how many seconds it was watched."""
+        now = time.monotonic()
+        return {"serving_use": self._use.mean(now), "seconds": min(WINDOW, now - self._since)}
 
     def refresh(self) -> None:
         """Read the pool. One whose ledger is stuck is looked at the next time."""
@@ -75,13 +89,18 @@ class PoolMetrics:
             _logger.warning("the KV pool's metrics are not refreshed: %s", error)
             return
         rollouts, serving, slo = found["rollouts"], found["serving"], found["slo"]
+        pages = serving["pages"] if serving is not None else 0
+        self._use.saw(time.monotonic(), min(1.0, pages / found["pages"]))
         state: Mapping[str, Any] = slo["state"] if slo is not None else {}
         for name, value in {
             "pages": found["pages"],
             "pages_free": found["free"],
-            "pages_lent": sum(row["budget"] for row in rollouts),
+            "pages_lent": sum(row["budget"] for row in rollouts if not row["inactive"]),
+            "rollouts_active": sum(not row["inactive"] for row in rollouts),
+            "rollouts_inactive": sum(row["inactive"] for row in rollouts),
+            "rollout_weights_bytes": sum(row["weights"] for row in rollouts),
             "pages_rollout": sum(row["pages"] for row in rollouts),
-            "pages_serving": serving["pages"] if serving is not None else 0,
+            "pages_serving": pages,
             "ttft_slack_seconds": _slack(state.get("ttft_slack")),
             "tpot_slack_seconds": _slack(state.get("tpot_slack")),
             "dry_run": int(found["dry_run"]),

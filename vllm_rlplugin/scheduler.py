@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, check
 from orchestrator.policies.priority import ProgressivePriority
-from vllm_rlplugin.kvpool.scheduling import PagedScheduling
+from vllm_rlplugin.kvpool.scheduling import POOL_COMMANDS, PagedScheduling
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches import REGISTER
 from vllm_rlplugin.preemption import Preempting
@@ -63,6 +63,7 @@ class Coserving(Preempting):
         * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
           serving engine (a rollout engine says so itself, with ``advance_version``) -> pages, budget, what is lent, admitted and
           late ({} without a pool)
+        * ``deactivate``, ``activate``, ``weights_held``: see :mod:`vllm_rlplugin.kvpool.scheduling`
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":
@@ -71,11 +72,10 @@ class Coserving(Preempting):
             return self._rl_advance_version(**arguments)
         if command == "snapshot":
             return self._rl_snapshot()
-        if command == "page_pool":
-            return self._rl_pages.look(**arguments) if self._rl_pages is not None else {}
-        raise ValueError(
-            f"{command!r} is not a command of the scheduler: prioritize, advance_version, snapshot, page_pool"
-        )
+        if command in POOL_COMMANDS:
+            return self._rl_pages.command(command, arguments) if self._rl_pages is not None else {}
+        known = ("prioritize", "advance_version", "snapshot", *POOL_COMMANDS)
+        raise ValueError(f"{command!r} is not a command of the scheduler: {', '.join(known)}")
 
     # ---- hooks into stock methods ----
 
@@ -198,7 +198,7 @@ class Coserving(Preempting):
             "running": running,
             "waiting": waiting,
             "kv_used": capacity - pool.get_num_free_blocks(),
-            "kv_capacity": capacity,
+            "kv_capacity": capacity if self._rl_pages is None else self._rl_pages.blocks,
             "preemptions": self._rl_preemptions,
             "outranked": self._rl_outranked,
             "prefix_queries": self._rl_queries,

@@ -67,6 +67,11 @@ class UpdateCycle:
         """The weight version that a label of vLLM stands for; a start label such as ``default`` is version 0."""
         return int(label) if label.isdecimal() else self._labels.get(label, 0)
 
+    @property
+    def changing(self) -> bool:
+        """Whether an update, or another relay, is under way."""
+        return self._changing is not None
+
     # Pause and resume.
 
     async def suspend(self) -> None:

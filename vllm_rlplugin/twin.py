@@ -23,7 +23,9 @@ from prometheus_client import CollectorRegistry
 from orchestrator.api import GenerationRequest
 from orchestrator.api import http as wire
 from vllm_rlplugin import auth, endpoints
+from vllm_rlplugin.activation import Activation
 from vllm_rlplugin.control_route import STATE, Door
+from vllm_rlplugin.live import LiveEngine
 from vllm_rlplugin.metrics import Metrics
 from vllm_rlplugin.served import Limits, ServedWorker
 
@@ -61,6 +63,7 @@ class TwinAsyncLLM:
     def __init__(self) -> None:
         self.requests: dict[str, TwinRequest] = {}
         self.paused = False
+        self.capacity = 100  # blocks; a request takes one
         self.label = "default"
         self.relay: dict[int, str] = {}  # version -> "" or why it cannot be fetched
         self.fetched: dict[str, int | None] = {"prepared": None, "received": None}
@@ -69,6 +72,8 @@ class TwinAsyncLLM:
         self.hold.set()
         self.generated = self.orders = self.steps = 0
         self.calls: list[str] = []
+        self.asleep = False  # deactivated
+        self.pages, self.back = True, ""  # whether there are any for it; what is wrong with weights that come back
         self.dead = False
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states=self.requests, parent_requests={})
@@ -183,12 +188,21 @@ class TwinAsyncLLM:
         if command == "advance_version":
             assert self.paused
             return {"preempted": len(self.requests), "how": "salt", "seconds": 0.0}
+        if command == "deactivate":
+            assert self.paused
+            if self.requests:
+                return {"refused": f"it has {len(self.requests)} requests"}
+            self.asleep = True
+        if command == "activate" and not self.pages:
+            return {"refused": "no pages"}
+        if command in ("deactivate", "activate", "weights_held"):
+            return {"pages": 0}
         running = 0 if self.paused else min(len(self.requests), LIMITS.slots)
         return {
             "running": running,
             "waiting": len(self.requests) - running,
             "kv_used": len(self.requests),
-            "kv_capacity": 100,
+            "kv_capacity": self.capacity,
             "preemptions": 3,
             "outranked": 2,
             "prefix_queries": self.orders,
@@ -213,6 +227,15 @@ class TwinAsyncLLM:
 
     async def _rl_prepare(self, version: int) -> None:
         self.fetched["prepared"], self.fetching = version, 2
+
+    async def _rl_weights_away(self, kept: bool) -> dict[str, Any]:
+        assert self.asleep
+        return {"bytes": 1000, "left": 100, "freed": 1800, "seconds": 0.0, "how": "kept" if kept else "dropped"}
+
+    async def _rl_weights_back(self) -> dict[str, Any]:
+        assert self.asleep
+        self.asleep = False
+        return {"seconds": 0.0, "error": self.back}
 
     async def _rl_prepared(self, version: int) -> dict[str, Any]:
         self.fetching -= 1
@@ -268,12 +291,20 @@ class TwinServer:
         self.registry: CollectorRegistry
         self.client: TwinAsyncLLM
         self.worker: ServedWorker
+        self.control: endpoints.Control
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def start(self, *, relay: bool = True, networks: str = "127.0.0.0/8", max_body: int = 1 << 20) -> TwinServer:
+    async def start(
+        self,
+        *,
+        relay: bool = True,
+        networks: str = "127.0.0.0/8",
+        max_body: int = 1 << 20,
+        deactivate_after: float = 0.0,
+    ) -> TwinServer:
         self.client = TwinAsyncLLM()
         self.registry = CollectorRegistry()
         metrics = Metrics(self.registry)
@@ -291,7 +322,10 @@ class TwinServer:
         server, worker = f"instance-{time.monotonic_ns()}", self.worker
         guard = auth.Guard(TOKEN, (ip_network(networks),))
         setattr(app.state, STATE, Door(guard, max_body, server, lambda: worker.cycle.history.number))
-        setattr(app.state, endpoints.CONTROL, endpoints.Control(worker, {**FACTS, "instance": server}))
+        activation = Activation(worker, LiveEngine(self.client), rollout=True, after=deactivate_after)
+        self.control = endpoints.Control(worker, {**FACTS, "instance": server}, activation)
+        self.control.tasks.append(asyncio.create_task(activation.watch()))
+        setattr(app.state, endpoints.CONTROL, self.control)
         listening = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
         self.port = listening.getsockname()[1]
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
@@ -303,6 +337,8 @@ class TwinServer:
     async def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True
         await self._serving
+        for task in self.control.tasks:
+            task.cancel()
         self.client.stop()
 
     def publish(self) -> int:

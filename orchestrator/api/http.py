@@ -8,7 +8,7 @@ each other when :data:`PROTOCOL` differs. Bodies and answers are JSON; an error 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -37,6 +37,8 @@ UPDATE = "/rl/update"
 RESUME = "/rl/resume"
 STATS = "/rl/stats"
 STATUS = "/rl/status"
+ACTIVATE = "/rl/activate"
+DEACTIVATE = "/rl/deactivate"
 KV_PLACE = "/rl/kv/place"
 KV_FETCH = "/rl/kv/fetch"
 CONNECT = "/init_weight_transfer_engine"  # vLLM's own name
@@ -82,17 +84,20 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
 
 
 def completion_from_json(data: Mapping[str, Any]) -> Completion:
-    """The inverse. Raises KeyError, TypeError or ValueError for anything else."""
-    timing = {name: float(value) for name, value in data["timing"].items()}
-    return Completion(
-        request_id=str(data["request_id"]),
-        token_ids=tuple(int(token) for token in data["token_ids"]),
-        logprobs=tuple(float(value) for value in data["logprobs"]),
-        versions=tuple((int(version), int(count)) for version, count in data["versions"]),
-        finish_reason=str(data["finish_reason"]),
-        timing=CompletionTiming(**timing),
-        error=str(data["error"]),
+    """The inverse. Raises KeyError, TypeError or ValueError for anything else: numbers of another kind, NaN, and tokens,
+    log-probs and versions that do not belong together."""
+    found = Completion(
+        request_id=_text(data["request_id"]),
+        token_ids=tuple(_whole(token) for token in data["token_ids"]),
+        logprobs=tuple(_finite(value) for value in data["logprobs"]),
+        versions=tuple((_whole(version), _whole(count)) for version, count in data["versions"]),
+        finish_reason=_text(data["finish_reason"]),
+        timing=CompletionTiming(**{name: _finite(value) for name, value in data["timing"].items()}),
+        error=_text(data["error"]),
     )
+    if not len(found.token_ids) == len(found.logprobs) == sum(count for _, count in found.versions):
+        raise ValueError(f"completion {found.request_id:.100}: tokens, log-probs and versions differ in number")
+    return found
 
 
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:
@@ -104,15 +109,53 @@ def request_to_json(request: GenerationRequest) -> dict[str, Any]:
 
 
 def stats_from_json(data: Mapping[str, Any]) -> WorkerStats:
-    """What ``dataclasses.asdict`` made of a snapshot. Raises TypeError for a missing or unknown field."""
-    return WorkerStats(**data)
+    """What ``dataclasses.asdict`` made of a snapshot. Raises TypeError or ValueError for a missing or unknown field, or a
+    value of another kind."""
+    return WorkerStats(**_of_kind(WorkerStats, data))
 
 
 def kv_moved_from_json(data: Mapping[str, Any]) -> KvMoved:
-    """What ``dataclasses.asdict`` made of a move's outcome. Raises TypeError for a missing or unknown field."""
-    return KvMoved(**data)
+    """What ``dataclasses.asdict`` made of a move's outcome. Raises TypeError or ValueError, as above."""
+    return KvMoved(**_of_kind(KvMoved, data))
 
 
 def update_result_from_json(data: Mapping[str, Any]) -> UpdateResult:
     """What ``dataclasses.asdict`` made of an update's result. Unknown fields are ignored."""
-    return UpdateResult(**{item.name: data[item.name] for item in fields(UpdateResult) if item.name in data})
+    return UpdateResult(
+        **_of_kind(UpdateResult, {i.name: data[i.name] for i in fields(UpdateResult) if i.name in data})
+    )
+
+
+def _of_kind(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, each of the kind that the record's field is annotated with (annotations are texts in those modules)."""
+    kinds = {item.name: _KINDS[str(item.type)] for item in fields(record)}
+    return {name: kinds[name](value) if name in kinds else value for name, value in data.items()}
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not -_INT64 <= value < _INT64:
+        raise ValueError(f"{value!r:.40} is not a whole number of 64 bits")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < _LARGEST:
+        raise ValueError(f"{value!r:.40} is not a finite number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not text")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r:.40} is neither true nor false")
+    return value
+
+
+_INT64 = 1 << 63
+_LARGEST = 1e300  # far beyond what anybody measures; integers above it have no float
+_KINDS: dict[str, Callable[[Any], Any]] = {"int": _whole, "float": _finite, "str": _text, "bool": _truth}

@@ -96,6 +96,17 @@ class ResizableWorker(ManagedWorker, Protocol):
 
 
 @runtime_checkable
+class ExpertWorker(ResizableWorker, Protocol):
+    """A ResizableWorker that can share out whole experts of a mixture over its devices, in place of a slice of each expert on
+    every device (RollPacker 7)."""
+
+    expert_ranks: int  # devices that whole experts are shared out over; 1: slices. It divides ``ranks``
+
+    async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
+        """See :class:`ResizableWorker`."""
+
+
+@runtime_checkable
 class PlacedWorker(Protocol):
     """A worker that knows which pool it was placed in."""
 

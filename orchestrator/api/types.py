@@ -229,7 +229,9 @@ class WorkerStats:
     ``preemptions`` counts all of them except those of weight updates (which recompute KV on purpose);
     ``outranked`` those made for a waiting request of better priority (Heddle 4.2). ``prefix_queries`` and ``prefix_hits``
     are tokens looked up and found in the prefix cache since the start, ``generated`` tokens since the start,
-    ``oldest_wait`` seconds that the longest-waiting request has waited.
+    ``oldest_wait`` seconds that the longest-waiting request has waited. ``expert_imbalance``: of a mixture of experts, the tokens
+    that the experts of the fullest device are chosen for, over the mean of the devices, if each device held whole experts (at
+    least 1); 1.0: even, or no mixture, or not measured.
     """
 
     running: int
@@ -247,6 +249,7 @@ class WorkerStats:
     generated: int = 0
     oldest_wait: float = 0.0
     suspended: bool = False
+    expert_imbalance: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

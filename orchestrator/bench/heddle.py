@@ -79,8 +79,9 @@ def known_loads(config: Config, number: int) -> Loads:
             heard, said = heard + (turn - 1) * observed, said + spoken
         tokens += [math.exp(statistics.median(logs))] * size
         off += [log - statistics.median(logs) for log in logs]
-    spreads = [max(0.0, statistics.quantiles(off, n=10)[-1]) / SCORE] * len(tokens)
-    return sorted_loads(tokens, prompts, prompts, gaps, spreads, 1.0 + heard / said, longest)[0]
+    spread = max(0.0, statistics.quantiles(off, n=10)[-1]) / SCORE
+    means = [median * math.exp(spread * spread / 2) for median in tokens]
+    return sorted_loads(means, prompts, prompts, gaps, [spread] * len(means), 1.0 + heard / said, longest)[0]
 
 
 def degrees(config: Config) -> tuple[int, ...]:

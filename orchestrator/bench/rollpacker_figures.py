@@ -141,8 +141,6 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
                 detail[name] = found
     detail["rows"] = rows
     detail["ladder"] = {size: {rung: one.as_dict() for rung, one in ladder.items()} for size, ladder in ladders.items()}
-    if not quick:
-        detail["experts"] = rollpacker_planner.experts()
     value = min(_ratio(ladder, "+ stream trainer") for ladder in ladders.values())
     return frame(
         NAME,

@@ -1,23 +1,17 @@
-"""RollPacker's parallelism planner, simulated: its row of table 2, figure 13, and its rule over expert parallelism (section 7).
+"""RollPacker's parallelism planner, simulated: its row of table 2 and figure 13 (experts: ``expert_parallelism.py`` beside it).
 
 The planner, its orchestration and the proxy that cuts engines anew are those of a run; the profile is the cost model's; a change
-costs ``sim.start_seconds`` and the weights' way, on the simulated clock. For experts the orchestrator cannot cut engines yet: the
-rule is played over rollouts of the cost model alone, and nothing is printed to compare with.
+costs ``sim.start_seconds`` and the weights' way, on the simulated clock.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.bench.simulated import row
 from orchestrator.config import Config
-from orchestrator.policies.planner import ParallelismPlanner, StepLoad, layouts_of
-from orchestrator.policies.profile import EngineShape, Layout, Point, Profile
-from orchestrator.sim.costs import Roofline
-from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.run import simulate
 from orchestrator.sim.setups import ROLLPACKER, rollpacker
 from orchestrator.sim.traces import Trace, TracedTurn, Traces
@@ -128,84 +122,3 @@ def _preemptions(events: list[dict[str, Any]]) -> dict[int, int]:
             found[step] = total - last if total else 0
             last, total, step = max(total, last), 0, event["step"] + 1
     return found
-
-
-# -- experts -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Engines of a mixture of experts in a layout. Slices of experts (EP 1) are computed in tiles of ``TILE`` columns, so that a
-    narrow slice is padded; whole experts (EP > 1) are not, but the fullest device is waited for."""
-
-    layout: Layout
-    imbalance: float = 1.0
-
-    TILE = 128  # columns of a kernel's tile
-
-    @property
-    def costs(self) -> Roofline:
-        """The roofline of this layout, the part of the experts as much slower as padding or imbalance makes it."""
-        model, device = MODELS["Qwen3-30B-A3B"], DEVICES["H800"]
-        slower = self.imbalance
-        if self.layout.ep == 1:
-            width = model.feed_forward // self.layout.tp
-            slower = -(-width // self.TILE) * self.TILE / width
-        slowed = replace(device, expert_efficiency=device.expert_efficiency / slower)
-        return Roofline(slowed, model, self.layout.tp)
-
-    def step_seconds(self, batch: int, context: int) -> float:
-        """Of a decode step."""
-        fixed, growing = self.costs.decode(batch)
-        return fixed + growing * batch * context
-
-
-def experts(steps: int = 24) -> dict[str, Any]:
-    """The planner over TP and EP, 8 H800, Qwen3-30B-A3B, routing that gets uneven and even again. Returns its choices, the mean
-    step against each layout that never changes, and what the changes cost."""
-    layouts = layouts_of(8, 8, heads=32, experts=True)
-    lengths, prompt, batch = [800] * 512, 300, 64
-    points, shapes = [], []
-    for layout in layouts:
-        cut = Experts(layout)
-        for size in (1, 8, 64, 256, 512):
-            for tokens in (256, 1024, 4096):
-                points.append(Point("decode", layout, size, tokens, cut.step_seconds(size, tokens)))
-                prefill = cut.costs.prefill(size * tokens, size * tokens * tokens / 2, 1)
-                points.append(Point("prefill", layout, size, tokens, prefill))
-        costs = cut.costs
-        start = 5.0 + costs.fetch_seconds + costs.load_seconds
-        shapes.append(EngineShape(layout, MODELS["Qwen3-30B-A3B"].kv_bytes, costs.kv_tokens, 0, start))
-    profile = Profile(points, shapes)
-    imbalances = [1.0 + 2.0 * min(step, steps - step) / (steps / 2) for step in range(steps)]
-
-    def seconds(layout: Layout, imbalance: float) -> float:
-        """Of a rollout in which the experts' part waits for the fullest device."""
-        slowed = Experts(layout, imbalance).step_seconds(batch, prompt + 400)
-        even = Experts(layout).step_seconds(batch, prompt + 400)
-        return profile.rollout_seconds(lengths, prompt, layout, 8 // layout.tp) * slowed / even
-
-    planner = ParallelismPlanner(8, layouts, profile)
-    planner.layout = Layout(8, 8)
-    chosen, total, changes = [], 0.0, 0.0
-    for step, imbalance in enumerate(imbalances):
-        took = seconds(planner.layout, imbalance)
-        chosen.append(str(planner.layout))
-        total += took
-        plan = planner.after(StepLoad(1, took, lengths, prompt, imbalance=imbalance), steps - step - 1)
-        if plan.changes:
-            cost = profile.shape(plan.layout).start_seconds
-            planner.changed(plan.layout, cost)
-            changes += cost
-    fixed = {
-        str(layout): round(sum(seconds(layout, imbalance) for imbalance in imbalances) / steps, 3)
-        for layout in (Layout(8), Layout(8, 8))
-    }
-    return {
-        "layouts": chosen,
-        "imbalance": [round(one, 2) for one in imbalances],
-        "seconds_a_step": round((total + changes) / steps, 3),
-        "of_it_changes": round(changes / steps, 3),
-        "fixed_seconds_a_step": fixed,
-        "printed": "nothing: RollPacker names the extension and does not evaluate it",
-    }

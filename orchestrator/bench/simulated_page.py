@@ -70,8 +70,8 @@ _WHY = """
   was chosen on earlier, busy runs; this one only tested it.
 - **Transfers**: the papers' have a start of seconds and reach 2 to 12 GB/s of links of 25 and 50; a roofline of the link does
   not.
-- **Expert parallelism** (`experts` in the JSON): nothing is printed. The rule leaves it as soon as uneven routing has cost more
-  than a change, and does not come back for the small gain of even routing.
+- **Expert parallelism** (RollPacker 7): nothing is printed. `bench expert-parallelism` plays the extension in whole runs; the
+  rule alone, over rollouts of the cost model, is `experts` in the JSON of RollPacker's figures, as it was played before.
 """
 _ROLLPACKER = """
 ### Why RollPacker's differ

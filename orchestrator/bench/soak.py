@@ -32,8 +32,7 @@ from orchestrator.sandbox import Limits, Sandbox
 from orchestrator.sim.audit import Audit
 from orchestrator.sim.draws import lognormal
 from orchestrator.sim.relay import SimWeights
-from orchestrator.sim.run import SimDisplay
-from orchestrator.sim.twins import SimEnvironment, SimReward, SimTask, SimTrainer
+from orchestrator.sim.twins import SimDisplay, SimEnvironment, SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker
 from orchestrator.store import TrajectoryStore
 from orchestrator.view.live import Sampler

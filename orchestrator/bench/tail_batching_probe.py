@@ -39,9 +39,8 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.parts import Parts, Position
 from orchestrator.pipeline import Pipeline
-from orchestrator.sim.run import SimDisplay
 from orchestrator.sim.traces import Traces
-from orchestrator.sim.twins import SimReward, SimTask
+from orchestrator.sim.twins import SimDisplay, SimReward, SimTask
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 _CALIBRATE = (1, 16, 64, 128, 200)  # requests at a time

@@ -66,8 +66,8 @@ class PodBackend:
 
     async def open(self) -> None:
         """See the protocol."""
-        aio = _library()
-        configuration = await self._access(aio)
+        aio = library()
+        configuration = await access(aio, self._context)
         self._api = aio.client.ApiClient(configuration)
         self._pods, self._daemons = aio.client.CoreV1Api(self._api), aio.client.AppsV1Api(self._api)
         where = f"namespace {self._settings.namespace} at {configuration.host}"
@@ -93,7 +93,7 @@ class PodBackend:
 
     async def start(self, name: str) -> RemoteSession:
         """See the protocol."""
-        aio = _library()
+        aio = library()
         settings, images = self._settings, [self._settings.image]
         if self._mirror:
             images.insert(0, manifests.mirrored(settings.image, self._mirror))
@@ -131,20 +131,6 @@ class PodBackend:
 
     # -- the API server ----------------------------------------------------------------------------------------------
 
-    async def _access(self, aio: Any) -> Any:
-        """Where the cluster is, and who we are."""
-        configuration = aio.client.Configuration()
-        try:
-            if not self._context:
-                with contextlib.suppress(aio.config.ConfigException):
-                    aio.config.load_incluster_config(client_configuration=configuration)
-                    return configuration
-            await aio.config.load_kube_config(context=self._context or None, client_configuration=configuration)
-        except (aio.config.ConfigException, OSError) as error:
-            fix = f"neither in a cluster nor a usable kubeconfig (KUBECONFIG): {error}"
-            raise ConfigError("environment.kubernetes.context", self._context or "(current)", fix) from error
-        return configuration
-
     async def _ask(self, call: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
         return await call(*arguments, **options, _request_timeout=API_LIMIT)
 
@@ -171,7 +157,7 @@ class PodBackend:
     async def _delete(self, pod: str) -> None:
         try:
             await self._ask(self._pods.delete_namespaced_pod, pod, self._settings.namespace, grace_period_seconds=0)
-        except _library().client.ApiException as error:
+        except library().client.ApiException as error:
             if error.status != 404:
                 raise
 
@@ -220,7 +206,23 @@ class _NoImage(RetryableError):
     """The image cannot be pulled from there."""
 
 
-def _library() -> Any:
+async def access(aio: Any, context: str) -> Any:
+    """Where the cluster is, and who we are. ``context``: of the kubeconfig; empty: the pod's own account, or the current one."""
+    configuration = aio.client.Configuration()
+    try:
+        if not context:
+            with contextlib.suppress(aio.config.ConfigException):
+                aio.config.load_incluster_config(client_configuration=configuration)
+                return configuration
+        await aio.config.load_kube_config(context=context or None, client_configuration=configuration)
+    except (aio.config.ConfigException, OSError) as error:
+        fix = f"neither in a cluster nor a usable kubeconfig (KUBECONFIG): {error}"
+        raise ConfigError("environment.kubernetes.context", context or "(current)", fix) from error
+    return configuration
+
+
+def library() -> Any:
+    """The client's asyncio part. Raises ConfigError when it is not installed."""
     try:
         from kubernetes import aio
     except ImportError as error:

@@ -9,7 +9,6 @@ reward: ``tool_unavailable`` (no try reached it, no answer, too many calls), ``t
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -122,6 +121,9 @@ class ToolTally:
         }
 
 
+_MOST = 1e15  # of a counter; a float holds every whole number below it
+
+
 def _counters(said: object, fields: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """By tool. It was written by a process that may say anything: at most 100 tools, finite numbers. Raises TrajectoryError."""
     if isinstance(said, dict) and len(said) <= 100:
@@ -131,7 +133,7 @@ def _counters(said: object, fields: tuple[str, ...]) -> dict[str, dict[str, floa
             if isinstance(counted, dict)
         }
         numbers = [value for counted in values.values() for value in counted.values()]
-        if len(values) == len(said) and all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers):
+        if len(values) == len(said) and all(type(n) in (int, float) and 0 <= n < _MOST for n in numbers):
             return values
     raise TrajectoryError("environment_protocol", f"no counters of tools: {said!r:.100}")
 

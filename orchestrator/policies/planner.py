@@ -13,6 +13,9 @@ Guarantees:
   one the profile's engine start, else unknown and taken as nothing. What is expected of a layout is what was measured of
   it, else what the profile predicts, times what measured steps without preemptions took over their predictions. Where
   neither is known, the change is tried: then it is measured. A layout whose start failed is not asked for again.
+* Of a mixture of experts, where the rule of 4.2 changes nothing: whole experts a device in place of slices of each, or the other
+  way, at the same TP, where that is expected to gain more than it costs at the imbalance of the experts' load that the step had
+  (section 7). What uneven routing costs is what the profile says, where it was measured at several imbalances.
 * When the engine's step time leaves the profile's by more than ``divergence`` times, or the step lies outside of what was
   measured, for ``patience`` steps on end, the profile is mended by what those steps took (section 7: targeted re-profiling; the
   steps themselves are the measurement, so that it costs nothing), and what is planned from then on goes by that. Steps outside:
@@ -95,7 +98,8 @@ def layouts_of(
 
 class ParallelismPlanner:
     """One run's. ``layouts`` as :func:`layouts_of` found them; ``layout`` is the present one. ``expert_share``: of a step, the
-    part that waits for the fullest device's experts. Raises ValueError when nothing is left to choose from."""
+    part that waits for the fullest device's experts, where the profile does not know what uneven routing costs. Raises
+    ValueError when nothing is left to choose from."""
 
     def __init__(
         self,
@@ -158,14 +162,19 @@ class ParallelismPlanner:
         return replace(plan, reprofile=reprofile, scaled=scaled, measured=measured)
 
     def _plan(self, load: StepLoad, previous: int | None, steps_left: int | None) -> Plan:
-        target, why = self._asked_for(load, previous)
-        if target is None:
-            target, other = self._experts(load)
-            why = other or why
-        if target is None:
-            return Plan(self.layout, reason=why)
-        gain, cost = self._gain(target, load), self._price(target)
         horizon = self._calm_steps if steps_left is None else min(self._calm_steps, steps_left)
+        target, why = self._asked_for(load, previous)
+        asked = Plan(self.layout, reason=why) if target is None else self._weighed(target, why, load, horizon)
+        if asked.changes:
+            return asked
+        other, gained = self._experts(load, horizon)
+        if other is None:
+            return asked
+        return self._weighed(other, f"{asked.reason}; {gained}" if asked.reason else gained, load, horizon)
+
+    def _weighed(self, target: Layout, why: str, load: StepLoad, horizon: int) -> Plan:
+        """Whether what was asked for pays."""
+        gain, cost = self._gain(target, load), self._price(target)
         if gain is not None and gain * horizon <= cost:
             found = f"{why}; but {target} would gain {gain:.3g} s a step over {horizon} steps, and costs {cost:.3g} s"
             return Plan(self.layout, False, found, gain, cost)
@@ -214,12 +223,12 @@ class ParallelismPlanner:
         alike = [layout for layout in found if (layout.ep > 1) == (self.layout.ep > 1)]
         return (alike or found)[0], why
 
-    def _experts(self, load: StepLoad) -> tuple[Layout | None, str]:
-        """The other way to cut the experts at the same TP, where it is expected to be faster."""
+    def _experts(self, load: StepLoad, horizon: int) -> tuple[Layout | None, str]:
+        """The other way to cut the experts at the same TP, where what it gains is expected to exceed its cost."""
         others = [layout for layout in self._candidates() if layout.tp == self.layout.tp and layout != self.layout]
         for other in others:
             gain = self._gain(other, load)
-            if gain is not None and gain * self._calm_steps > self._price(other):
+            if gain is not None and gain * horizon > self._price(other):
                 return other, f"experts: {other} is expected to be faster at an imbalance of {load.imbalance:.3g}"
         return None, ""
 
@@ -227,9 +236,13 @@ class ParallelismPlanner:
         if self.profile is None or not load.lengths:
             return None
         engines = self._devices // layout.tp
-        seconds = self.profile.rollout_seconds(load.lengths, max(1, load.prompt), layout, engines)
-        waits = self._expert_share * (load.imbalance - 1.0) if layout.ep > 1 else 0.0
-        return seconds * (1.0 + waits)
+        uneven = _imbalance(layout, load)
+        seconds = self.profile.rollout_seconds(load.lengths, max(1, load.prompt), layout, engines, uneven)
+        return seconds * self._waits(self.profile, layout, uneven)
+
+    def _waits(self, profile: Profile, layout: Layout, imbalance: float) -> float:
+        """How many times what the profile says a step takes for its fullest device; 1 where the profile has measured that."""
+        return 1.0 if profile.knows_routing(layout) else 1.0 + self._expert_share * (imbalance - 1.0)
 
     def _expected(self, layout: Layout, load: StepLoad) -> float | None:
         """Seconds of this load in a layout; None: nobody knows."""
@@ -268,7 +281,9 @@ class ParallelismPlanner:
         if self.profile is None or not load.token_seconds:
             return None, None, None
         now = Measured(load.batch, load.context, load.token_seconds)
-        ratio = now.seconds / self.profile.decode_seconds(now.batch, now.context, self.layout)
+        uneven = _imbalance(self.layout, load)
+        expected = self.profile.decode_seconds(now.batch, now.context, self.layout, uneven)
+        ratio = now.seconds / (expected * self._waits(self.profile, self.layout, uneven))
         known = self.profile.covers(now.batch, now.context, self.layout)
         if known and self._agrees(ratio):
             self._astray = []
@@ -281,7 +296,8 @@ class ParallelismPlanner:
         outside = [one for _, measured, one in astray if not measured]
         if outside:
             found = sorted(outside, key=lambda one: one.seconds)[len(outside) // 2]
-            self.profile = self.profile.extended(found.batch, found.context, self.layout, found.seconds)
+            seconds = found.seconds / self._waits(self.profile, self.layout, uneven)
+            self.profile = self.profile.extended(found.batch, found.context, self.layout, seconds, uneven)
             return None if asked else self.layout, None, found
         factor = median(found for found, _, _ in astray)
         if self._agrees(factor):
@@ -293,6 +309,11 @@ class ParallelismPlanner:
 
     def _agrees(self, ratio: float) -> bool:
         return 1 / self._divergence <= ratio <= self._divergence
+
+
+def _imbalance(layout: Layout, load: StepLoad) -> float:
+    """What devices wait for: with slices of experts for nobody; none of a few devices has more than all tokens."""
+    return min(load.imbalance, float(layout.ep))
 
 
 def _blend(old: float, new: float) -> float:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.policies import stacking
+from orchestrator.policies.arrays import read_arrays
 from orchestrator.policies.encoder import Encoder, HashedEncoder
 from orchestrator.policies.features import (
     BENT,
@@ -354,11 +354,11 @@ class Progressive:
         owners: dict[str, tuple[object, str]] = {name: (self._ridge, name) for name in _ARRAYS}
         owners |= {f"stack_{name}": (self.stack, name) for name in stacking.ARRAYS}
         try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as found:
-                meta = json.loads(found["meta"].tobytes())
-                arrays = {name: np.array(found[name], dtype=np.float64) for name in owners}
-                cut = len("encoder_")
-                encoder = {name[cut:]: found[name] for name in found.files if name.startswith("encoder_")}
+            found = read_arrays(data)
+            meta = json.loads(found["meta"].tobytes())
+            arrays = {name: np.array(found[name], dtype=np.float64) for name in owners}
+            cut = len("encoder_")
+            encoder = {name[cut:]: array for name, array in found.items() if name.startswith("encoder_")}
             wanted = {"format": self.format, "features": VERSION, "seed": self._seed, "prompt_only": self._prompt_only}
             wanted["encoder"] = self._encoder.kind
             wrong = [name for name, value in wanted.items() if meta.get(name) != value]
@@ -378,8 +378,8 @@ class Progressive:
             TypeError,
             AttributeError,
             EOFError,
-            zipfile.BadZipFile,
-            json.JSONDecodeError,
+            OverflowError,
+            RecursionError,
         ) as error:
             raise ValueError(f"is no saved length predictor: {error!r}") from error
         for name, array in arrays.items():

@@ -308,7 +308,14 @@ class RoundPlanner:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state`. What was running or ready counts as running until :meth:`ready`, :meth:`lost` or
-        :meth:`discard` says what the checkpoint's buffer has of it; then call :meth:`settle`."""
+        :meth:`discard` says what the checkpoint's buffer has of it; then call :meth:`settle`. Raises ValueError for what is no
+        state; then this planner is of no use."""
+        try:
+            self._restore(state)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"no queue of rounds: {error!r:.200}") from error
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self._index, self._next = int(state["index"]), int(state["next"])
         self._end = None if state["end"] is None else int(state["end"])
         self._again = dict.fromkeys(map(int, state["again"]))

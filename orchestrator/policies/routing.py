@@ -215,6 +215,18 @@ class TurnRouter:
         self._pool_of[worker] = self._pools[hardware, self._tiers[worker]]
         return self._strand()
 
+    def cap(self, worker: int) -> int:
+        """Turns that it may have at a time, 0: any number."""
+        return self._seats[worker].cap
+
+    def recap(self, worker: int, cap: int) -> None:
+        """It may have ``cap`` turns at a time from now on (0: any number); those that it has stay."""
+        if cap == self._seats[worker].cap:
+            return
+        self._unlist(worker)
+        self._seats[worker] = replace(self._seats[worker], cap=cap)
+        self._list(worker)
+
     def _strand(self) -> list[str]:
         """The waiting turns that no worker is left for leave the queue."""
         pairs = zip(self._seats, self._retired, strict=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse
 from orchestrator.policies.profile import (
     EngineShape,
     Layout,
@@ -61,17 +62,22 @@ class ProfileFile:
     points: dict[tuple[Phase, Layout, int, int], Point] = field(default_factory=dict)
     shapes: dict[Layout, EngineShape] = field(default_factory=dict)
     skipped: dict[tuple[Phase, Layout, int, int], str] = field(default_factory=dict)
+    uneven: dict[tuple[Phase, Layout, int, int, float], Point] = field(default_factory=dict)  # at imbalances above 1
     seconds: float = 0.0  # spent measuring, engine starts included, over all calls
     about: Mapping[str, Any] = field(default_factory=dict)  # machine and versions, for people
 
     @property
     def profile(self) -> Profile:
         """What the planner, the simulator and admission read."""
-        return Profile(self.points.values(), self.shapes.values())
+        return Profile([*self.points.values(), *self.uneven.values()], self.shapes.values())
 
     def add(self, point: Point) -> None:
         """Keep one point; of two of one place the later."""
-        self.points[point.phase, point.layout, point.batch, point.tokens] = point
+        place = point.phase, point.layout, point.batch, point.tokens
+        if point.imbalance == 1.0:
+            self.points[place] = point
+        else:
+            self.uneven[(*place, point.imbalance)] = point
 
     def save(self) -> None:
         """Replace the file. Raises ConfigError where it cannot be written."""
@@ -86,7 +92,7 @@ class ProfileFile:
             **self.about,
             "seconds": round(self.seconds, 3),
             "shapes": [shape_to_dict(shape) for shape in self.shapes.values()],
-            "points": [point_to_dict(point) for point in self.points.values()],
+            "points": [point_to_dict(point) for point in (*self.points.values(), *self.uneven.values())],
             "skipped": skipped,
         }
         partial = self.path.with_name(self.path.name + ".partial")
@@ -102,7 +108,7 @@ def load(path: Path, name: str = "profile", key: ProfileKey | None = None) -> Pr
     """Read a file; ``name`` is the config field or option that it was given in, ``key`` what it must be of (None: anything).
     Raises ConfigError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse(path.read_bytes())
     except OSError as error:
         raise ConfigError(name, str(path), f"cannot be read ({error.strerror or error}); {_HOW}") from error
     except ValueError as error:
@@ -111,19 +117,32 @@ def load(path: Path, name: str = "profile", key: ProfileKey | None = None) -> Pr
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ConfigError(name, str(path), f"is no profile of format {FORMAT} (it says {found!r}); {_HOW}")
     try:
-        found_key = ProfileKey(**data["key"])
-        file = ProfileFile(path, found_key, seconds=float(data["seconds"]))
+        found_key = ProfileKey(**{name: _text(value) for name, value in data["key"].items()})
+        file = ProfileFile(path, found_key, seconds=_seconds(data["seconds"]))
         for item in data["points"]:
             file.add(point_from_dict(item))
         file.shapes = {shape.layout: shape for shape in map(shape_from_dict, data["shapes"])}
         for item in data["skipped"]:
             layout = Layout(int(item["tp"]), int(item["ep"]))
-            file.skipped[item["phase"], layout, int(item["batch"]), int(item["tokens"])] = str(item["why"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            place = (_text(item["phase"]), layout, int(item["batch"]), int(item["tokens"]))
+            file.skipped[place] = str(item["why"])  # type: ignore[index]  # another phase is never asked for
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(name, str(path), f"is a damaged profile ({error!r}); remove it, and {_HOW}") from error
     if key is not None:
         check(file, key, name)
     return file
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is no text")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        raise ValueError(f"{value!r:.60} are no seconds")
+    return float(value)
 
 
 def check(file: ProfileFile, key: ProfileKey, name: str = "profile") -> None:

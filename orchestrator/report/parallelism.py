@@ -3,8 +3,11 @@ and paid."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
+from typing import Any
 
+from orchestrator.policies.profile import Layout
 from orchestrator.report.parts import section, table
 from orchestrator.report.runlog import RunLog
 from orchestrator.report.text import count, duration, plural, tag
@@ -19,7 +22,9 @@ def parallelism(run: RunLog) -> str:
     costs = {int(done["step"]): done for done in run.reshapes}
     made = [done for done in run.reshapes if not done["error"]]
     spent = sum(float(done["seconds"]) for done in run.reshapes)
-    lead = f"{tag('strong', plural(len(made), 'change'))} of tensor parallelism, which cost {tag('strong', duration(spent))} "
+    experts = any(int(plan.get("ep", 1)) > 1 or plan.get("imbalance", 1.0) > 1.0 for plan in run.plans)
+    what = "tensor and expert parallelism" if experts else "tensor parallelism"
+    lead = f"{tag('strong', plural(len(made), 'change'))} of {what}, which cost {tag('strong', duration(spent))} "
     lead += f"of generation; {count(sum(int(plan['preemptions']) for plan in run.plans))} preemptions in all."
     correction = float(run.plans[-1].get("correction", 1.0))  # not in logs of before
     if correction != 1.0:
@@ -29,24 +34,27 @@ def parallelism(run: RunLog) -> str:
         step, done = int(plan["step"]), costs.get(int(plan["step"]))
         if plan["reason"] or done is not None:
             paid = "" if done is None else escape(done["error"]) or duration(float(done["seconds"]))
-            after = plan["tp"] if done is None or done["error"] else done["tp"]
-            rows.append(
-                [
-                    count(step + 1),
-                    f"{plan['tp']} → {after}",
-                    count(int(plan["preemptions"])),
-                    escape(plan["reason"]),
-                    paid,
-                ]
-            )
+            after = plan if done is None or done["error"] else done
+            cut = f"{_layout(plan, experts)} → {_layout(after, experts)}"
+            rows.append([count(step + 1), cut, *_seen(plan, experts), escape(plan["reason"]), paid])
     last = run.plans[-1]
-    rows = rows or [
-        [count(int(last["step"]) + 1), str(last["tp"]), count(int(last["preemptions"])), "nothing to do", ""]
-    ]
-    head = ("After step", "TP", "Preemptions", "Why", "Stood still for")
-    return section(
-        "parallelism", "Tensor parallelism", lead, table(head, rows, (0, 2), f"What the planner decided ({run.kind})")
-    )
+    rows = rows or [[count(int(last["step"]) + 1), _layout(last, experts), *_seen(last, experts), "nothing to do", ""]]
+    seen = ("Preemptions", "Imbalance of experts") if experts else ("Preemptions",)
+    head = ("After step", "Layout" if experts else "TP", *seen, "Why", "Stood still for")
+    numbers = (0, 2, 3) if experts else (0, 2)
+    title = "Tensor and expert parallelism" if experts else "Tensor parallelism"
+    return section("parallelism", title, lead, table(head, rows, numbers, f"What the planner decided ({run.kind})"))
+
+
+def _layout(event: Mapping[str, Any], experts: bool) -> str:
+    """Of a plan or a change; logs of before have no experts."""
+    tp, ep = int(event["tp"]), int(event.get("ep", 1))
+    return str(Layout(tp, ep)) if experts else str(tp)
+
+
+def _seen(plan: Mapping[str, Any], experts: bool) -> list[str]:
+    found = [count(int(plan["preemptions"]))]
+    return [*found, f"{plan.get('imbalance', 1.0):.3g}"] if experts else found
 
 
 def _degrees(run: RunLog) -> str:

@@ -8,14 +8,17 @@ incidents hold all that happened, because it did take that time.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RunError
+from orchestrator.api.jsontext import parse_object
+from orchestrator.events import time_of
 from orchestrator.ledger import END_STATES, recount
+from orchestrator.runfolder import check_format
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,7 @@ def load_run(folder: str | Path) -> RunLog:
     path = Path(folder).resolve()
     if not (path / "config.json").is_file() and not (path / "events.jsonl").is_file():
         raise ConfigError("run", str(folder), "is no run folder (neither config.json nor events.jsonl); see `ls runs`")
+    check_format(path)
     environment = _json_object(path / "environment.json")
     run = RunLog(
         folder=path,
@@ -261,14 +265,21 @@ def load_run(folder: str | Path) -> RunLog:
         machine=_texts(environment.get("machine")),
         versions=_texts(environment.get("versions")),
     )
-    events = list(_events(run, path / "events.jsonl"))
-    for event in events:
-        take_event(run, event)
-    run.seconds = max((max(float(e.get("t", 0.0)), float(e.get("end", 0.0))) for e in events), default=0.0)
+    for event in _events(run, path / "events.jsonl"):
+        try:
+            take_event(run, event)
+        except ValueError:
+            run.unreadable += 1
+            continue
+        run.seconds = max(run.seconds, time_of(event), time_of(event, "end"))
     run.steps = _with_periods(run)
     journal = path / "ledger.jsonl"
     if journal.is_file():
-        run.journal = LedgerCounts.of(recount(journal.read_text(encoding="utf-8").splitlines()))
+        try:
+            lines = journal.read_text(encoding="utf-8", errors="replace").split("\n")
+            run.journal = LedgerCounts.of(recount(lines))
+        except RunError as error:
+            raise ConfigError("run", str(journal), f"is damaged: {error}") from error
     if run.status == "unfinished":  # killed, or still running: the journal is ahead of the last step's totals
         run.ledger = run.journal or (run.steps[-1].ledger if run.steps else LedgerCounts())
     return run
@@ -281,31 +292,53 @@ def _events(run: RunLog, file: Path) -> Iterable[dict[str, Any]]:
         if not line:
             continue
         try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
+            event = parse_object(line)
+        except ValueError:
             run.unreadable += 1
             continue
-        if isinstance(event, dict) and "kind" in event:
+        if "kind" in event:
             yield event
         else:
             run.unreadable += 1
 
 
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+)  # what folding a damaged event may raise
+
+
 def take_event(run: RunLog, event: dict[str, Any]) -> None:
-    """Fold one event into the records, in the order of the log."""
-    t = float(event.get("t", 0.0))
+    """Fold one event into the records, in the order of the log. Raises ValueError for one that lacks a field or holds a value
+    of another kind: then nothing of it was taken."""
+    try:
+        _fold(run, event)
+    except MALFORMED as error:
+        raise ValueError(f"no event of this kind: {error!r:.200}") from error
+
+
+def _fold(run: RunLog, event: dict[str, Any]) -> None:
+    t = time_of(event)
     match event["kind"]:
         case "run_start":
             _take_start(run, event, t)
         case "stage":
             run.stages.append(
                 Stage(
-                    event["stage"], int(event["step"]), event["start"], event["end"], str(event.get("waiting_for", ""))
+                    str(event["stage"]),
+                    int(event["step"]),
+                    _seconds(event["start"]),
+                    _seconds(event["end"]),
+                    str(event.get("waiting_for", "")),
                 )
             )
         case "step":
-            run.steps = [step for step in run.steps if step.number <= int(event["step"])]
-            run.steps.append(_step(event, t))
+            taken = _step(event, t)
+            run.steps = [step for step in run.steps if step.number < taken.number]
+            run.steps.append(taken)
         case "evaluation":
             run.evaluations.append(
                 Evaluation(
@@ -321,7 +354,7 @@ def take_event(run: RunLog, event: dict[str, Any]) -> None:
             )
         case "update":
             run.updates.append(
-                Update(int(event["version"]), int(event["bytes"]), event["seconds"], int(event["preempted"]))
+                Update(int(event["version"]), int(event["bytes"]), _seconds(event["seconds"]), int(event["preempted"]))
             )
         case "worker":
             run.workers.append(
@@ -335,8 +368,9 @@ def take_event(run: RunLog, event: dict[str, Any]) -> None:
                 )
             )
         case "occupancy":
-            run.sample_seconds = float(event["every"])
-            run.occupancy.append({name: float(value) for name, value in event.items() if name not in ("kind", "t")})
+            sample = {name: float(value) for name, value in event.items() if name not in ("kind", "t")}
+            run.sample_seconds = sample["every"]
+            run.occupancy.append(sample)
         case "warmup":
             run.warmup = (
                 int(event["steps"]),
@@ -347,7 +381,8 @@ def take_event(run: RunLog, event: dict[str, Any]) -> None:
         case "environments":
             run.pool.append(_pool(event))
         case "round":
-            run.rounds = [*(before for before in run.rounds if before["step"] < event["step"]), event]
+            number = int(event["step"])
+            run.rounds = [*(before for before in run.rounds if before["step"] < number), event]
         case "tools":
             run.tools = {str(name): dict(counts) for name, counts in (event.get("tools") or {}).items()}
         case "rewards":
@@ -369,8 +404,16 @@ def take_event(run: RunLog, event: dict[str, Any]) -> None:
                 )
             )
         case "run_end":
-            run.status, run.reason = str(event["status"]), str(event.get("reason", ""))
             run.ledger = LedgerCounts.of(event.get("ledger") or {})
+            run.status, run.reason = str(event["status"]), str(event.get("reason", ""))
+
+
+def _seconds(value: Any) -> float:
+    """Finite, or a ValueError."""
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{seconds} seconds")
+    return seconds
 
 
 def _pool(event: Mapping[str, Any]) -> PoolSnapshot:
@@ -392,7 +435,7 @@ def _pool(event: Mapping[str, Any]) -> PoolSnapshot:
 
 
 def _take_start(run: RunLog, event: dict[str, Any], t: float) -> None:
-    resumed_from = event.get("resumed_from")
+    resumed_from = None if event.get("resumed_from") is None else int(event["resumed_from"])
     run.starts.append(
         Start(
             t=t,
@@ -452,12 +495,9 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return parse_object(file.read_bytes())
+    except ValueError as error:
         raise ConfigError("run", str(file), f"is damaged: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError("run", str(file), "is damaged: it holds no JSON object")
-    return data
 
 
 def _texts(data: Any) -> dict[str, str]:

@@ -23,7 +23,7 @@ from orchestrator.profile import ProfileKey, model_name
 from orchestrator.profile import load as load_profile
 from orchestrator.profile.file import check as check_profile
 from orchestrator.reallocating import make_reallocation
-from orchestrator.reshaping import seats
+from orchestrator.reshaping import NO_EXPERTS, seats
 
 IDENTITY = "vllm_rlplugin.profiling:identity"
 
@@ -98,6 +98,8 @@ def check(config: Config) -> None:
         if given:
             fix = f"{who} needs all devices on this machine, and free of pools: leave this out, or set it to false"
             raise ConfigError(field, given, fix)
+    if config.rollout.planner.experts:
+        raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
     if config.rollout.planner.enabled:
         read_planner_profile(config)
     else:

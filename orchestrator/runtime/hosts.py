@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agents.choice import outcome_scores
 from orchestrator.api import RewardFunction, Task
 from orchestrator.config import Config
 from orchestrator.environments.tools import ToolClient, ToolSettings, ToolUser
@@ -50,6 +51,10 @@ async def start_reward(
     beside: Mapping[str, str] = {}
     timeouts = scoring.adaptive_timeouts(config) if not settings.judge.any else None
     reward: LLMJudge | HttpReward
+    if outcome_scores(config, task):
+        from orchestrator.agents.manager import OutcomeReward
+
+        return Rewards(OutcomeReward(), dict, None)
     if settings.judge.path:
         own, beside = await judges.start(config, keeper, stack, folder, events)
         reward = scoring.judge_of(config, task, own)

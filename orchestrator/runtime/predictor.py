@@ -12,10 +12,11 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from orchestrator.api import ConfigError, RetryableError, RunError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.child import ChildProcess
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, Outcome
@@ -157,11 +158,10 @@ class PredictorProcess(ChildProcess):
                 line = await process.stdout.readline()
                 if not line:
                     return "the predictor died"
-                data = json.loads(line)
-                answer = self._answers.pop(data.pop("id"), None)
-                forecast = Forecast(**data)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                number, forecast = read_forecast(line)
+            except ValueError as error:
                 return f"the predictor answered nonsense: {error!r}"[:200]
+            answer = self._answers.pop(number, None)
             if answer is not None and not answer.done():
                 answer.set_result(forecast)
 
@@ -173,3 +173,20 @@ class PredictorProcess(ChildProcess):
 
     def _hint(self) -> str:
         return f"; see {self._log}" if self._log is not None else ""
+
+
+def read_forecast(line: bytes) -> tuple[int, Forecast]:
+    """The number of the question and its answer. Raises ValueError for anything else, infinite numbers included."""
+    data = parse_object(line, finite=True)
+    number, source = data.pop("id", None), data.get("source")
+    if (
+        type(number) is not int
+        or not isinstance(source, str)
+        or data.keys() != {item.name for item in fields(Forecast)}
+    ):
+        raise ValueError(f"no forecast: {line!r:.100}")
+    if any(
+        type(value) not in (int, float) or not abs(value) < 1e18 for name, value in data.items() if name != "source"
+    ):
+        raise ValueError(f"no finite numbers: {line!r:.100}")
+    return number, Forecast(**data)

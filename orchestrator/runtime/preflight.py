@@ -12,6 +12,8 @@ import os
 import socket
 from pathlib import Path
 
+from orchestrator import needs
+from orchestrator.agents.choice import outcome_scores
 from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
 from orchestrator.context import rules_of
@@ -36,8 +38,9 @@ def make_task(config: Config) -> Task:
 
 def check(config: Config, task: Task) -> None:
     """Run all checks. Nothing is started or written."""
-    for component in (versions.PYTHON, versions.VLLM, versions.MEGATRON_CORE, versions.MOONCAKE, versions.RAY):
+    for component in needs.components(config):
         versions.check(component)
+    needs.require_packages(config)
     _model(config)
     _function(config, task)
     _task(config, task)
@@ -122,9 +125,6 @@ def _model(config: Config) -> None:
 
 
 def _environments(config: Config, task: Task) -> None:
-    if config.environment.backend == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
-        fix = "the Kubernetes client is not installed: pip install 'rl-coserve[kubernetes]'"
-        raise ConfigError("environment.backend", "kubernetes", fix)
     tools = config.tools
     for name, target in tools.functions.items():
         _importable(f"tools.functions.{name}", target)
@@ -148,16 +148,13 @@ def _task(config: Config, task: Task) -> None:
 def _function(config: Config, task: Task) -> None:
     if config.reward.judge.path:
         judge.check(config)
-    elif not config.reward.url and not config.reward.judge.url:
+    elif not config.reward.url and not config.reward.judge.url and not outcome_scores(config, task):
         _importable("reward.function", config.reward.function or registry.reward_of(task))
         if config.reward.host == "ray_serve":
             _ray_serve(config)
 
 
 def _ray_serve(config: Config) -> None:
-    if importlib.util.find_spec("grpc_reflection") is None:  # Ray Serve is part of Ray, but not all that it imports
-        fix = "Ray Serve is not installed: pip install 'rl-coserve[ray-serve]'"
-        raise ConfigError("reward.host", "ray_serve", fix)
     serve, address = config.reward.serve, config.ray.address
     if address and not serve.port:
         raise ConfigError("reward.serve.port", 0, "name the port that Serve listens on, or is to, in a Ray of others")

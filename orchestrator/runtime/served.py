@@ -2,7 +2,8 @@
 
 Guarantees: before anything starts, each server was asked and fits (protocol, model, lengths, log-probs), or one ConfigError
 names it with the fix. A server gets the run's relay when the run starts, the run's weights before its first request (the
-pipeline does that for every worker), and at the end it is left running with its users and without our requests. The token
+pipeline does that for every worker), and at the end it is left running with its users and without our requests; one that was
+inactive is activated, and with ``rollout.served_deactivate`` left inactive at the end. The token
 is in no config, no event and no message.
 """
 
@@ -19,7 +20,9 @@ from urllib.parse import urlsplit
 from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, urls
 from orchestrator.api import http as wire
 from orchestrator.config import Config
+from orchestrator.events import EventLog
 from orchestrator.http_worker import HttpWorker
+from orchestrator.policies.borrowing import Borrowing
 from orchestrator.transfer import RelayEndpoint
 
 VARIABLE = "RL_COSERVE_TOKEN"  # as the server's own
@@ -92,22 +95,52 @@ def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]
     return found
 
 
-def workers(config: Config, endpoint: RelayEndpoint) -> list[HttpWorker]:
-    """One client a server, under its URL as its name. Nothing is sent yet. Raises ConfigError."""
-    if not config.rollout.served:
+async def choose(config: Config, job: str) -> tuple[str, ...]:
+    """The servers that a run of this ``job`` borrows, in the order of the config: ``rollout.borrowed.most`` of those that answer and
+    that no other job has requests in. Raises RunError when there is none, and nothing else would generate."""
+    served, most = config.rollout.served, config.rollout.borrowed.most
+    if not most:
+        return served
+    token, now = read_token(config, os.environ), asyncio.get_running_loop().time()
+    answers = await asyncio.gather(*(_ask(config, url, token) for url in served), return_exceptions=True)
+    cluster, why = Borrowing(), list[str]()
+    for url, answer in zip(served, answers, strict=True):
+        if isinstance(answer, ConfigError):
+            why.append(f"{url}: {answer.fix}")
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif (other := str(answer[1]["history"]["job"])) not in ("", job) and answer[1]["unfinished"]:
+            why.append(f"{url}: job {other} has requests there")
+        else:
+            cluster.saw(url, now, float((answer[1].get("device") or {}).get("serving_use", 0.0)))
+    cluster.ask(job, most, now)
+    chosen = cluster.of(job)
+    if not chosen and not config.rollout.workers:
+        raise RunError(f"no server of {_FIELD} can be borrowed: {'; '.join(why)}")
+    return chosen
+
+
+def workers(config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | None = None) -> list[HttpWorker]:
+    """One client a server (None: of all that the config names), under its URL as its name. Nothing is sent yet. Raises
+    ConfigError."""
+    names = config.rollout.served if chosen is None else chosen
+    if not names:
         return []
-    token, allow = read_token(config, os.environ), config.rollout.served_allow_plain_http
-    return [
-        HttpWorker(url, token, url.rstrip("/"), relay=endpoint, allow_plain_http=allow) for url in config.rollout.served
-    ]
+    token, rollout = read_token(config, os.environ), config.rollout
+    more = {"allow_plain_http": rollout.served_allow_plain_http, "deactivate": rollout.served_deactivate}
+    return [HttpWorker(url, token, url.rstrip("/"), relay=endpoint, **more) for url in names]
 
 
-async def start(served: Sequence[HttpWorker]) -> None:
-    """Tell each server of the run's relay. Raises RunError that names the one that did not take it."""
+async def start(served: Sequence[HttpWorker], events: EventLog | None = None) -> None:
+    """Activate each server, if it is not, and tell it of the run's relay. ``events`` has what was activated. Raises RunError
+    that names the one that did not take it."""
 
     async def one(worker: HttpWorker) -> None:
         try:
             await worker.start()
+            if events is not None and worker.activation:
+                found = {name: worker.activation.get(name) for name in ("activation_seconds", "weights_bytes")}
+                events.emit("activated", worker=worker.name, **found)
         except CommandError as error:
             fix = ""
             if error.code == "requests_in_flight":

@@ -268,7 +268,7 @@ class _Assembly:
             )
             for index in range(config.rollout.workers)
         ]
-        served = servers.workers(config, endpoint)
+        served = servers.workers(config, endpoint, await servers.choose(config, endpoint.job))
         managed: list[ManagedWorker] = [*workers, *served]
         for worker in managed:
             self.stack.push_async_callback(worker.close)
@@ -289,7 +289,7 @@ class _Assembly:
         try:
             async with asyncio.timeout(limit):
                 engines = asyncio.gather(*(worker.start() for worker in workers))
-                starting = (self._start_trainer(trainer, model, endpoint), engines, servers.start(served))
+                starting = (self._start_trainer(trainer, model, endpoint), engines, servers.start(served, self.events))
                 version, _, _ = await asyncio.gather(*starting)
         except TimeoutError as error:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error

@@ -58,6 +58,18 @@ class Placed:
     writable: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What of the host a sandbox sees beside ``/usr``. ``sockets``: (path inside, path on the host) of Unix sockets that it may
+    connect to, its only ways out; ``readable``: files and folders, at the same path inside."""
+
+    sockets: tuple[tuple[str, str], ...] = ()
+    readable: tuple[str, ...] = ()
+
+
+NOTHING_SHARED = Shared()
+
+
 def find_tools() -> Tools:
     """Where everything is. Raises ConfigError when something is missing: there is no running outside a sandbox."""
     found: dict[str, str] = {}
@@ -99,11 +111,12 @@ def command_line(
     cgroups: Sequence[str] = (),
     seccomp: int | None = None,
     status: int | None = None,
+    shared: Shared = NOTHING_SHARED,
 ) -> list[str]:
     """The command that runs ``program`` in a sandbox.
 
     ``user``: the user id to run as, when this process is root. ``cgroups``: ``cgroup.procs`` files to join first.
-    ``seccomp``: descriptor of the filter. ``status``: descriptor for bubblewrap's status records.
+    ``seccomp``: descriptor of the filter. ``status``: descriptor for bubblewrap's status records. ``shared``: see there.
     """
     command = [tools.shell, "-c", _JOIN, "sh", *cgroups, "--"]
     if user is not None:
@@ -114,8 +127,10 @@ def command_line(
     command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for name in ("bin", "lib", "lib64", "sbin"):
         command += _like_the_host(name)
-    for path in tools.binds:
+    for path in (*tools.binds, *shared.readable):
         command += ["--ro-bind", path, path]
+    for inside, path in shared.sockets:
+        command += ["--ro-bind", path, inside]  # connecting needs no more
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp", WORK):
         command += ["--perms", "0700", "--size", str(limits.scratch_bytes), "--tmpfs", folder]

@@ -23,8 +23,10 @@ from orchestrator.sandbox import cgroups, seccomp, watch
 from orchestrator.sandbox.command import (
     FIRST_ID,
     ID_RANGE,
+    NOTHING_SHARED,
     WORK,
     Placed,
+    Shared,
     Tools,
     command_line,
     find_tools,
@@ -103,11 +105,13 @@ class Sandbox:
         stdin: bytes = b"",
         limits: Limits | None = None,
         environment: Mapping[str, str] | None = None,
+        shared: Shared = NOTHING_SHARED,
     ) -> Outcome:
         """Run a program (its path and arguments, seen from inside) in a fresh sandbox.
 
-        ``files`` can be changed by it, ``read_only`` cannot; their names are paths inside the working folder. Raises
-        ValueError for a name that leads out of it, RetryableError when the sandbox did not start.
+        ``files`` can be changed by it, ``read_only`` cannot; their names are paths inside the working folder. ``shared``: what
+        of the host it sees beside that. Raises ValueError for a name that leads out of the working folder, RetryableError when
+        the sandbox did not start.
         """
         limits = limits or self.limits
         contents = [(_inside(name), data, True) for name, data in (files or {}).items()]
@@ -117,7 +121,7 @@ class Sandbox:
         async with self._slots:
             slot = self._free.pop()
             try:
-                return await self._run(program, contents, stdin, limits, environment or {}, slot)
+                return await self._run(program, contents, stdin, limits, environment or {}, slot, shared)
             finally:
                 self._free.append(slot)
 
@@ -129,6 +133,7 @@ class Sandbox:
         limits: Limits,
         environment: Mapping[str, str],
         slot: int,
+        shared: Shared,
     ) -> Outcome:
         group = cgroups.Group(self._hierarchies, limits) if self._hierarchies else None
         try:
@@ -147,6 +152,7 @@ class Sandbox:
                     cgroups=group.procs if group is not None else (),
                     seccomp=filter_fd,
                     status=status.write_end,
+                    shared=shared,
                 )
                 passed = [status.write_end, *(file.fd for file in placed)]
                 if filter_fd is not None:

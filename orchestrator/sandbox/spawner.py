@@ -145,9 +145,23 @@ async def spawn(
         text, descriptors, _, _ = socket.recv_fds(ours, 1 << 12, 1)
     if not text:
         raise RetryableError("the spawner died")
-    answer = json.loads(text)
-    if "error" in answer:
-        raise RetryableError(f"{command[0]} cannot be started: {answer['error']}")
     for descriptor in descriptors:
         fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-    return Spawned(int(answer["pid"]), descriptors[0] if descriptors else -1)
+    try:
+        return Spawned(read_answer(text), descriptors[0] if descriptors else -1)
+    except RetryableError as error:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise RetryableError(f"{command[0]} cannot be started: {error}") from error
+
+
+def read_answer(text: bytes) -> int:
+    """The process id in what the spawner says. Raises RetryableError, also with what it says went wrong."""
+    try:
+        answer = json.loads(text)
+        if "error" not in answer and type(answer["pid"]) is int and 0 < answer["pid"] < 1 << 31:
+            return int(answer["pid"])
+        why = str(answer["error"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RetryableError(f"the spawner's answer cannot be read: {text!r:.100}") from error
+    raise RetryableError(why)

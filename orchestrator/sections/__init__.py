@@ -5,12 +5,14 @@ Guarantees: unknown keys are errors; a value that no run could use is an error t
 
 from __future__ import annotations
 
+from orchestrator.sections.agents import AgentSection
 from orchestrator.sections.base import Section
 from orchestrator.sections.cluster import RaySection, RelaySection, ResourcesSection
 from orchestrator.sections.environments import EnvironmentSection, KubernetesSection, ToolsSection
 from orchestrator.sections.prediction import PlacementSection, PredictionSection
 from orchestrator.sections.rewards import AdaptiveTimeoutSection, JudgeSection, RewardSection, ServeSection
 from orchestrator.sections.rollout import (
+    BorrowedSection,
     ColocationSection,
     ContextSection,
     DisaggregationSection,
@@ -37,6 +39,8 @@ from orchestrator.sections.view import LoggingSection, OtlpSection, ViewSection,
 
 __all__ = [
     "AdaptiveTimeoutSection",
+    "AgentSection",
+    "BorrowedSection",
     "CheckpointSection",
     "ColocationSection",
     "ContextSection",

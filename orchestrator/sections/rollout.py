@@ -41,6 +41,14 @@ class RoutingSection(Section):
     fallback: bool = True  # a task may use the other classes while its own has no room
 
 
+class BorrowedSection(Section):
+    """Which of `served` a run borrows (ROSE 4): docs/coserving.md."""
+
+    most: Annotated[int, Field(ge=0)] = (
+        0  # servers, those whose neighbours used least KV memory in the last hour; 0: all that are named
+    )
+
+
 class KvTransferSection(Section):
     """Prefix KV that is copied to the worker that a turn goes to, not computed anew (Heddle 5.3): docs/kv_transfer.md."""
 
@@ -73,13 +81,15 @@ class DisaggregationSection(Section):
 
 
 class PlannerSection(Section):
-    """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2): docs/profile.md."""
+    """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2), and expert parallelism (its section 7):
+    docs/profile.md."""
 
     enabled: bool = False
     profile: str = (
         ""  # file of `rl-coserve profile`: the first TP, gains and re-profiling; without it gains are tried out
     )
     max_tp: Annotated[int, Field(ge=0)] = 0  # 0: rollout.workers, the devices of this machine
+    experts: bool = False  # of a mixture: layouts with whole experts on a device too (EP); in simulated runs only
     expected_tokens: Annotated[int, Field(ge=0)] = 0  # of a response, before the first step; 0: the task's longest
     rise: Annotated[float, Field(ge=1)] = 1.05  # of preemptions from one step to the next: then TP doubles
     calm_steps: Positive = 4  # without preemption: then TP is halved
@@ -143,6 +153,7 @@ class RolloutSection(Section):
     served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
     served_token_file: str = ""  # holds their bearer token; empty: the environment variable RL_COSERVE_TOKEN
     served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
+    served_deactivate: bool = False  # at the run's end, rollout engines of a device's pool that nobody else uses
     environments: Positive = 64  # trajectories in flight at most
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
@@ -169,6 +180,7 @@ class RolloutSection(Section):
     collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
     engine: EngineSection = EngineSection()
     routing: RoutingSection = RoutingSection()
+    borrowed: BorrowedSection = BorrowedSection()
     kv_transfer: KvTransferSection = KvTransferSection()
     disaggregation: DisaggregationSection = DisaggregationSection()
     planner: PlannerSection = PlannerSection()
@@ -188,6 +200,9 @@ class RolloutSection(Section):
             for index, url in enumerate(given)
             if given.index(url) != index
         ]
+        if self.borrowed.most > len(self.served):
+            fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
+            found.append(("borrowed.most", self.borrowed.most, fix))
         if not (self.workers or self.served):
             fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
             found.append(("workers", 0, fix))
@@ -203,6 +218,9 @@ class RolloutSection(Section):
         if self.planner.enabled and not self.workers:
             fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
             found.append(("planner", "enabled", fix))
+        if self.planner.experts and not self.planner.enabled:
+            fix = "says what the planner may choose, which is off: set rollout.planner.enabled to true too, or this to false"
+            found.append(("planner.experts", True, fix))
         if self.rounds.enabled:
             found += self._with_rounds()
         if self.placement.enabled and not self.prediction.enabled:

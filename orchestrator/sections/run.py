@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from orchestrator.sections.agents import AgentSection
 from orchestrator.sections.base import Positive, PositiveSeconds, Section
 from orchestrator.tasks import registry
 
@@ -62,11 +63,12 @@ class TaskSection(Section):
     response_tokens: Positive | None = None  # the same for an answer
     mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
     memory: MemorySection = MemorySection()
+    agent: AgentSection = AgentSection()  # of name = "agent"
 
     @model_validator(mode="after")
     def _known(self) -> TaskSection:
-        if ":" not in self.name and self.name not in registry.BUILT_IN:
-            known = ", ".join(registry.BUILT_IN)
+        if ":" not in self.name and self.name not in (*registry.BUILT_IN, *registry.PROGRAMS):
+            known = ", ".join((*registry.BUILT_IN, *registry.PROGRAMS))
             raise ValueError(
                 f"name = {self.name!r}: no such task; there are: {known}; your own is written module:Class"
             )
@@ -81,6 +83,10 @@ class TaskSection(Section):
             raise ValueError(f"{', '.join(self._gym)}: only for name = 'reasoning_gym'")
         if "reasoning_gym" in names and not self.dataset:
             raise ValueError("dataset: name = 'reasoning_gym' needs one, chain_sum for example")
+        if self.name != "agent" and self.agent != AgentSection():
+            raise ValueError("agent: only for name = 'agent'")
+        if self.name == "agent" and self.memory.turns:
+            raise ValueError("memory: not for name = 'agent': the agent keeps what it wants to keep")
         return self
 
     @property
@@ -88,6 +94,8 @@ class TaskSection(Section):
         """What the task's class is given beside the number of held-out prompts."""
         if self.name == "mixture":
             return {"shares": self.mixture, **({"reasoning_gym": self._gym} if self._gym else {})}
+        if self.name == "agent":
+            return {"settings": self.agent}
         return dict(self._gym)
 
     @property

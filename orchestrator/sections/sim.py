@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from orchestrator.sections.base import Fraction, Positive, Section, violation
+from orchestrator.sections.base import Fraction, Positive, PositiveSeconds, Section, violation
 
 Seconds = Annotated[float, Field(ge=0)]
 Sigma = Annotated[float, Field(ge=0, le=4)]
+Version = Annotated[int, Field(ge=0)]
+Imbalance = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+def _from_the_first(value: object) -> object:
+    """A number counts from version 0 on."""
+    return {0: value} if isinstance(value, (int, float)) else value
 
 
 class SimTaskSection(Section):
@@ -44,6 +51,37 @@ class SimTaskSection(Section):
         return self
 
 
+class SimBorrowedSection(Section):
+    """Rollout workers on devices that are not the run's own, beside `rollout.workers` (ROSE 4 and 6): docs/coserving.md.
+
+    ``how`` "coserve": beside serving engines of another model, under the policies of real ones; "multiplex": the same device in
+    turns with serving, without admission, budget and prefix cache (Prism's place in ROSE 6); "autoscale": devices that serving
+    gives up while its load is low, and takes back (ServerlessLLM's); "spot" and "serverless": devices for rollouts alone, that
+    come and go."""
+
+    how: Literal["coserve", "multiplex", "autoscale", "spot", "serverless"] = "coserve"
+    workers: Annotated[int, Field(ge=0)] = 0  # rollout workers so borrowed; 0: none
+    serving: Annotated[int, Field(ge=0)] = 0  # serving engines that they are chosen of; 0: as many as workers
+    model: str = "Qwen2.5-7B"  # that is served, of orchestrator/sim/hardware.py
+    prefill: Annotated[float, Field(gt=0, lt=1)] = 0.25  # of serving engines; the others decode
+    trace: str = "azure_code"  # packed arrivals (orchestrator/sim/served_NAME.json.xz), or a JSON file with such rows
+    speed: Annotated[float, Field(gt=0)] = 1.0  # at which they are played; the trace begins anew at its end
+    ttft: PositiveSeconds = 0.5
+    tpot: PositiveSeconds = 0.15
+    admission: Literal["dual", "ttft", "tpot"] = "dual"
+    headroom: Fraction = 0.2  # of the device's whole memory, for serving (ROSE 4.1)
+    lease_seconds: PositiveSeconds = 10.0  # that a prefix nobody uses is kept
+    window: PositiveSeconds = 3600.0  # of serving's KV use, by which devices are chosen
+    activation_seconds: Seconds = 5.0  # of the rollout model, which is deployed already (ROSE 6.1)
+    start_seconds: Seconds = (
+        40.0  # of a device that has nothing of the model yet: "tens of seconds" (ROSE 2.3); ASSUMED
+    )
+    reload_seconds: Seconds = 20.0  # autoscale: until a device serves again: "tens of seconds" (ROSE 3.2); ASSUMED
+    function_seconds: PositiveSeconds = 900.0  # serverless: of a lease (ROSE 6)
+    spot_low: Fraction = 0.25  # spot: of the devices, that are there at least; ASSUMED
+    spot_seconds: PositiveSeconds = 180.0  # spot: between two changes of how many are there, in the mean; ASSUMED
+
+
 class SimSection(Section):
     """The simulated twins of `rl-coserve sim`: cost model, environments, rewards (seconds), and faults.
 
@@ -56,6 +94,15 @@ class SimSection(Section):
     fleet: dict[str, Positive] = {}  # class -> workers of it, rollout.workers in all, in this order
     tensor_parallel: Positive = 1  # devices of a worker
     degrees: tuple[Positive, ...] = ()  # devices of each worker, in order; empty: tensor_parallel of each
+    expert_parallel: Positive = (
+        1  # devices of a worker that whole experts are shared out over; 1: slices on each (roofline)
+    )
+    expert_tile: Annotated[int, Field(ge=0)] = (
+        0  # columns that slices of an expert are filled up to; 0: they are not (roofline)
+    )
+    expert_imbalance: Annotated[dict[Version, Imbalance], BeforeValidator(_from_the_first)] = {
+        0: 1.0
+    }  # tokens of the fullest device's experts over the mean: a number, or {version = number}, each from that version on
     prediction_seconds: Annotated[float, Field(ge=0)] = 0.15  # until a forecast is there: Heddle, table 1
     trainer_device: str = "H800"
     trainer_gpus: Positive = 8
@@ -74,6 +121,7 @@ class SimSection(Section):
     start_seconds: Seconds = 5.0  # of an engine's process, weights not counted; a model's figure, no measurement
     grain: Positive = 1  # tokens of the engine that one simulated token stands for
     tasks: dict[str, SimTaskSection] = {}
+    borrowed: SimBorrowedSection = SimBorrowedSection()
     reward_slots: Annotated[int, Field(ge=0)] = 0  # scores computed at a time; 0: any number (serverless)
     prefill_seconds_per_token: Annotated[float, Field(ge=0)] = 2e-6
     decode_seconds_per_step: Annotated[float, Field(gt=0)] = 0.02

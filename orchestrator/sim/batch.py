@@ -137,6 +137,21 @@ class Batch:
         self._idle += self._prefix[trajectory] - held
         self._trim()
 
+    @property
+    def held(self) -> int:
+        """Tokens whose KV is held, in use or not."""
+        return self.context + self._idle
+
+    def drop(self, trajectory: str) -> None:
+        """KV of its tokens that nobody uses is gone."""
+        self._idle -= self._prefix.pop(trajectory, 0)
+
+    def resize(self, room: int) -> None:
+        """There is room for so many tokens from now on. Unused prefixes give way at once; sequences that have no room any more
+        are preempted before the next step."""
+        self._room = room
+        self._trim()
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def fill(self, now: float) -> tuple[int, float]:

@@ -15,6 +15,7 @@ from orchestrator.sim.costs import (
     RooflineTraining,
     TrainerCosts,
 )
+from orchestrator.sim.experts import check_experts
 
 
 def check_cluster(config: Config) -> None:
@@ -26,6 +27,7 @@ def check_cluster(config: Config) -> None:
         fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
         raise ConfigError("environment.backend", backend, fix)
     fleet(config)
+    check_experts(config)
 
 
 def fleet(config: Config) -> list[str]:
@@ -41,10 +43,13 @@ def degree_of(config: Config, worker: str) -> int:
     return degrees[int(index)] if degrees and index.isdigit() else config.sim.tensor_parallel
 
 
-def engine_costs(config: Config, hardware_class: str = "", ranks: int = 1, degree: int = 0) -> EngineCosts:
+def engine_costs(
+    config: Config, hardware_class: str = "", ranks: int = 1, degree: int = 0, expert_ranks: int = 0
+) -> EngineCosts:
     """Of one rollout worker on devices of a class; "": of ``sim.device``; ``degree`` of them, 0: ``sim.tensor_parallel``;
-    ``ranks``: over so many times these (a linear one then holds so many times the KV). Raises ConfigError for an unknown name,
-    and for a model that does not fit."""
+    ``ranks``: over so many times these (a linear one then holds so many times the KV); ``expert_ranks`` of them share out whole
+    experts, 0: ``sim.expert_parallel``. Experts are evenly loaded (:mod:`orchestrator.sim.experts`). Raises ConfigError for an
+    unknown name, and for a model that does not fit."""
     sim = config.sim
     if sim.costs == "linear":
         costs: EngineCosts = LinearCosts(
@@ -60,7 +65,14 @@ def engine_costs(config: Config, hardware_class: str = "", ranks: int = 1, degre
         model = hardware.model(sim.model)
         limit = None if sim.kv_tokens is None else sim.kv_tokens * ranks
         costs = Roofline(
-            device, model, (degree or sim.tensor_parallel) * ranks, sim.pull_gb_s, kv_limit=limit, kv_gb_s=sim.kv_gb_s
+            device,
+            model,
+            (degree or sim.tensor_parallel) * ranks,
+            sim.pull_gb_s,
+            kv_limit=limit,
+            kv_gb_s=sim.kv_gb_s,
+            expert_parallel=expert_ranks or sim.expert_parallel,
+            expert_tile=sim.expert_tile,
         )
     return costs if sim.grain == 1 else Grained(costs, sim.grain)
 

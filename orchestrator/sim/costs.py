@@ -30,7 +30,10 @@ STEP_SECONDS = (
     1.5e-3  # an engine's own time a step, and for each sequence in it: together the 5 ms that InferSim measured
 )
 SEQUENCE_SECONDS = 3.5e-5  # around the kernels of a step with 100 sequences
-REDUCE_SECONDS = 1e-5  # latency of one all-reduce over NVLink (NCCL; custom ones take as long for these sizes)
+REDUCE_SECONDS = (
+    1e-5  # latency of one all-reduce over NVLink (NCCL; custom ones take as long for these sizes); of an all-to-all
+)
+# it is ASSUMED to be the same
 LINK_EFFICIENCY = 0.8  # of a link's rate in a transfer of many MB
 KV_SECONDS = 2e-3  # to ask for a prefix and to be answered, both engines between two steps; of this model
 MEMORY_SHARE = 0.9  # of a GPU's memory is the engine's (vLLM's default)
@@ -158,12 +161,28 @@ class LinearTraining:
         return sum(lengths) * self.token / share
 
 
+def check_shares(model: Model, devices: int, expert_parallel: int) -> None:
+    """Raises ConfigError where so many of an engine's devices cannot share out whole experts evenly."""
+    if devices % expert_parallel:
+        fix = f"must divide the {devices} devices of the engine"
+        raise ConfigError("sim.expert_parallel", expert_parallel, fix)
+    if expert_parallel > 1 and (not model.experts or model.experts % expert_parallel):
+        fix = f"{model.name} has {model.experts} experts, which so many devices cannot share out evenly"
+        raise ConfigError("sim.expert_parallel", expert_parallel, fix)
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """One engine on ``tensor_parallel`` devices of one server. Weights and activations of a step cost the larger of their
     arithmetic and of the bytes that are read; attention of decode reads the KV of every context; prefilled tokens share the
     step's reading of the weights. ``pull_gb_s``: at which the worker's devices together fetch from the relay. ``kv_limit``:
-    tokens whose KV it holds, None: as many as fit."""
+    tokens whose KV it holds, None: as many as fit.
+
+    ``expert_parallel``: of a mixture of experts, the devices that share out whole experts (1: a slice of each is on every
+    device). Each step then waits for the device whose experts are chosen most: for ``imbalance`` times as many tokens as in the
+    mean. Its arithmetic is so many times as long; of its experts some token chooses more, which are read; and tokens come to it
+    and go back by an all-to-all each, in place of the all-reduce behind the experts. ``expert_tile``: columns of a kernel's tile,
+    to whole ones of which a device's slice of an expert is filled up, computed and read (0: as wide as it is)."""
 
     device: Device
     model: Model
@@ -172,8 +191,12 @@ class Roofline:
     memory_share: float = MEMORY_SHARE
     kv_limit: int | None = None
     kv_gb_s: float = 0.0  # at which KV comes from another worker; 0: the devices' network ports
+    expert_parallel: int = 1
+    imbalance: float = 1.0
+    expert_tile: int = 0
 
     def __post_init__(self) -> None:
+        check_shares(self.model, self.tensor_parallel, self.expert_parallel)
         if self.model.kv_heads % self.tensor_parallel and self.tensor_parallel % self.model.kv_heads:
             fix = f"{self.model.name} has {self.model.kv_heads} KV heads, which cannot be split over so many devices"
             raise ConfigError("sim.tensor_parallel", self.tensor_parallel, fix)
@@ -238,21 +261,42 @@ class Roofline:
     def _linear(self, tokens: int) -> float:
         """All matrix products but attention's, for so many tokens in one step."""
         model, device, ranks = self.model, self.device, self.tensor_parallel
-        arithmetic = 2 * model.active_parameters * tokens / (device.flops * ranks)
+        multiplied: float = model.active_parameters
         read = 2 * model.shared_parameters / (device.bandwidth * ranks)
         if model.experts:
-            seen = 1.0 - (1.0 - model.active / model.experts) ** tokens  # share of the experts that some token chose
+            fullest, filled = self._fullest, self._filled
+            if fullest * filled > 1.0:
+                multiplied += (model.active_parameters - model.shared_parameters) * (fullest * filled - 1.0)
+            chosen = min(1.0, model.active / model.experts * fullest)  # chance of an expert there, by one token
+            seen = filled * (1.0 - (1.0 - chosen) ** tokens)  # share of the experts that some token chose
             read += 2 * model.expert_parameters * seen / (device.bandwidth * device.expert_efficiency * ranks)
-        return max(arithmetic, read)
+        return max(2 * multiplied * tokens / (device.flops * ranks), read)
+
+    @property
+    def _fullest(self) -> float:
+        """Tokens of the fullest device's experts over the mean. No device has more than all of them."""
+        return min(self.imbalance, float(self.expert_parallel))
+
+    @property
+    def _filled(self) -> float:
+        """A slice of an expert in whole tiles, over itself."""
+        width = self.model.feed_forward * self.expert_parallel / self.tensor_parallel
+        return math.ceil(width / self.expert_tile) * self.expert_tile / width if self.expert_tile else 1.0
 
     def _reduce(self, tokens: int) -> float:
-        """Two all-reduces a layer."""
+        """Two all-reduces a layer; with whole experts on a device one, and the way to the experts and back."""
         ranks = self.tensor_parallel
         if ranks == 1:
             return 0.0
-        sent = tokens * self.model.hidden * 2 * 2 * (ranks - 1) / ranks
-        once = REDUCE_SECONDS + sent / (self.device.nvlink_gb_s * 1e9 * LINK_EFFICIENCY)
-        return 2 * self.model.layers * once
+        rate = self.device.nvlink_gb_s * 1e9 * LINK_EFFICIENCY
+        sent = tokens * self.model.hidden * 2 * (ranks - 1) / ranks  # bytes of a reduce-scatter, or of an all-gather
+        once = REDUCE_SECONDS + 2 * sent / rate
+        if self.expert_parallel == 1:
+            return 2 * self.model.layers * once
+        comes = (
+            1.0 - (1.0 - self._fullest / self.expert_parallel) ** self.model.active
+        )  # share of the tokens: it goes once
+        return self.model.layers * (once + 2 * (REDUCE_SECONDS + comes * sent / rate))
 
 
 @dataclass(frozen=True, slots=True)

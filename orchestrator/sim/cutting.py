@@ -9,6 +9,7 @@ from orchestrator.api import Task
 from orchestrator.config import Config
 from orchestrator.parts import Parts
 from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.policies.profile import Layout
 from orchestrator.policies.reallocation import Reallocation
 from orchestrator.reallocating import make_reallocation
 from orchestrator.reshaping import seats
@@ -35,8 +36,8 @@ def cutter_of(config: Config, task: Task) -> Cutter | None:
 
 def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
     """Makes the workers of a run with this one, all of one life. Arguments as :class:`ResizableSimWorker`."""
-    degree = cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees[0]
-    costs = engine_costs(config, fleet(config)[0], degree)
+    layout = cutter.layout if isinstance(cutter, ParallelismPlanner) else Layout(cutter.degrees[0])
+    costs = engine_costs(config, fleet(config)[0], layout.tp, expert_ranks=layout.ep)
     return partial(ResizableSimWorker, moves=Moves(), costs=costs)
 
 
@@ -46,10 +47,13 @@ def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | Non
         worker.watch = watch
     if cutter is None:
         return
-    ranks = seats(cutter.layout.tp if isinstance(cutter, ParallelismPlanner) else cutter.degrees, len(workers))
+    if isinstance(cutter, ParallelismPlanner):
+        ranks, experts = seats(cutter.layout, len(workers)), cutter.layout.ep
+    else:
+        ranks, experts = seats(cutter.degrees, len(workers)), 1
     for worker, count in zip(workers, ranks, strict=True):
         assert isinstance(worker, ResizableSimWorker)
-        worker.begin(count)
+        worker.begin(count, experts if count else 1)
 
 
 def hand_over(parts: Parts, cutter: Cutter | None) -> None:

@@ -472,9 +472,18 @@ class FaultyResizableWorker(FaultyWorker):
         super().__init__(inner, faults)
         self._resizable = inner
 
-    async def resize(self, ranks: int) -> None:
+    @property
+    def expert_ranks(self) -> int:
+        """Devices that whole experts are shared out over."""
+        return self._resizable.expert_ranks
+
+    @expert_ranks.setter
+    def expert_ranks(self, ranks: int) -> None:
+        self._resizable.expert_ranks = ranks
+
+    async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
         """See the protocol."""
-        await self._resizable.resize(ranks)
+        await self._resizable.resize(ranks, expert_ranks)
 
 
 def faulty_workers(workers: Sequence[SimWorker], faults: FaultInjector) -> list[ManagedWorker]:

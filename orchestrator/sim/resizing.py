@@ -15,44 +15,46 @@ import asyncio
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
 from orchestrator.planning import make_planner
-from orchestrator.policies.planner import ParallelismPlanner
+from orchestrator.policies.planner import ParallelismPlanner, layouts_of
 from orchestrator.policies.profile import EngineShape, Layout, Point, Profile
 from orchestrator.sim import hardware
 from orchestrator.sim.cluster import engine_costs, fleet
 from orchestrator.sim.costs import EngineCosts
+from orchestrator.sim.experts import routed
 from orchestrator.sim.moving import MovingWorker
 
 
 class ResizableSimWorker(MovingWorker):
-    """A :class:`~orchestrator.api.ResizableWorker`; made with ``costs`` of the layout that it begins in."""
+    """An :class:`~orchestrator.api.ExpertWorker`; made with ``costs`` of the layout that it begins in."""
 
+    expert_ranks = 1
     _misfit = ""  # why it cannot be started as it is cut now
 
     def __init__(self, name: str, config: Config, *arguments: object, **keywords: object) -> None:
         super().__init__(name, config, *arguments, **keywords)  # type: ignore[arg-type]
         self._config = config
 
-    async def resize(self, ranks: int) -> None:
+    async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
         """See the protocol."""
-        self.cut(ranks)
+        self.cut(ranks, expert_ranks)
         await asyncio.sleep(0)
 
-    def cut(self, ranks: int) -> None:
-        """End the process; the next one has ``ranks`` devices (0: there is none)."""
+    def cut(self, ranks: int, expert_ranks: int = 1) -> None:
+        """End the process; the next one has ``ranks`` devices (0: there is none), so many of them with whole experts."""
         self.die()
-        self._cut(ranks)
+        self._cut(ranks, expert_ranks)
 
-    def begin(self, ranks: int) -> None:
+    def begin(self, ranks: int, expert_ranks: int = 1) -> None:
         """It has so many devices from its first life on; with none there is no process."""
-        self._cut(ranks)
+        self._cut(ranks, expert_ranks)
         if not ranks or self._misfit:
             self.die()
 
-    def _cut(self, ranks: int) -> None:
-        self.ranks, self._misfit = ranks, ""
+    def _cut(self, ranks: int, expert_ranks: int) -> None:
+        self.ranks, self.expert_ranks, self._misfit = ranks, expert_ranks, ""
         if ranks:
             try:
-                self._use(engine_costs(self._config, self.hardware, ranks))
+                self._use(engine_costs(self._config, self.hardware, ranks, expert_ranks=expert_ranks))
             except ConfigError as error:
                 self._misfit = str(error)
 
@@ -96,34 +98,39 @@ def check_planner(config: Config) -> None:
 
 def roofline_profile(config: Config) -> Profile:
     """What ``rl-coserve profile`` would measure of the simulated engines, in simulated tokens, of every power of two of devices
-    that the model runs on. Raises ConfigError where it runs on none."""
+    that the model runs on; with ``rollout.planner.experts`` also with whole experts on each, at imbalances of 1, 2, 4, ...
+    Raises ConfigError where it runs on none."""
     engine, name = config.rollout.engine, fleet(config)[0]
     points: list[Point] = []
     shapes = []
-    for tp in _powers(config.rollout.planner.max_tp or config.rollout.workers):
+    widths = _powers(config.rollout.planner.max_tp or config.rollout.workers)
+    for layout in layouts_of(widths[-1], widths[-1], experts=config.rollout.planner.experts):
         try:
-            costs = engine_costs(config, name, tp)
+            costs = engine_costs(config, name, layout.tp, expert_ranks=layout.ep)
         except ConfigError:
             continue  # it does not fit, or cannot be split so
         if (costs.kv_tokens or 0) >= engine.max_model_len:
-            points += measured(config, costs, Layout(tp))
-            shapes.append(shape_of(config, costs, Layout(tp)))
+            for imbalance in _powers(layout.ep):
+                points += measured(config, routed(costs, imbalance), layout, imbalance)
+            shapes.append(shape_of(config, costs, layout))
     if not shapes:
         fix = "the model runs on no number of these devices: take another device or a shorter rollout.engine.max_model_len"
         raise ConfigError("sim.device", name or config.sim.device, fix)
     return Profile(points, shapes)
 
 
-def measured(config: Config, costs: EngineCosts, layout: Layout) -> list[Point]:
-    """What ``rl-coserve profile`` would measure of one simulated engine: every power of two of sequences, four lengths."""
+def measured(config: Config, costs: EngineCosts, layout: Layout, imbalance: float = 1.0) -> list[Point]:
+    """What ``rl-coserve profile`` would measure of one simulated engine: every power of two of sequences, four lengths. ``costs``
+    are those at this ``imbalance``."""
     engine, points = config.rollout.engine, list[Point]()
     for batch in _powers(engine.max_num_seqs):
         fixed, growing = costs.decode(batch)
         for share in (1, 2, 4, 8):
             tokens = max(1, engine.max_model_len * share // 8)
-            points.append(Point("decode", layout, batch, tokens, fixed + growing * batch * tokens))
+            step = fixed + growing * batch * tokens
+            points.append(Point("decode", layout, batch, tokens, step, imbalance=imbalance))
             seconds = costs.prefill(batch * tokens, batch * tokens * tokens / 2, 1)
-            points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9)))
+            points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9), imbalance=imbalance))
     return points
 
 

@@ -45,6 +45,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
+from orchestrator.sim.borrowing import BorrowedFleet, borrowed_of
 from orchestrator.sim.cluster import check_cluster, fleet
 from orchestrator.sim.cutting import cutter_of, hand_over, resizable, seat
 from orchestrator.sim.disaggregated import check_disaggregation, disaggregated, speech_of
@@ -58,7 +59,7 @@ from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
 from orchestrator.sim.resizing import check_planner
 from orchestrator.sim.traces import Traces, load_traces
-from orchestrator.sim.twins import SimReward, SimTask, SimTrainer
+from orchestrator.sim.twins import SimDisplay, SimReward, SimTask, SimTrainer
 from orchestrator.sim.worker import SimWorker, Watch
 
 FAULTY_LIVES = 4  # after so many lives the orchestrator and the trainer fail no more, after twice as many nothing does
@@ -95,25 +96,6 @@ class SimResult:
     deadlocks: int = 0  # deadlocks, runaways and standstills
     lives: int = 1
     injected: dict[str, int] = field(default_factory=dict)  # "kind where" -> how often
-
-
-class SimDisplay:
-    """Shows nothing. ``watched``: whether the pipeline is to put into words what it waits for, as it does in a real run."""
-
-    def __init__(self, watched: bool = True) -> None:
-        self.watched = watched
-
-    def stage(self, name: str, detail: str = "") -> None:
-        """See the pipeline's Display."""
-
-    def waiting(self, reason: str) -> None:
-        """See the pipeline's Display."""
-
-    def update(self, **numbers: Any) -> None:
-        """See the pipeline's Display."""
-
-    def message(self, text: str) -> None:
-        """See the pipeline's Display."""
 
 
 class _AuditedTrainer:
@@ -189,6 +171,7 @@ class _Simulation:
         self._task = SimTask(config, self.traces)
         self._pool: EnvPool | None = None
         self._workers: list[SimWorker] = []
+        self._borrowed: BorrowedFleet | None = None
 
     def run(self) -> SimResult:
         """All lives, then the last checks."""
@@ -319,6 +302,8 @@ class _Simulation:
             events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
             if self._pool is not None:
                 await self._pool.close()
+            if self._borrowed is not None:
+                self._borrowed.close()
             for worker in self._workers:
                 await worker.close()
             await parts.trainer.close()
@@ -362,10 +347,16 @@ class _Simulation:
         cutter = cutter_of(config, self._task)
         make: Callable[..., SimWorker] = SimWorker if cutter is None else resizable(config, cutter)
         make = partial(LendingWorker, moves=Moves()) if lends else disaggregated(config) or make
+        if borrowed := borrowed_of(config):
+            make = borrowed.dedicated()
+        rest = (self.audit.said, self.traces)
         self._workers = [
-            make(f"sim-{index}", config, weights, self.audit.said, self.traces, name, self._speech)
-            for index, name in enumerate(fleet(config))
+            make(f"sim-{index}", config, weights, *rest, name, self._speech) for index, name in enumerate(fleet(config))
         ]
+        if borrowed is not None:
+            self._workers += borrowed.workers(len(self._workers), weights, *rest, "", self._speech)
+            borrowed.start()
+        self._borrowed = borrowed
         seat(self._workers, cutter, self._watch_requests)
         task: Task = self._task
         reward: RewardFunction = SimReward(config, self.traces)
@@ -449,7 +440,7 @@ class _Simulation:
             "lives": self.life,
             "injected": sum(self.injected.values()),
             "callbacks": self.callbacks,
-        }
+        } | ({"borrowed": self._borrowed.report(elapsed)} if self._borrowed is not None else {})
 
 
 def _score(scores: list[dict[str, Any]], phase: str) -> float | None:

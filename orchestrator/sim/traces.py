@@ -23,6 +23,7 @@ from orchestrator.sim.draws import END, VOCABULARY
 PREFIX = 4  # tokens
 _BASE = len(VOCABULARY) - 2
 MOST = _BASE**PREFIX  # episodes
+_ETERNITY = 1e12  # seconds
 _COLUMNS = (
     "group_id",
     "total_reward",
@@ -104,16 +105,20 @@ def load_traces(folder: str | Path, rows: int) -> Traces:
     groups: dict[str, list[int]] = {}
     for file in _files(Path(folder)):
         try:
-            with pq.ParquetFile(file) as data:
+            with pq.ParquetFile(file, page_checksum_verification=True) as data:
                 table = data.read(columns=list(_COLUMNS), use_threads=False)
-        except (OSError, pa.ArrowInvalid) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise ConfigError("sim.trace", str(file), f"cannot be read as Parquet: {error}") from error
         if "turns" not in table.column_names:
             raise ConfigError("sim.trace", str(file), "has no column 'turns', so it is no trajectory file of a run")
         for row in table.to_pylist():
             if row["turns"] and len(episodes) < rows:
-                groups.setdefault(row["group_id"], []).append(len(episodes))
-                episodes.append(_trace(row))
+                try:
+                    episodes.append(_trace(row))
+                except (TypeError, ValueError, KeyError) as error:
+                    fix = f"holds a trajectory that no run wrote: {error!r:.200}"
+                    raise ConfigError("sim.trace", str(file), fix) from error
+                groups.setdefault(row["group_id"], []).append(len(episodes) - 1)
         if len(episodes) == rows:
             break
     if not episodes:
@@ -142,4 +147,7 @@ def _trace(row: dict[str, Any]) -> Trace:
         for turn in row["turns"]
     )
     busy = sum(turn["generate_seconds"] + turn["environment_seconds"] for turn in row["turns"])
+    times = (row["wall_time"], busy, *(turn.environment_seconds for turn in turns))
+    if not all(0 <= value < _ETERNITY for value in times) or any(turn.response < 0 for turn in turns):
+        raise ValueError("lengths or times below 0, or beyond all bounds")
     return Trace(turns, max(0.0, row["wall_time"] - busy), row["total_reward"])

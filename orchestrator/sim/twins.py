@@ -16,7 +16,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from orchestrator.api import (
     Meeting,
@@ -386,3 +386,22 @@ class SimTrainer:
     def _check(self) -> None:
         if self._dead:
             raise RetryableError("the trainer is dead")
+
+
+class SimDisplay:
+    """Shows nothing. ``watched``: whether the pipeline is to put into words what it waits for, as it does in a real run."""
+
+    def __init__(self, watched: bool = True) -> None:
+        self.watched = watched
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """See the pipeline's Display."""
+
+    def waiting(self, reason: str) -> None:
+        """See the pipeline's Display."""
+
+    def update(self, **numbers: Any) -> None:
+        """See the pipeline's Display."""
+
+    def message(self, text: str) -> None:
+        """See the pipeline's Display."""

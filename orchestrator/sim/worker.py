@@ -41,6 +41,7 @@ from orchestrator.sim import batch
 from orchestrator.sim.cluster import degree_of, engine_costs
 from orchestrator.sim.costs import EngineCosts, seconds_of, steps_in
 from orchestrator.sim.draws import END, logprobs
+from orchestrator.sim.experts import Routing
 from orchestrator.sim.relay import MODEL_BYTES, SimWeights
 from orchestrator.sim.speech import Speech
 from orchestrator.sim.traces import Traces
@@ -78,12 +79,12 @@ class SimWorker:
         self._engine = config.rollout.engine
         self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
         self._start_seconds, self._stall_seconds = config.sim.start_seconds, config.sim.stall_seconds
+        self._routing = Routing(config)
         self._use(costs or engine_costs(config, hardware, degree=self.degree))
         self._weights = weights
         weights.holders[name] = self
         self.incarnation = 0
-        self._dead = False
-        self._closed = False
+        self._dead = self._closed = False
         self.busy_seconds = 0.0  # in which it computed
         self._generated = 0  # in former lives
         self._batch = batch.Batch(0, None)
@@ -105,7 +106,7 @@ class SimWorker:
         if costs.kv_tokens is not None and costs.kv_tokens < most:
             fix = f"{self.name} has KV for {costs.kv_tokens} tokens only: a request of that length could never run"
             raise ConfigError("rollout.engine.max_model_len", most, fix)
-        self._costs = costs
+        self._costs = self._routing.costs(costs)
         self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
 
     def _reset(self) -> None:
@@ -122,7 +123,7 @@ class SimWorker:
         self._suspended = False
         self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
         self._leap: asyncio.TimerHandle | None = None
-        self._leap_start = 0.0  # when its first decode step begins
+        self._leap_start = 0.0  # when its first decode step begins, on the clock of its device
         self._leap_first = 0.0  # seconds of that step
         self._leap_growth = 0.0  # seconds that each further one takes more
         self._leap_steps = 0
@@ -228,6 +229,8 @@ class SimWorker:
                 self._updating = False
         self._prepared, self._unusable = -1, ""
         self._batch.change(version)
+        if self._routing.moves(version):
+            self._use(self._costs)
         seconds = asyncio.get_running_loop().time() - begun
         return UpdateResult(version, MODEL_BYTES, seconds, len(self._batch.running))
 
@@ -289,6 +292,7 @@ class SimWorker:
             generated=self.generated,
             oldest_wait=max((now - sequence.arrived for sequence in waiting), default=0.0),
             suspended=self._suspended,
+            expert_imbalance=self._routing.imbalance,
         )
 
     async def restart(self) -> None:
@@ -381,9 +385,7 @@ class SimWorker:
     def _enqueue(self, request: GenerationRequest, now: float) -> None:
         room = self._engine.max_model_len - len(request.token_ids)
         limit = min(request.sampling.max_tokens, self._speech.most, room)
-        tokens: tuple[int, ...] = ()
-        if limit >= 1:
-            tokens = self._says(request, limit)
+        tokens = self._says(request, limit) if limit >= 1 else ()
         sequence = batch.Sequence(request, tokens, now, self._numbers)
         self._numbers += 1
         self._known[request.request_id] = sequence
@@ -451,25 +453,32 @@ class SimWorker:
         if cost is None:
             cost = self._decode[running] = self._costs.decode(running)
         fixed, growing = cost
-        self._leap_start = now + self._costs.prefill(owed, pairs, running)
+        prefill = self._costs.prefill(owed, pairs, running)
+        self._leap_start = self._clock() + prefill
         self._leap_first = fixed + growing * held.context
         self._leap_growth = growing * running
         self._leap_steps = held.horizon()
-        self.busy_seconds += self._leap_start - now
+        self.busy_seconds += prefill
         if owed:  # somebody started, or everybody began anew
             for sequence in held.running.values():
                 if sequence.first < 0:
-                    sequence.first = self._leap_start + self._leap_first
+                    sequence.first = self._at(self._leap_start + self._leap_first)
         self._arm()
+
+    def _clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _at(self, seconds: float) -> float:
+        return seconds
 
     def _arm(self) -> None:
         seconds = seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
-        self._leap = asyncio.get_running_loop().call_at(self._leap_start + seconds, self._end_leap)
+        self._leap = asyncio.get_running_loop().call_at(self._at(self._leap_start + seconds), self._end_leap)
 
     def _shorten(self) -> None:
         """End the leap with the step in progress."""
         assert self._leap is not None
-        elapsed = asyncio.get_running_loop().time() - self._leap_start
+        elapsed = self._clock() - self._leap_start
         steps = steps_in(elapsed, self._leap_first, self._leap_growth)
         if steps < self._leap_steps:
             self._leap.cancel()

@@ -19,15 +19,18 @@ BUILT_IN: dict[str, str] = {
     "reasoning_gym": "orchestrator.tasks.reasoning_gym:ReasoningGymTask",
     "mixture": "orchestrator.tasks.mixture:MixtureTask",
 }
+PROGRAMS: dict[str, str] = {
+    "agent": "orchestrator.tasks.agent:AgentTask"
+}  # trajectories are made by a program of the user's
 _PORT = ("name", "vocabulary", "pad_id", "end_id", "max_turns", "max_response_tokens", "max_context_tokens", "prompts")
 
 
 def find(name: str) -> Any:
     """The class of a task: a name of :data:`BUILT_IN`, or ``module:Class``. Raises ConfigError."""
-    target = BUILT_IN.get(name, name)
+    target = {**BUILT_IN, **PROGRAMS}.get(name, name)
     module, colon, attribute = target.partition(":")
     if not colon:
-        fix = f"no such task; there are: {', '.join(BUILT_IN)}; your own is written module:Class (docs/tasks.md)"
+        fix = f"no such task; there are: {', '.join((*BUILT_IN, *PROGRAMS))}; your own is written module:Class (docs/tasks.md)"
         raise ConfigError("task.name", name, fix)
     try:
         return getattr(importlib.import_module(module), attribute)

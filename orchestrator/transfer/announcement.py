@@ -43,6 +43,8 @@ def pack_opening(version: int, announcement: bytes) -> bytes:
 
 def unpack_opening(data: bytes, version: int) -> int:
     """How long the announcement is. Raises CorruptWeightsError, also when another version is sent."""
+    if len(data) != _OPENING.size:
+        raise CorruptWeightsError("truncated", f"an opening of {len(data)} B instead of {_OPENING.size} B")
     magic, sent, length = _OPENING.unpack(data)
     if magic != MAGIC:
         raise CorruptWeightsError("format", f"this is no sender of weights, or one of another format: {magic!r}")
@@ -63,6 +65,8 @@ def pack_announcement(shards: Iterable[ShardKey]) -> bytes:
 def unpack_announcement(data: bytes) -> tuple[ShardKey, ...]:
     """Whether they are every tensor exactly once is seen when those of all senders are together."""
     payload = memoryview(data)[_WORD.size :]
+    if len(data) < _WORD.size:
+        raise CorruptWeightsError("truncated", f"an announcement of {len(data)} B")
     if _WORD.unpack_from(data)[0] != xxhash.xxh3_64_intdigest(payload):
         raise CorruptWeightsError("checksum", "the announcement of the shards is damaged")
     try:

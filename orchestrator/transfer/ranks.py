@@ -66,12 +66,15 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack(data: bytes, who: str) -> Any:
-    """The answer of another rank, or its error raised here; ``who`` says which."""
-    message = msgpack.unpackb(data)
-    if "error" in message:
-        kind, reason, detail = message["error"]
-        _raise(kind, reason, detail, who)
-    return message["answer"]
+    """The answer of another rank, or its error raised here; ``who`` says which. What is neither is a RunError."""
+    try:
+        message = msgpack.unpackb(data)
+        if "answer" in message:
+            return message["answer"]
+        kind, reason, detail = map(str, message["error"])
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise RunError(f"{who}: what it says cannot be read: {error!r:.200}") from error
+    _raise(kind, reason, detail, who)
 
 
 def _raise(kind: str, reason: str, detail: str, who: str) -> NoReturn:

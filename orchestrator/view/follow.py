@@ -7,13 +7,13 @@ follows a long log can do something else in between.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestrator.view.live import FILE
+from orchestrator.api.jsontext import parse_object
+from orchestrator.view.live import FILE, read_record
 
 CHUNK = 4 << 20  # bytes read at a time
 
@@ -44,10 +44,10 @@ class Follower:
         self._rest = lines.pop()
         for line in lines:
             try:
-                event = json.loads(line)
+                event = parse_object(line)
             except ValueError:  # cut by a kill
                 continue
-            if isinstance(event, dict) and "kind" in event:
+            if "kind" in event:
                 yield event
 
     def live(self) -> dict[str, Any] | None:
@@ -56,11 +56,11 @@ class Follower:
             found = self._live.stat()
             if (seen := (found.st_mtime_ns, found.st_ino)) == self._live_seen:
                 return None
-            record = json.loads(self._live.read_text(encoding="utf-8"))
+            record = read_record(self._live.read_bytes())
         except (OSError, ValueError):  # not there yet, or replaced by something else
             return None
         self._live_seen = seen
-        return record if isinstance(record, dict) else None
+        return record
 
     def silent_for(self) -> float | None:
         """Seconds since the run last said what is under way; None: it never did."""

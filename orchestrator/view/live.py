@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import CommandError, ConfigError, RetryableError, WorkerStats
+from orchestrator.api.jsontext import parse_object
 from orchestrator.events import EventLog
 
 if TYPE_CHECKING:  # who only reads the file needs no pipeline
@@ -34,6 +35,50 @@ _ASK_EVERY = 2  # samples between two questions to a worker
 _ANSWER_SECONDS = 1.0
 _GENERATION = "generation"  # as in orchestrator/envs.py
 _STATS = ("running", "waiting", "kv_used", "kv_capacity", "tokens_per_s", "preemptions", "oldest_wait")
+
+
+def read_record(text: bytes) -> dict[str, Any]:
+    """What :meth:`Sampler.record` made, from the file. Raises ValueError for what is none: a view draws it as it is."""
+    record = parse_object(text, finite=True)
+    if type(record.get("t")) not in (int, float) or not isinstance(record.get("stages"), list):
+        raise ValueError("no time, or no stages")
+    if any(type(record.get(name, 0)) is not int for name in ("in_flight", "buffered", "tokens", "version", "queue")):
+        raise ValueError("a count that is no whole number")
+    if not isinstance(record.get("waiting_for", ""), str):
+        raise ValueError("what it waits for is no text")
+    for stage in record["stages"]:
+        if not isinstance(stage, list) or [type(part) for part in stage[:2]] != [str, int] or len(stage) != 3:
+            raise ValueError(f"no stage: {stage!r:.100}")
+        _sound({"start": stage[2]})
+    ledger = record.get("ledger", {})
+    if not isinstance(ledger, dict):
+        raise ValueError("the ledger is no table")
+    _sound({name: value for name, value in ledger.items() if not isinstance(value, dict)}, int)
+    _sound(record.get("reasons", {}), int)
+    for name, most in (("trajectories", TRAJECTORIES), ("workers", WORKERS)):
+        rows = record.get(name, [])
+        if not isinstance(rows, list) or len(rows) > most:
+            raise ValueError(f"{name}: no list, or too long")
+        for row in rows:
+            _sound(
+                {field: value for field, value in row.items() if field not in _WORDS} if isinstance(row, dict) else row
+            )
+            if any(not isinstance(row.get(field, ""), str) for field in _WORDS):
+                raise ValueError(f"{name}: no text where there should be one")
+    return record
+
+
+_WORDS = ("id", "task", "waits", "worker", "name", "state")  # of a row
+
+
+def _sound(table: Any, *kinds: type) -> None:
+    if not isinstance(table, dict) or any(type(value) not in (kinds or (int, float)) for value in table.values()):
+        raise ValueError(f"no table of numbers: {table!r:.100}")
+    if any(not abs(value) < _LARGEST for value in table.values()):
+        raise ValueError(f"a number beyond all bounds: {table!r:.100}")
+
+
+_LARGEST = 1e18
 
 
 class Sampler:

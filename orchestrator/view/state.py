@@ -13,14 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.events import time_of
 from orchestrator.ledger import END_STATES
-from orchestrator.report.runlog import RunLog, Stage, Start, Step, take_event
+from orchestrator.report.runlog import MALFORMED, RunLog, Stage, Start, Step, take_event
 from orchestrator.report.timeline import LANES, clip, lanes
 
 STAGES = 400  # kept for the timeline
 WINDOW_STEPS = 4  # that it shows
 POINTS = 400  # of a curve that are shown; twice as many are kept
 INCIDENTS = 40
+WORKERS = 1024  # whose last words are kept
 CAUSES = 50  # kinds of faults that are counted apart
 UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)  # seconds
 
@@ -82,10 +84,18 @@ class RunState:
         self.updates: list[int] = [0] * (len(UPDATE_BUCKETS) + 1)
         self.update_seconds = 0.0
         self.update_bytes = 0
+        self.unreadable = 0  # events that were none
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """One more event, in the order of the log."""
-        self.t = max(self.t, float(event.get("t", 0.0)), float(event.get("end", 0.0)))
+        """One more event, in the order of the log. One that lacks a field, or holds something else there, is only counted."""
+        try:
+            self._take(event)
+        except MALFORMED:
+            self.unreadable += 1
+        else:
+            self.t = max(self.t, time_of(event), time_of(event, "end"))
+
+    def _take(self, event: Mapping[str, Any]) -> None:
         match event["kind"]:
             case "run_start":
                 self._take_start(dict(event))
@@ -94,26 +104,30 @@ class RunState:
             case "step":
                 self._take_step(event)
             case "evaluation":
+                found = self._parsed(event).evaluations.pop()
                 self.last_evaluation = dict(event)
-                self.success.add(int(event["step"]), event["success"], event["low"], event["high"])
+                self.success.add(found.step, found.value, found.low, found.high)
             case "worker":
-                self.workers[str(event["name"])] = {
-                    name: value for name, value in event.items() if name not in ("kind", "t")
-                }
+                name = self._parsed(event).workers.pop().name
+                if name in self.workers or len(self.workers) < WORKERS:
+                    self.workers[name] = _scalars(event)
             case "update":
-                self._take_update(float(event["seconds"]), int(event["bytes"]))
+                update = self._parsed(event).updates.pop()
+                self._take_update(update.seconds, update.bytes)
             case "environments":
-                self.pool = {name: value for name, value in event.items() if name not in ("kind", "t", "step")}
+                self._parsed(event).pool.clear()
+                self.pool = _scalars(event)
             case "alarm" | "fault" | "recovered":
                 self._take_incident(event)
             case "run_end":
+                self._parsed(event)
                 self.status, self.reason = str(event["status"]), str(event.get("reason", ""))
                 self.ledger = dict(event.get("ledger") or self.ledger)
 
     def take_live(self, record: dict[str, Any]) -> None:
         """What is under way."""
         self.live = record
-        self.t = max(self.t, float(record.get("t", 0.0)))
+        self.t = max(self.t, time_of(record))
 
     def _parsed(self, event: Mapping[str, Any]) -> RunLog:
         take_event(self._log, dict(event))
@@ -149,7 +163,9 @@ class RunState:
         self.updates[place] += 1
 
     def _take_incident(self, event: Mapping[str, Any]) -> None:
-        row = {name: event.get(name, "") for name in ("kind", "t", "what", "detail")}
+        row = {"kind": str(event["kind"]), "t": time_of(event)} | {
+            name: event.get(name, "") for name in ("what", "detail")
+        }
         self._incidents.appendleft({**row, "what": str(row["what"])[:120], "detail": str(row["detail"])[:300]})
         key = str(event["kind"]), str(event.get("cause") or event.get("what", ""))[:60]
         if key not in self.faults and len(self.faults) >= CAUSES:
@@ -241,6 +257,16 @@ class RunState:
                 for lane in LANES
             },
         }
+
+
+def _scalars(event: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row of a table can show."""
+    return {
+        name: value
+        for name, value in event.items()
+        if name not in ("kind", "t", "step")
+        and (isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)))
+    }
 
 
 def number(value: float | None) -> float | None:

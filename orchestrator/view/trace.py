@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse
 from orchestrator.events import read_events
 from orchestrator.view.spans import FILE as TURNS
 
@@ -274,15 +275,22 @@ def _trajectories(run: Path, begin: float, end: float, found: Written) -> list[_
 def _measured(file: Path, begin: float) -> dict[tuple[str, int], tuple[str, float, float, float, float]]:
     found = {}
     if file.is_file():
-        with file.open(encoding="utf-8") as stream:
+        with file.open(encoding="utf-8", errors="replace") as stream:
             for line in stream:
                 try:
-                    name, turn, worker, asked, answered, begun, ended = json.loads(line)
-                except ValueError:  # cut by a kill
+                    name, turn, worker, *times = parse(line)
+                    asked, answered, begun, ended = (_second(value) for value in times)
+                except (ValueError, TypeError):  # cut by a kill
                     continue
-                if ended >= begin:
+                if ended >= begin and [type(name), type(turn), type(worker)] == [str, int, str]:
                     found[name, turn] = (worker, asked, answered, begun, ended)
     return found
+
+
+def _second(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e12:
+        raise ValueError(f"no time: {value!r:.40}")
+    return float(value)
 
 
 _Known = Callable[[tuple[str, int]], tuple[str, float, float, float, float] | None]

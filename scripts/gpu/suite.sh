@@ -35,7 +35,7 @@ worlds=1
 [ "$gpus" -ge 2 ] && worlds=1,2
 [ "$gpus" -ge 4 ] && worlds=1,2,4
 
-part marked "$python" -m pytest -m gpu -rs --timeout=600 tests
+part marked "$python" -m pytest -m gpu -rs --timeout=600 --ignore=tests/test_kvpool_gpu.py tests
 # The tests of one rank take whatever device there is; those of several ranks need a GPU each.
 part megatron "$python" -m pytest -rs --timeout=600 tests/test_megatron_stream.py tests/test_megatron_objective.py \
     tests/test_megatron_critic.py tests/test_megatron_trainer.py tests/test_megatron_trainer_stream.py -k "not ranks and not layout"
@@ -43,5 +43,8 @@ part equality "$python" -m megatron_rlplugin.equality_probe --worlds "$worlds" -
 part export "$python" -m megatron_rlplugin.export_probe --hidden 1024 --layers 8
 part colocation "$python" -m pytest -rs --timeout=600 tests/test_colocation_residency.py tests/test_colocation_engine.py
 part judge "$python" -m pytest -rs --timeout=600 tests/test_judge_streamed.py tests/test_mps.py
+# One pool of KV pages for two engines; -rP shows the figures that its tests print.
+part kvpool "$python" -m pytest -rsP --timeout=900 tests/test_kvpool_gpu.py
+part kv-remap "$python" -m orchestrator.cli bench kv-remap --json
 
 exit "$failed"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.policies.admission import STALL_SECONDS, Admission, Admitted
@@ -52,6 +53,7 @@ class Turns:
         self._progress: dict[str, tuple[int, float]] = {}
         self._looked = -math.inf
         self._moved = 0.0  # when anything was computed last
+        self._inactive, self._weights, self._activation = False, 0, 0.0
         self.reason = ""  # why the last step was refused; "" if it was not
         self._tell()
 
@@ -213,6 +215,17 @@ class Turns:
             self._serving = -1 if serving is None else serving.slot
         return Served.unpack(self._pool.read(self._serving)) if self._serving >= 0 else None
 
+    def is_active(self, active: bool) -> None:
+        """Whether it is; the serving engine reckons with one that is, and with what it needs at least."""
+        self._inactive = not active
+        self._tell()
+
+    def note(self, weights: int, activation: float | None) -> None:
+        """Bytes of the weights that are in memory; what the last activation took, None: as before."""
+        self._weights = weights
+        self._activation = self._activation if activation is None else activation
+        self._tell()
+
     def _tell(self) -> None:
         self._pool.publish(self.told().pack())
 
@@ -220,4 +233,7 @@ class Turns:
         """What is published."""
         running = bool(self._flights)
         times = (self._begun, self._busy, self._admission.guard)
-        return Rolled(running, self._dry(), *times, self._minimum, **self._counts)
+        minimum = 0 if self._inactive else self._minimum
+        counts: dict[str, Any] = self._counts
+        said = Rolled(running, self._dry(), *times, minimum, **counts)
+        return replace(said, inactive=self._inactive, weights=self._weights, activation=self._activation)

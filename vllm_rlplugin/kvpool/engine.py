@@ -7,7 +7,6 @@ that does not lie in pages, several workers a scheduler, a device without a back
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -15,48 +14,52 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from vllm_rlplugin.kvpool import mps
+from vllm_rlplugin.kvpool.backends import Backend, HostBackend, backend_for
 from vllm_rlplugin.kvpool.geometry import Geometry
-from vllm_rlplugin.kvpool.host import HostRange
-from vllm_rlplugin.kvpool.ledger import PagePool, Role
+from vllm_rlplugin.kvpool.ledger import Role
 from vllm_rlplugin.kvpool.words import Rolled
 from vllm_rlplugin.options import PluginOptions
 
 _FOLDER = Path("/dev/shm")
-_PATIENCE = 2.0  # seconds
+PATIENCE = 2.0  # seconds that a rollout engine waits for the pages that it needs at least
 _here: dict[int, EnginePool] = {}  # process -> its engine's; a fork has none
 
 
 def pool_path(name: str) -> Path:
-    """Of a host-memory pool: in shared memory, one name a user."""
+    """Of a pool's file: in shared memory, one name a user."""
     return _FOLDER / f"rl-coserve-kv-{os.getuid()}-{name}"
 
 
 class EnginePool:
     """A tenant of the pool, with the range behind the KV tensors."""
 
-    def __init__(self, options: PluginOptions, blocks: int, regions: list[tuple[int, int]], size: int) -> None:
+    def __init__(
+        self,
+        options: PluginOptions,
+        blocks: int,
+        regions: list[tuple[int, int]],
+        size: int,
+        backend: Backend | None = None,
+    ) -> None:
         page = options.kv_pool_page_kib << 10
         self.name = options.kv_pool
+        self._backend = backend or HostBackend(page)
         try:
             self.geometry = Geometry.of(blocks, regions, page)
         except ValueError as error:
             raise ConfigError("kv_pool", options.kv_pool, str(error)) from error
-        path = pool_path(options.kv_pool)
-        if options.kv_pool_mib:
-            self.pool = PagePool.create(path, (options.kv_pool_mib << 20) // page, page_bytes=page)
-        else:
-            self.pool = PagePool.open(path)
-            if self.pool.page_bytes != page:
-                fix = f"the pool has pages of {self.pool.page_bytes >> 10} KiB"
-                self.pool.close()
-                raise ConfigError("kv_pool_page_kib", options.kv_pool_page_kib, fix)
+        pages = (options.kv_pool_mib << 20) // page
+        if options.kv_pool_mib and not pages:
+            raise ConfigError("kv_pool_mib", options.kv_pool_mib, f"is less than a page of {page >> 10} KiB")
+        self.pool = self._backend.pool(pool_path(options.kv_pool), pages)
         role: Role = "serving" if options.kv_pool_role == "serving" else "rollout"
         self.role = role
         self.slot = self.pool.join(f"{role}-{os.getpid()}", role, options.kv_pool_budget_mib * (1 << 20) // page)
         if role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
             self.pool.publish(Rolled(minimum=self.geometry.pages_a_group).pack())
-        self.memory = HostRange(self.pool, -(-size // page), scrub=options.kv_pool_scrub)
-        deadline = time.monotonic() + _PATIENCE
+        self.memory = self._backend.range(self.pool, -(-size // page), role, scrub=options.kv_pool_scrub)
+        deadline = time.monotonic() + PATIENCE
         while not (had := self.back([0])) and role == "rollout" and time.monotonic() < deadline:
             time.sleep(0.01)  # the serving engine may not have seen yet what this one needs at least
         if not had:
@@ -73,9 +76,7 @@ class EnginePool:
 
     def buffer(self, size: int) -> Any:
         """The range as a tensor of ``size`` bytes. Reading a place without a page faults."""
-        import torch
-
-        return torch.frombuffer((ctypes.c_int8 * size).from_address(self.memory.address), dtype=torch.int8)
+        return self._backend.tensor(self.memory.address, size)
 
 
 def current() -> EnginePool | None:
@@ -91,9 +92,6 @@ def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *
     options = PluginOptions.of(vllm_config)
     if not options.kv_pool:
         return stock(config, device, layout, *more)
-    if device.type != "cpu":
-        fix = "its pages are in host memory; there is no pool on this device yet"
-        raise ConfigError("kv_pool", f"{options.kv_pool} on {device}", fix)
     workers = vllm_config.parallel_config.world_size
     if workers != 1:
         raise ConfigError(
@@ -108,7 +106,9 @@ def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *
     if layout.is_block_outermost:  # all layers of a block lie together: one run, from its first byte on
         regions = [(min(offset for offset, _ in regions), tensors[0].block_stride)]
     size = tensors[0].size
-    pool = EnginePool(options, config.num_blocks, regions, size)
+    mps.check(options.kv_pool_mps, device.type, os.environ)
+    backend = backend_for(device, options.kv_pool_page_kib << 10, options.kv_pool_supply)
+    pool = EnginePool(options, config.num_blocks, regions, size, backend)
     _here[os.getpid()] = pool
 
     import torch

@@ -1,9 +1,9 @@
 """The serving side of a pool: it decides what rollout engines may have, and takes it back (ROSE 4.1).
 
 Guarantees: the decisions are those of :class:`orchestrator.policies.kv_sharing.KvSharing`, over all rollout engines together;
-each of them gets an equal share. The serving engine never waits here: a tick reads the ledger, and now and then writes a budget.
-A rollout engine that does not give back in time is killed, if its process can be seen and holds this pool's file (a process
-number may mean another process in another namespace); else that is said once, and its pages stay where they are.
+each of them that is active gets an equal share. The serving engine never waits here: a tick reads the ledger, and now and then
+writes a budget. A rollout engine that does not give back in time is killed, if its process can be seen and holds this pool's
+file (a process number may mean another process in another namespace); else that is said once, and its pages stay where they are.
 
 Opened when a rollout engine joins, by :meth:`Guardian.open`, and when a rollout engine says that an RL step begins. What the
 serving team says about the most that is lent holds from the next look on, in both directions. Looks are made before each step
@@ -98,13 +98,13 @@ class Guardian:
         self._looked = now
         self._pool.reap()  # also those that were killed a moment ago
         view = self._pool.view()
-        self.rollouts = tuple(tenant.slot for tenant in _rollouts(view))
+        self.rollouts = tuple(tenant.slot for tenant in self._active(view))
         self._hear(view, now)
         if not self.rollouts:
             self._known.clear()
             return
         self._note(view, now)
-        if any((tenant.slot, tenant.generation) not in self._known for tenant in _rollouts(view)):
+        if any((tenant.slot, tenant.generation) not in self._known for tenant in self._active(view)):
             self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
         before = self._sharing.budget
         budget = self._sharing.observe(now, _serving(view) + self._minimum(view), self._used(view))
@@ -140,7 +140,7 @@ class Guardian:
         return self._peaks[0][1] if self._peaks else 0
 
     def _tell(self, view: PoolView, budget: Budget) -> None:
-        tenants = _rollouts(view)
+        tenants = self._active(view)
         share = budget.pages // len(tenants) if tenants else 0
         told: dict[tuple[int, int], int] = {}
         for tenant in tenants:
@@ -152,7 +152,7 @@ class Guardian:
 
     def _end(self, view: PoolView, budget: Budget) -> Budget:
         """Kill those that hold more than their share."""
-        tenants = _rollouts(view)
+        tenants = self._active(view)
         share = budget.pages // max(1, len(tenants))
         gone = [tenant for tenant in tenants if tenant.used > share + self._least(tenant) and self._kill(tenant)]
         if not gone:
@@ -171,6 +171,11 @@ class Guardian:
             text = "rollout engine %s holds %d pages more than it may, and its process %d cannot be killed from here"
             _logger.error(text, tenant.name, tenant.used - tenant.budget, tenant.pid)
         return False
+
+    def _active(self, view: PoolView) -> list[TenantView]:
+        """The rollout engines that share what is lent: one that was deactivated has nothing and gets nothing."""
+        said = [(tenant, Rolled.unpack(self._pool.read(tenant.slot))) for tenant in _rollouts(view)]
+        return [tenant for tenant, found in said if tenant.used or found is None or not found.inactive]
 
     def _least(self, tenant: TenantView) -> int:
         """Pages that it cannot give back, or needs to start."""

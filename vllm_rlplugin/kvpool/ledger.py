@@ -6,7 +6,8 @@ Guarantees (``csrc/pages.c`` enforces them; tests/test_kvpool_ledger.py):
   killed when.
 * A rollout tenant's acquire leaves the headroom free and stays inside its budget; budgets change by revisions that only grow.
 * The pages of a tenant whose process is gone are free from the next :meth:`PagePool.reap` or :meth:`PagePool.join` on. A tenant
-  lives as long as its process, a child that it forked without exec, or a page that is mapped.
+  lives as long as its process, a child that it forked without exec, or a page that is mapped. Where pages are memory of a device
+  it lives until its process has closed all its files, the device's among them (seen from the same PID namespace).
 * A pool file left by a crash is taken over, or made anew where its shape differs; one that tenants live in is never changed;
   another user's file, or a file that is no pool, is refused.
 
@@ -92,8 +93,12 @@ class PagePool:
         self.handle = handle
         self._library = native.library()
         self._role: Role | None = None
+        self._slot = -1
         view = self.view()
         self.pages, self.page_bytes = view.pages, view.page_bytes
+        device = ctypes.create_string_buffer(native.NAME)
+        self._library.rlc_pool_device(handle, device)
+        self.device = device.value.decode()  # what the maker said
 
     @classmethod
     def create(
@@ -126,8 +131,11 @@ class PagePool:
         return cls(path, handle.value, bool(made.value))
 
     def close(self) -> None:
-        """Let go. A tenant's pages are free from the next look on. Idempotent."""
+        """Let go. A tenant's pages are free from the next look on; where they are memory of a device and were not dropped, when
+        the process is gone. Idempotent."""
         if self.handle:
+            if self._role is not None and self.device != "cpu" and not self._owns():
+                self.leave()
             self._library.rlc_pool_close(self.handle)
             self.handle = 0
 
@@ -146,13 +154,16 @@ class PagePool:
             raise ConfigError("kv_pool.name", name, fix)
         if slot == native.FULL:
             raise ConfigError("kv_pool.name", name, f"the pool has {native.TENANTS} tenants already")
-        self._role = role
-        return int(self._checked(slot))
+        self._role, self._slot = role, self._checked(slot)
+        return self._slot
 
     def leave(self) -> None:
         """No tenant any more. Raises PoolError while it owns pages."""
         self._call("rlc_pool_leave")
         self._role = None
+
+    def _owns(self) -> int:
+        return next((tenant.used for tenant in self.view().tenants if tenant.slot == self._slot), 0)
 
     def acquire(self, count: int, *, whole: bool = True, lease: float | None = None) -> Pages:
         """``count`` free pages, or none at all; ``whole=False``: as many as there may be. Leased until ``lease`` (seconds of

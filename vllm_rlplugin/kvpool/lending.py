@@ -79,10 +79,11 @@ def reclaim(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str, Any]:
 
 def _share(pool: PagePool, pages: int) -> None:
     """Without a serving engine: equal shares, at once."""
-    tenants = [tenant for tenant in pool.view().tenants if tenant.role == "rollout"]
-    for tenant in tenants:
-        least = (Rolled.unpack(pool.read(tenant.slot)) or Rolled()).minimum
-        pool.set_budget(tenant.slot, pages // len(tenants) + least, tenant.revision + 1)
+    found = [tenant for tenant in pool.view().tenants if tenant.role == "rollout"]
+    told = [(tenant, Rolled.unpack(pool.read(tenant.slot)) or Rolled()) for tenant in found]
+    active = [(tenant, said) for tenant, said in told if not said.inactive]
+    for tenant, said in active:
+        pool.set_budget(tenant.slot, pages // len(active) + said.minimum, tenant.revision + 1)
 
 
 def _plain(values: Any) -> Any:
@@ -124,11 +125,17 @@ def describe(found: dict[str, Any]) -> str:
         )
     for row in found["rollouts"]:
         lines.append(
-            f"rollout {row['name']}: process {row['pid']}, {row['pages']} of {row['budget']} pages; {row['tokens']} tokens in "
+            f"rollout {row['name']}: process {row['pid']}, {_state(row)}; {row['tokens']} tokens in "
             f"{row['steps']} admitted steps, {row['would']} in dry runs, {row['refused']} refusals, {row['stalls']} stalls, "
             f"{row['returned']} handed back"
         )
     return "\n".join(lines)
+
+
+def _state(row: dict[str, Any]) -> str:
+    weights = f", weights {row['weights'] / (1 << 20):.1f} MiB" if row["weights"] or row["inactive"] else ""
+    took = f", last activated in {row['activation']:.3f} s" if row["activation"] else ""
+    return ("inactive" if row["inactive"] else f"{row['pages']} of {row['budget']} pages") + weights + took
 
 
 def run(options: argparse.Namespace) -> int:

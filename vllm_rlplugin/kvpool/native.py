@@ -1,4 +1,4 @@
-"""The native library of the KV pool (``csrc/pages.c``), loaded by ctypes; calls release the interpreter lock.
+"""The native library of the KV pool (``csrc/pages.c``, ``csrc/vmm.c``), loaded by ctypes; calls release the interpreter lock.
 
 Built when the package is installed. Without it there is no pool: :func:`library` says why and what to do.
 """
@@ -9,11 +9,13 @@ import ctypes
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from orchestrator.api import RunError
 
-ABI = 2
+ABI = 3
 TENANTS, WORDS, NAME, CONTROLS = 16, 14, 64, 8
+DRIVER, FULL_DEVICE, PAGE_SIZE, NO_DEVICE, NO_LIBRARY = range(-34, -29)
 BUSY, FOREIGN, VERSION, SHAPE, FULL, NOT_OWNER, MAPPED, GONE, OLD, SYSTEM, STUCK = range(-10, -21, -1)
 
 _P, _U64, _INT, _I64 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int64
@@ -32,10 +34,11 @@ class TenantRow(ctypes.Structure):
         ("used", _U64),
         ("sequence", _U64),
         ("words", _U64 * WORDS),
+        ("started", _U64),
     )
 
 
-_SIGNATURES: dict[str, tuple[type, list[type]]] = {
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rlc_pool_abi": (_INT, []),
     "rlc_pool_open": (_INT, [ctypes.c_char_p, _U64, _U64, _INT, ctypes.c_char_p, _U64, _P, _P]),
     "rlc_pool_join": (_INT, [_P, ctypes.c_char_p, _INT, _INT, _U64]),
@@ -54,6 +57,22 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "rlc_pool_control": (_INT, [_P, _INT, _U64, _INT]),
     "rlc_pool_controls": (_INT, [_P, _P]),
     "rlc_pool_trim": (_I64, [_P, _U64]),
+    "rlc_pool_mark": (_INT, [_P, _P, _U64, _INT]),
+    "rlc_pool_device": (_INT, [_P, _P]),
+    "rlc_pool_keep": (_INT, [_P]),
+    "rlc_pool_kept": (_INT, [_P]),
+    "rlc_cuda_why": (ctypes.c_char_p, []),
+    "rlc_cuda_open": (_INT, [ctypes.c_char_p, _INT, _U64, _P]),
+    "rlc_cuda_facts": (_INT, [_P, _P, _P, _P]),
+    "rlc_cuda_create": (_INT, [_P, _U64, _P, _P]),
+    "rlc_cuda_release": (_INT, [_P, _P, _U64]),
+    "rlc_cuda_export": (_INT, [_P, _U64, _P]),
+    "rlc_cuda_import": (_INT, [_P, _P, _U64, _P]),
+    "rlc_cuda_reserve": (_INT, [_P, _U64, _P]),
+    "rlc_cuda_free": (_INT, [_P, _U64, _U64]),
+    "rlc_cuda_map": (_INT, [_P, _U64, _P, _P, _U64]),
+    "rlc_cuda_unmap": (_INT, [_P, _U64, _P, _U64]),
+    "rlc_cuda_zero": (_INT, [_P, _U64, _P, _U64]),
     "rlc_range_reserve": (_INT, [_U64, _P]),
     "rlc_range_free": (_INT, [_P, _U64]),
     "rlc_range_map": (_I64, [_P, _P, _P, _P, _U64, _INT]),
@@ -74,7 +93,8 @@ def library() -> ctypes.CDLL:
         if function is None:
             raise RunError(f"the KV pool's native library has no {name}: {fix}")
         function.restype, function.argtypes = result, arguments
-    found.rlc_pool_close.restype, found.rlc_pool_close.argtypes = None, [_P]
+    for name in ("rlc_pool_close", "rlc_cuda_close"):
+        getattr(found, name).restype, getattr(found, name).argtypes = None, [_P]
     if (version := found.rlc_pool_abi()) != ABI:
         raise RunError(f"the KV pool's native library has version {version}, this package needs {ABI}: {fix}")
     return found

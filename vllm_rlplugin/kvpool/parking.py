@@ -52,6 +52,7 @@ class Parking:
         self._now = now
         self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
         self._leaving: dict[int, int] = {}  # parked, still mapped -> steps left
+        self.asleep = False  # nothing has pages; no step may run
         for group in range(geometry.groups):
             if group not in self._used:
                 self._park(group)
@@ -81,8 +82,8 @@ class Parking:
     def want(self, blocks: int) -> bool:
         """Have so many free blocks, if there are pages; whether there are so many now."""
         missing = blocks - self._pool.get_num_free_blocks()
-        if missing <= 0:
-            return True
+        if missing <= 0 or self.asleep:
+            return not self.asleep
         count = -(-missing // self.geometry.group_blocks)
         coming = list(self._leaving)[:count]  # these have their pages still
         for group in coming:
@@ -101,6 +102,8 @@ class Parking:
     def look(self) -> None:
         """Note which groups are in use; give back what was not for ``keep`` seconds. Costs a look at every backed block."""
         now = self._now()
+        if self.asleep:
+            return
         for group in list(self._used):
             if self._busy(group):
                 self._used[group] = now
@@ -114,6 +117,22 @@ class Parking:
         idle = [group for group in self._used if not self._busy(group)][: max(0, groups)]
         self._leave(idle)
         return len(idle)
+
+    def sleep(self) -> None:
+        """Give back everything, the null block's group too: no step may run until :meth:`wake`. Raises RuntimeError while blocks
+        are in use."""
+        self.shrink(len(self._used))
+        self.settled()
+        if set(self._used) != {0} or self._pool.get_num_free_blocks() != self.geometry.group_blocks - 1:
+            raise RuntimeError("blocks are in use")
+        self._backing.drop([0])
+        self.asleep = True
+
+    def wake(self) -> bool:
+        """Have the first group again; False: there are no pages for it."""
+        if self.asleep and self._backing.back([0]):
+            self.asleep = False
+        return not self.asleep
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ serves; an SLO that serving alone cannot keep by its profile is told at start, a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
+from orchestrator.api.jsontext import parse_object
 from orchestrator.policies.admission import Slo, floor
 from orchestrator.policies.costs import Costs, LearnedCosts, ProfiledCosts
 from orchestrator.policies.profile import Profile, point_from_dict
@@ -49,11 +49,11 @@ def costs_of(config: Any, options: PluginOptions, *, unknown: float, slo: Slo | 
 
 def _read(path: Path) -> tuple[dict[str, str], Profile]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_object(path.read_bytes(), finite=True)
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']}")
         return dict(data["key"]), Profile(point_from_dict(item) for item in data["points"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(
             "kv_pool_profile", str(path), f"is no profile that can be read ({error!r}); {_HOW}"
         ) from error

@@ -9,8 +9,9 @@ acquire waits for anybody. Pages are dropped only when no step is under way that
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -21,14 +22,16 @@ from orchestrator.api import ConfigError
 from orchestrator.policies.admission import Mode, Slo
 from orchestrator.policies.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.admitting import Turns
-from vllm_rlplugin.kvpool.engine import EnginePool, current
+from vllm_rlplugin.kvpool.engine import PATIENCE, EnginePool, current
 from vllm_rlplugin.kvpool.guardian import Guardian
 from vllm_rlplugin.kvpool.parking import Parking
 from vllm_rlplugin.kvpool.profiled import costs_of
 from vllm_rlplugin.kvpool.serving import ServingMeter
 from vllm_rlplugin.kvpool.words import Control
 from vllm_rlplugin.options import PluginOptions
+from vllm_rlplugin.patches import REGISTER
 
+POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held")
 _LOOK_SECONDS = 0.25  # between two looks at all blocks
 _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
 
@@ -130,6 +133,45 @@ class PagedScheduling:
         if self._turns is not None:
             self._pool.pool.control(Control.STEPS, 1, add=True)
 
+    def command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """One of POOL_COMMANDS: see the methods."""
+        does: tuple[Callable[..., dict[str, Any]], ...] = (self.look, self.deactivate, self.activate, self.note_weights)
+        return dict(zip(POOL_COMMANDS, does, strict=True))[command](**arguments)
+
+    def deactivate(self) -> dict[str, Any]:
+        """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}."""
+        if self._turns is None:
+            return {"refused": "a serving engine is not deactivated"}
+        if self._flights or self._scheduler.requests:
+            return {"refused": f"it has {len(self._scheduler.requests)} requests"}
+        if not self._parking.asleep:
+            if not self._scheduler.reset_prefix_cache():
+                return {"refused": "its prefix cache is in use"}
+            self._parking.sleep()
+        self._turns.is_active(False)
+        return {"pages": 0}
+
+    def activate(self) -> dict[str, Any]:
+        """The other way: the pages that it needs at least. {"pages"}, or {"refused": why} and it is as before. Waits a moment:
+        the serving engine may have to see that this one is to be reckoned with again."""
+        if self._turns is None:
+            return {"refused": "a serving engine is always active"}
+        self._turns.is_active(True)
+        deadline = time.monotonic() + PATIENCE
+        while not self._parking.wake():
+            if time.monotonic() >= deadline:
+                self._turns.is_active(False)
+                view = self._pool.pool.view()
+                return {"refused": f"no pages for its first blocks ({view.free} free, {view.headroom} for serving)"}
+            time.sleep(0.005)
+        return {"pages": self._pool.geometry.pages_a_group}
+
+    def note_weights(self, weights: int, activation: float | None = None) -> dict[str, Any]:
+        """Said of this engine in the pool: bytes of its weights in memory, seconds that its activation took."""
+        if self._turns is not None:
+            self._turns.note(weights, activation)
+        return {}
+
     def tune(self, slo: Slo, mode: Mode) -> None:
         """Other SLOs, and which of them count, from now on; of a serving engine."""
         if self._meter is not None:
@@ -162,10 +204,14 @@ class PagedScheduling:
         if not self._flights:
             self._parking.settled()
         self._comply()
+        self._looked = time.monotonic()
         self._parking.look()
         view = self._pool.pool.view()
         mine = next(tenant for tenant in view.tenants if tenant.slot == self._pool.slot)
         return {
+            "process": os.getpid(),
+            "patches": REGISTER.status(),
+            "async_scheduling": bool(self._scheduler.scheduler_config.async_scheduling),
             "pages": mine.used,
             "budget": mine.budget,
             "revision": mine.revision,
@@ -176,6 +222,17 @@ class PagedScheduling:
             **self._lent(),
             **self._time(),
         }
+
+    @property
+    def blocks(self) -> int:
+        """That the engine could use, its null block not counted: of a rollout engine all that its budget allows, also those that
+        have no pages yet; of a serving engine those that have."""
+        geometry = self._pool.geometry
+        groups = self._parking.backed
+        if self._pool.role != "serving":
+            mine = next(tenant for tenant in self._pool.pool.view().tenants if tenant.slot == self._pool.slot)
+            groups = max(groups, min(geometry.groups, mine.budget // geometry.pages_a_group))
+        return groups * geometry.group_blocks - 1
 
     def _time(self) -> dict[str, Any]:
         if self._turns is not None:
@@ -201,7 +258,7 @@ class PagedScheduling:
         return most
 
     def _comply(self) -> None:
-        if self._pool.role == "serving":
+        if self._pool.role == "serving" or self._parking.asleep:
             return
         mine = next(tenant for tenant in self._pool.pool.view().tenants if tenant.slot == self._pool.slot)
         each = self._pool.geometry.pages_a_group

@@ -7,7 +7,7 @@ seconds of the machine's monotonic clock, which all processes share; infinite an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -68,7 +68,9 @@ class Served:
 class Rolled:
     """Of a rollout engine. ``running``: a step of it runs since ``begun``; ``busy``: seconds of all steps before; ``minimum``:
     pages that it cannot give back while it lives. Counts since its start; ``would``: tokens admitted in a dry run, never
-    computed; ``refused``: steps; ``stalls``, ``returned``: requests; ``misses``: steps after which serving had no slack left."""
+    computed; ``refused``: steps; ``stalls``, ``returned``: requests; ``misses``: steps after which serving had no slack left.
+    ``inactive``: it was deactivated, and runs nothing; ``weights``: bytes of its weights that are in memory, 0: not said;
+    ``activation``: seconds that the latest one took."""
 
     running: bool = False
     dry: bool = False
@@ -83,12 +85,16 @@ class Rolled:
     stalls: int = 0
     returned: int = 0
     misses: int = 0
+    inactive: bool = field(default=False, kw_only=True)
+    weights: int = field(default=0, kw_only=True)
+    activation: float = field(default=0.0, kw_only=True)
 
     def pack(self) -> Words:
         """For :meth:`vllm_rlplugin.kvpool.ledger.PagePool.publish`."""
-        head = _ROLLOUT | self.running << 16 | self.dry << 17
+        head = _ROLLOUT | self.running << 16 | self.dry << 17 | self.inactive << 18
         counts = (self.steps, self.tokens, self.would, self.refused, self.stalls, self.returned, self.misses)
-        return _words([head, *map(_nanoseconds, (self.begun, self.busy, self.guard)), self.minimum, *counts])
+        times = map(_nanoseconds, (self.begun, self.busy, self.guard))
+        return _words([head, *times, self.minimum, *counts, self.weights, _nanoseconds(self.activation)])
 
     @classmethod
     def unpack(cls, words: Words | None) -> Rolled | None:
@@ -97,7 +103,9 @@ class Rolled:
             return None
         begun, busy, guard = (_seconds(int(word)) for word in words[1:4])
         counts = [int(word) for word in words[4:12]]
-        return cls(bool(head >> 16 & 1), bool(head >> 17 & 1), begun, busy, guard, *counts)
+        said = cls(bool(head >> 16 & 1), bool(head >> 17 & 1), begun, busy, guard, *counts)
+        took = _seconds(int(words[13]))
+        return replace(said, inactive=bool(head >> 18 & 1), weights=int(words[12]), activation=took)
 
     def used_until(self, now: float) -> float:
         """Seconds that its steps have taken so far."""

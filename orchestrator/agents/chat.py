@@ -1,0 +1,170 @@
+"""From messages to token ids, and back: the chat template of a model, or of a closed vocabulary.
+
+Guarantees: what the policy said is never tokenized again. :meth:`Chat.behind` gives only the ids that stand behind an answer:
+what closes it, the new messages, and the opening of the next answer; the answer's own ids stay as they were generated, also
+where a template would show them otherwise (reasoning of earlier turns that it drops stays in the context).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.api import ConfigError
+from orchestrator.tasks.vocabulary import Vocabulary, printable
+
+_ANSWER = "rl-coserve:5e0c7c1d:answer"  # stands for an answer while a template is rendered around it
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message in one form, so that equal ones compare equal. ``extra``: its other fields, as canonical JSON."""
+
+    role: str
+    content: str
+    extra: str = ""
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates take it: arguments of tool calls as objects."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.extra:
+            message.update(json.loads(self.extra))
+        return message
+
+
+class TemplateRefused(Exception):
+    """The chat template does not take these messages; the text says why."""
+
+
+class Chat(Protocol):
+    """``stop_ids``: any of them ends an answer."""
+
+    vocabulary: Sequence[str]
+    pad_id: int
+    end_id: int
+    stop_ids: tuple[int, ...]
+
+    def whole(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+        """Ids of a conversation up to the opening of the next answer. ``tools``: JSON, or empty. Raises TemplateRefused."""
+
+    def behind(
+        self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        """Ids that follow the ids of ``answer``, which answered ``before``. None: the template cannot say."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of plain text. Raises TemplateRefused for text outside of the vocabulary."""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What an agent reads: without the tokens that mark roles and ends."""
+
+
+class VocabularyChat:
+    """Printable characters and five marks: for models without a tokenizer. ``<user>hello<end><assistant>``."""
+
+    roles = ("system", "user", "assistant", "tool")
+
+    def __init__(self) -> None:
+        self._words = Vocabulary([*(f"<{role}>" for role in self.roles), "\n", *map(chr, range(32, 127))], "")
+        self.vocabulary: Sequence[str] = self._words.words
+        self.pad_id, self.end_id = self._words.pad_id, self._words.end_id
+        self.stop_ids: tuple[int, ...] = (self.end_id,)
+        self._ids = {word: token for token, word in enumerate(self.vocabulary)}
+
+    def whole(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+        """See the protocol."""
+        head = [Message("system", tools)] if tools else []
+        said = [token for message in (*head, *messages) for token in self._message(message)]
+        return (*said, self._ids["<assistant>"])
+
+    def behind(
+        self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        """See the protocol."""
+        closing = () if answer and answer[-1] == self.end_id else (self.end_id,)
+        return (*closing, *self.whole(new, ""))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """See the protocol; a character that is not there becomes ``?``."""
+        return self._words.encode(printable(text))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """See the protocol."""
+        words = (self.vocabulary[token] for token in token_ids)
+        return "".join(word for word in words if len(word) == 1)
+
+    def _message(self, message: Message) -> tuple[int, ...]:
+        role = "system" if message.role == "developer" else message.role
+        if role not in self.roles:
+            raise TemplateRefused(f"no such role: {message.role!r}; there are: {', '.join(self.roles)}")
+        return (self._ids[f"<{role}>"], *self.encode(message.content), self.end_id)
+
+
+class ModelChat:
+    """The tokenizer and the chat template of a Hugging Face folder. Nothing of the folder is run, nothing is downloaded."""
+
+    def __init__(self, folder: str, field: str = "task.agent.tokenizer") -> None:
+        """Raises ConfigError."""
+        if not Path(folder).is_dir():
+            raise ConfigError(field, folder, "is no folder: give the one of the model, with its tokenizer")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(field, folder, f"needs transformers, which vLLM brings along: {error}") from error
+        try:
+            found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(field, folder, f"has no tokenizer that can be loaded: {error}") from error
+        if not found.chat_template:
+            raise ConfigError(field, folder, "its tokenizer has no chat template: take an instruction-tuned model")
+        if found.eos_token_id is None:
+            raise ConfigError(field, folder, "its tokenizer names no end of turn (eos_token)")
+        self._tokenizer: Any = found
+        self.vocabulary: Sequence[str] = tuple(found.convert_ids_to_tokens(range(len(found))))
+        self.end_id = int(found.eos_token_id)
+        self.pad_id = int(found.pad_token_id if found.pad_token_id is not None else found.eos_token_id)
+        self.stop_ids: tuple[int, ...] = (self.end_id,)
+
+    def whole(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+        """See the protocol."""
+        return self.encode(self._render(messages, tools))
+
+    def behind(
+        self, before: Sequence[Message], new: Sequence[Message], tools: str, answer: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        """See the protocol. The template shows the whole conversation, so that it knows what it needs to of what came before;
+        only what it puts behind the answer is used."""
+        try:
+            shown = self._render([*before, Message("assistant", _ANSWER), *new], tools)
+        except TemplateRefused:
+            return None
+        _, *after = shown.split(_ANSWER)
+        if len(after) != 1:
+            return None
+        ids = self.encode(after[0])
+        ended = bool(answer) and bool(ids) and answer[-1] in self.stop_ids and answer[-1] == ids[0]
+        return ids[1:] if ended else ids
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """See the protocol."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """See the protocol."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _render(self, messages: Sequence[Message], tools: str) -> str:
+        from jinja2 import TemplateError
+
+        given: Mapping[str, Any] = {"tools": json.loads(tools)} if tools else {}
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [message.shown() for message in messages], add_generation_prompt=True, tokenize=False, **given
+                )
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise TemplateRefused(f"the chat template refuses these messages: {error}") from error

@@ -1,0 +1,73 @@
+"""What a config needs of its environment: engines in tested versions, and packages of extras. One list for the command and
+for ``rl-coserve doctor``, so that what the doctor passes is not refused when the run starts.
+
+Guarantee: nothing is imported or started; what a package is called is looked up in metadata and on the path only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config
+from orchestrator.hooks import MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, Component
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A module that a value of the config asks for, and the extra of this distribution that brings it."""
+
+    module: str
+    extra: str
+    field: str
+    value: str
+
+
+def components(config: Config) -> tuple[Component, ...]:
+    """What must be there in a tested version: vLLM where engines run on the run's own account, Mooncake where something
+    travels over it."""
+    generates = config.rollout.workers > 0 or bool(config.reward.judge.path)
+    carries = config.relay.kind == "mooncake" or config.rollout.kv_transfer.carrier == "mooncake"
+    return (PYTHON, *((VLLM,) if generates else ()), MEGATRON_CORE, *((MOONCAKE,) if carries else ()), RAY)
+
+
+def packages(config: Config) -> tuple[Package, ...]:
+    """What the base and its extra ``orchestrator`` do not bring."""
+    tasks = {config.task.name, *config.task.mixture}
+    url, otlp = config.relay.metadata_url, config.logging.otlp.endpoint
+    asked = (
+        (config.relay.kind == "fsspec", Package("fsspec", "fsspec", "relay.kind", "fsspec")),
+        (bool(url), Package("redis", "redis", "relay.metadata_url", url)),
+        (
+            config.reward.host == "ray_serve",
+            Package("grpc_reflection", "ray-serve", "reward.host", "ray_serve"),  # of Serve's own, and no other's
+        ),
+        (
+            config.environment.backend == "kubernetes",
+            Package("kubernetes", "kubernetes", "environment.backend", "kubernetes"),
+        ),
+        (config.logging.wandb.enabled, Package("wandb", "wandb", "logging.wandb.enabled", "true")),
+        (bool(otlp), Package("opentelemetry.exporter.otlp.proto.http", "otlp", "logging.otlp.endpoint", otlp)),
+        ("reasoning_gym" in tasks, Package("reasoning_gym", "reasoning-gym", "task.name", "reasoning_gym")),
+    )
+    return tuple(package for is_asked, package in asked if is_asked)
+
+
+def missing(config: Config) -> tuple[Package, ...]:
+    """Those that are not installed here."""
+    return tuple(package for package in packages(config) if not _there(package.module))
+
+
+def require_packages(config: Config) -> None:
+    """Raises ConfigError that names the first one that is missing."""
+    for package in missing(config):
+        fix = f"needs a package that is not installed: pip install 'rl-coserve[{package.extra}]'"
+        raise ConfigError(package.field, package.value, fix)
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of its parents
+        return False

@@ -1,0 +1,203 @@
+"""What the fuzz tests share: ways to damage a valid artefact, and the bounds within which a parser must answer.
+
+The property that every fuzz test holds: whatever a parser is given, it returns what it should or raises the error that its
+module documents, within ``SECONDS`` and ``MEMORY``; any other exception, a hang or an allocation out of proportion fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import signal
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+SECONDS = 10.0  # for one input; a parser takes milliseconds, a busy machine some more
+MEMORY = 64 << 20  # bytes that Python and NumPy allocate for one input of some kilobytes
+DEEP = 100_000  # levels of nesting: beyond every stack
+# Few examples in each run of the tests, the same ones each time; many, new ones, in the long tier.
+SHORT, LONG = 100, 2000
+EXAMPLES = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.long)]
+
+# What a field may hold instead of what it should. JSON's and msgpack's own types; not every form can carry all of them.
+JUNK: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 7, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63), 1 << 200, 0.5, -0.0, 1e308,
+    float("inf"), float("-inf"), float("nan"), "", "x", "0", "\x00", "\ud800", "/../..", "x" * 5000, b"", b"\xff", [], [[]],
+    {}, {"x": 1}, [0] * 1000, {"format": 99}, [None, None],
+)  # fmt: skip
+
+
+class TooSlow(BaseException):
+    """Not an Exception: nothing that catches those may hide it."""
+
+
+@contextlib.contextmanager
+def bounded(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
+    """Fail when the body takes longer, or allocates more, than a parser may."""
+
+    def alarm(number: int, frame: object) -> None:
+        raise TooSlow(f"no answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert peak <= memory, f"{peak} B were allocated"
+
+
+def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    """Give ``check`` so many drawn inputs. The short tier draws the same ones in each run."""
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=examples <= SHORT,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate] if examples <= SHORT else [Phase.generate, Phase.shrink],
+    )
+    @given(strategy)
+    def run(value: Any) -> None:
+        check(value)
+
+    run()
+
+
+def survives(parse: Callable[[], Any], *documented: type[Exception]) -> Any:
+    """What the parser returned, or None when it refused as documented."""
+    with bounded():
+        try:
+            return parse()
+        except documented:
+            return None
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes, others: tuple[bytes, ...] = ()) -> bytes:
+    """``whole`` after one to four accidents: flipped bits, a cut, a hole, a repetition, a piece of another artefact."""
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        length = draw(st.sampled_from((1, 2, 4, 8, 64, 1024)))
+        match draw(
+            st.sampled_from(("flip", "flip", "set", "cut", "hole", "zeros", "ones", "twice", "insert", "splice"))
+        ):
+            case "flip" if data:
+                data[at] ^= 1 << draw(st.integers(0, 7))
+            case "set" if data:
+                data[at] = draw(st.sampled_from((0, 1, 0x7F, 0x80, 0xFF, 0x5B, 0x7B, 0x22, 0x2C, 0xC1, 0x91, 0xDF)))
+            case "cut":
+                del data[at:]
+            case "hole":
+                del data[at : at + length]
+            case "zeros":
+                data[at : at + length] = bytes(len(data[at : at + length]))
+            case "ones":
+                data[at : at + length] = b"\xff" * len(data[at : at + length])
+            case "twice":
+                data[at:at] = data[at : at + length]
+            case "insert":
+                data[at:at] = draw(st.binary(min_size=1, max_size=16))
+            case "splice":
+                other = draw(st.sampled_from(others or (whole,)))
+                start = draw(st.integers(0, max(0, len(other) - 1)))
+                data[at : at + length] = other[start : start + length]
+    return bytes(data)
+
+
+# -- trees ---------------------------------------------------------------------------------------------------------------
+
+
+def places(tree: Any, path: tuple[Any, ...] = (), most: int = 400) -> list[tuple[Any, ...]]:
+    """The paths of all values in a tree of dictionaries and lists; of a long list the first few and the last."""
+    found = [path]
+    if isinstance(tree, dict):
+        children: list[Any] = list(tree)
+    elif isinstance(tree, list):
+        children = list(range(len(tree))) if len(tree) < 8 else [0, 1, 2, len(tree) - 1]
+    else:
+        children = []
+    for child in children:
+        found += places(tree[child], (*path, child), most)
+        if len(found) > most:
+            break
+    return found
+
+
+@st.composite
+def altered(draw: st.DrawFn, tree: Any) -> Any:
+    """A valid tree with one to three fields that are gone, of another type, huge, renamed, swapped or repeated."""
+    made = copy.deepcopy(tree)
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(places(made)))
+        how = draw(st.sampled_from(("junk", "junk", "junk", "gone", "twice", "swap", "wrap", "nudge", "rename")))
+        if not path:
+            made = draw(st.sampled_from(JUNK)) if how == "junk" else made
+            continue
+        parent = made
+        for step in path[:-1]:
+            parent = parent[step]
+        key, value = path[-1], parent[path[-1]]
+        match how:
+            case "junk":
+                parent[key] = copy.deepcopy(draw(st.sampled_from(JUNK)))
+            case "gone":
+                del parent[key]
+            case "twice" if isinstance(parent, list):
+                parent.insert(key, copy.deepcopy(value))
+            case "swap":
+                other = draw(st.sampled_from(places(made)))
+                found = made
+                for step in other:
+                    found = found[step]
+                parent[key] = copy.deepcopy(found)
+            case "wrap":
+                parent[key] = [value]
+            case "nudge" if isinstance(value, int | float):
+                parent[key] = value + draw(st.sampled_from((-1, 1, 0.5, 1 << 40)))
+            case "rename" if isinstance(parent, dict):
+                parent[f"{key}x"] = parent.pop(key)
+    return made
+
+
+def as_json(tree: Any) -> bytes | None:
+    """The tree as JSON (NaN and lone surrogates too); None: it cannot be written so."""
+    try:
+        return json.dumps(tree, default=lambda value: repr(value)).encode("utf-8", "surrogatepass")
+    except (ValueError, TypeError):
+        return None
+
+
+def texts(tree: Any) -> st.SearchStrategy[bytes]:
+    """JSON of the tree, altered as a tree, damaged as bytes, or hostile from the ground up."""
+    valid = as_json(tree)
+    assert valid is not None
+    return st.one_of(
+        altered(tree).map(as_json).filter(lambda data: data is not None),  # type: ignore[arg-type]
+        damaged(valid),
+        st.sampled_from(hostile_json()),
+    )
+
+
+def hostile_json() -> tuple[bytes, ...]:
+    """Texts that no writer makes."""
+    return (
+        b"", b" ", b"null", b"0", b"[]", b"{}", b'""', b"\xff\xfe", b"\x00", b"NaN", b"-Infinity", b"[" * DEEP,
+        b'{"a":' * DEEP, b"[" * DEEP + b"]" * DEEP, b"9" * 100_000, b'{"format": ' + b"9" * 5000 + b"}", b"1e99999", b'"\\ud800"',
+        b'{"kind": 1e400}', b'{"id": {}, "seq": []}',
+    )  # fmt: skip
