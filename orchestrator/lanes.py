@@ -89,6 +89,11 @@ class Lane:
         return self.alive and not self.lent
 
     @property
+    def takes(self) -> bool:
+        """Whether it may be given requests now: its device has memory for them."""
+        return self.usable and not self.full
+
+    @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """That serve it."""
         return [task for task in (self.pump, self.sender, self.reviver) if task is not None]

@@ -287,6 +287,7 @@ def _line(record: dict[str, Any]) -> str:
 def _parse(line: str) -> dict[str, Any] | None:
     """One journal record, or None for a half-written line (the process was killed while it wrote). Raises RunError for a
     whole line that is no record of this form."""
+    record: dict[str, Any]
     try:
         record, end = _decode(line)
     except (ValueError, RecursionError):

@@ -99,8 +99,7 @@ class LLMProxy:
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
-        tasks = [self._watch, *self.kv.tasks, *(task for lane in self.lanes for task in lane.tasks)]
-        alive = [task for task in tasks if task is not None]
+        alive = [*self.kv.tasks, *(task for lane in self.lanes for task in lane.tasks), *filter(None, [self._watch])]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
@@ -468,11 +467,9 @@ class LLMProxy:
 
     def _seat(self, lane: Lane) -> None:
         """Tell the router whether it may be given requests."""
-        if lane.usable and lane.version == self.version and not lane.full:
+        if lane.takes and lane.version == self.version:
             self.router.open(lane.index)
-        elif (
-            lane.usable and not lane.full and not self._current_only
-        ):  # else no tokens of new weights go on with old ones
+        elif lane.takes and not self._current_only:  # else no tokens of new weights go on with old ones
             self.router.keep(lane.index)
         else:
             self.router.close(lane.index)

@@ -22,6 +22,7 @@ import pytest
 
 from orchestrator import nvidia
 from orchestrator.api import ConfigError
+from orchestrator.bench import kv_remap
 from orchestrator.bench.probe import run_probe
 from tests import fake_cuda
 from vllm_rlplugin.kvpool import keeper
@@ -56,7 +57,7 @@ def path(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     fake_cuda.reset(library)
     yield found
     fake_cuda.reset(library)
-    for file in (found, device, keeper.socket_path(found)):
+    for file in (found, device, keeper.socket_path(found), keeper.socket_path(found).with_suffix(".log")):
         file.unlink(missing_ok=True)
 
 
@@ -242,6 +243,31 @@ def test_pages_go_from_process_to_process_by_the_probe_with_a_fake_driver(
     assert 0 < found["release"] < found["seconds"]
 
 
+def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"seconds": 0.004, "release": 0.002, "map": 0.002, "worst": 0.006, "rounds": 3, "pid": 1}
+    asked = []
+
+    def probe(name: str, arguments: list[str]) -> dict[str, Any]:
+        asked.append(arguments[-1])
+        return {**row, "kind": arguments[-1], "seconds": 0.004 if arguments[-1] == "kept" else 0.009}
+
+    monkeypatch.setattr(kv_remap, "run_probe", probe)
+    monkeypatch.setattr(kv_remap, "gpus", lambda: nvidia.Gpus("", "12.8", (nvidia.Gpu("a device", True),)))
+    monkeypatch.setattr(kv_remap.importlib.util, "find_spec", lambda name: name)
+    found = kv_remap.run(quick=True, nonce="n")
+    assert asked == ["kept", "created", "kvcached"]
+    assert (found["value"], found["bar"], found["holds"], found["detail"]["device"]) == (
+        0.004,
+        "<= 0.005",
+        True,
+        "a device",
+    )
+    assert found["detail"]["others"]["kvcached"]["seconds"] == 0.009
+    monkeypatch.setattr(kv_remap, "gpus", lambda: nvidia.Gpus("no driver"))
+    found = kv_remap.run(quick=True, nonce="n")
+    assert (asked[3:], found["bar"], found["detail"]["device"]) == (["host"], "<= 0.05", "host memory")
+
+
 # -- the keeper --------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +312,7 @@ def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_wi
     os.kill(keeper_of(path), signal.SIGKILL)
     while keeper.kept(pool):
         time.sleep(0.01)
+    assert keeper.socket_path(path).with_suffix(".log").exists()
     assert not theirs.back(places(5)), "a page that it never had"
     theirs.drop(places(0, 1))
     assert mine.back(np.arange(PAGES, dtype=np.uint64)), "serving needs nobody"
@@ -308,6 +335,9 @@ def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not keeper.socket_path(path).exists()
+    while keeper.socket_path(path).with_suffix(".log").exists():  # a clean end leaves nothing
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     driver.release(driver.create(PAGES))
     pool.close()
     again = kept_pool(path, driver, library, pages=8)

@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool.engine import pool_path
-from vllm_rlplugin.kvpool.geometry import Geometry
+from vllm_rlplugin.kvpool.geometry import Geometry, regions_of
 from vllm_rlplugin.kvpool.ledger import PagePool
 from vllm_rlplugin.kvpool.parking import Parking
 from vllm_rlplugin.options import PluginOptions
@@ -48,6 +48,21 @@ def test_blocks_that_do_not_lie_in_pages_say_how_many_would() -> None:
         Geometry.of(18, [(0, 3072), (18 * 3072, 3072)], 4096)
     with pytest.raises(ValueError, match="one group of pages"):
         Geometry.of(4, [(0, 3072)], 4096)
+
+
+def test_the_runs_of_blocks_are_those_of_vllms_layouts_and_one_that_has_none_is_refused() -> None:
+    """On a GPU vLLM has more layouts than on CPU."""
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layers = KVCacheTensor(size=800, layers=["a", "b"], layer_stride=400, block_stride=100)
+    together = KVCacheTensor(size=800, layers=["a", "b"], layer_stride=100, block_stride=200)
+    for name in ("LBHNC", "LBNHC"):
+        assert regions_of([layers], KVCacheLayout[name]) == [(0, 100), (400, 100)]
+    for name in ("BLHNC", "BLNHC", "BHLNC"):
+        assert regions_of([together], KVCacheLayout[name]) == [(0, 200)]
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT"):
+        regions_of([layers], KVCacheLayout.LHBNC)
 
 
 # -- parking, on vLLM's own pool of blocks ------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ def path() -> Iterator[Path]:
     found.unlink(missing_ok=True)
 
 
-def pool_of(path: Path, pages: int = 8) -> PagePool:
-    return PagePool.create(path, pages, page_bytes=PAGE)
+def pool_of(path: Path, pages: int = 8, *, host: bool = True) -> PagePool:
+    return PagePool.create(path, pages, page_bytes=PAGE, host=host, device="cpu" if host else "a device")
 
 
 def ints(array: np.ndarray) -> list[int]:
@@ -425,11 +425,12 @@ class LedgerMachine(RuleBasedStateMachine):
     """Any order of calls by up to three tenants, against owners kept in a dictionary."""
 
     tenants = Bundle("tenants")
+    host = True
 
     @initialize()
     def begin(self) -> None:
         self.path = Path(f"/dev/shm/rl-coserve-model-{os.getpid()}-{random.randrange(10**9)}")
-        self.pool = pool_of(self.path, 12)
+        self.pool = pool_of(self.path, 12, host=self.host)
         self.model: dict[int, str] = {}
         self.open: dict[str, PagePool] = {}
         self.budgets: dict[str, int] = {}
@@ -487,9 +488,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def die(self, name: str) -> None:
         """Its file is closed, as the kernel does when a process ends."""
         if name in self.open:
+            if not self.host:  # nothing of it may be in use: else it counts until its process is gone
+                self.open[name].release(
+                    np.array([page for page, owner in self.model.items() if owner == name], np.uint64)
+                )
             self.open.pop(name).close()
             self.model = {page: owner for page, owner in self.model.items() if owner != name}
-            assert self.pool.reap() == 1
+            assert self.pool.reap() == self.host
 
     @invariant()
     def adds_up(self) -> None:
@@ -509,3 +514,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+
+
+class DeviceLedgerMachine(LedgerMachine):
+    """The same where pages are memory of a device, which is not in the file."""
+
+    host = False
+
+
+TestDeviceLedger = DeviceLedgerMachine.TestCase
+TestDeviceLedger.settings = settings(max_examples=15, stateful_step_count=60, deadline=None)

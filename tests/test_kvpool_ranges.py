@@ -85,7 +85,8 @@ def place(request: pytest.FixtureRequest, library: Path, monkeypatch: pytest.Mon
     fake_cuda.reset(library)
     yield Place(request.param, Path(name), library)
     fake_cuda.reset(library)
-    for path in (device, Path(name), keeper.socket_path(Path(name))):
+    socket = keeper.socket_path(Path(name))
+    for path in (device, Path(name), socket, socket.with_suffix(".log")):
         path.unlink(missing_ok=True)
 
 
@@ -197,9 +198,12 @@ def test_a_tenant_that_is_killed_gives_its_pages_and_their_memory_back(place: Pl
         child = tenant(place)
         assert not memory.back(places(15))
         child.kill()
-        child.communicate()
+        os.waitid(
+            os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
+        )  # its parent has not asked for it yet: nothing of it runs
         pool.reap()  # its keeper may have done it
         assert [tenant.name for tenant in pool.view().tenants] == ["serve"]
+        child.communicate()
         assert memory.back(np.arange(kept, kept + 8, dtype=np.uint64)), "pages, and memory for them"
         ctypes.memset(memory.address + kept * PAGE, 5, 8 * PAGE)
     pool.close()

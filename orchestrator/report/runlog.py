@@ -302,13 +302,8 @@ def _events(run: RunLog, file: Path) -> Iterable[dict[str, Any]]:
             run.unreadable += 1
 
 
-MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-)  # what folding a damaged event may raise
+# What folding a damaged event may raise.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def take_event(run: RunLog, event: dict[str, Any]) -> None:
@@ -410,8 +405,7 @@ def _fold(run: RunLog, event: dict[str, Any]) -> None:
 
 def _seconds(value: Any) -> float:
     """Finite, or a ValueError."""
-    seconds = float(value)
-    if not math.isfinite(seconds):
+    if not math.isfinite(seconds := float(value)):
         raise ValueError(f"{seconds} seconds")
     return seconds
 

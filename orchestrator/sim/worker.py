@@ -123,9 +123,8 @@ class SimWorker:
         self._suspended = False
         self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
         self._leap: asyncio.TimerHandle | None = None
-        self._leap_start = 0.0  # when its first decode step begins, on the clock of its device
-        self._leap_first = 0.0  # seconds of that step
-        self._leap_growth = 0.0  # seconds that each further one takes more
+        # When its first decode step begins, on the clock of its device; seconds of that step; that each further one takes more.
+        self._leap_start = self._leap_first = self._leap_growth = 0.0
         self._leap_steps = 0
 
     # The port.
@@ -231,8 +230,7 @@ class SimWorker:
         self._batch.change(version)
         if self._routing.moves(version):
             self._use(self._costs)
-        seconds = asyncio.get_running_loop().time() - begun
-        return UpdateResult(version, MODEL_BYTES, seconds, len(self._batch.running))
+        return UpdateResult(version, MODEL_BYTES, asyncio.get_running_loop().time() - begun, len(self._batch.running))
 
     async def resume(self) -> None:
         """See the protocol."""
@@ -340,9 +338,8 @@ class SimWorker:
 
     def _check_version(self, version: int) -> None:
         if version < self._batch.version:
-            raise CommandError(
-                "version_decreases", f"{self.name}: {version} asked for, {self._batch.version} is loaded"
-            )
+            why = f"{self.name}: {version} asked for, {self._batch.version} is loaded"
+            raise CommandError("version_decreases", why)
         if version != self._prepared and not self._weights.has(version):
             raise RetryableError(f"{self.name}: version {version} is not on the relay")
 
@@ -355,13 +352,10 @@ class SimWorker:
         """The unfinished requests that an ABORT names."""
         named = [self._known.get(request_id) for request_id in request_ids]
         found = [sequence for sequence in named if sequence is not None]
-        if trajectories or groups:
-            found += [
-                sequence
-                for sequence in self._unfinished()
-                if sequence.request.trajectory_id in trajectories
-                or (sequence.request.group_id and sequence.request.group_id in groups)
-            ]
+        for sequence in self._unfinished() if trajectories or groups else ():
+            asked = sequence.request
+            if asked.trajectory_id in trajectories or (asked.group_id and asked.group_id in groups):
+                found.append(sequence)
         return found
 
     async def _step_ended(self) -> None:

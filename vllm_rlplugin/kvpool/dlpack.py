@@ -43,8 +43,11 @@ _alive: list[Any] = []  # torch reads the structure until it drops the tensor, a
 
 def byte_tensor(address: int, size: int, *, cuda: int | None) -> Any:
     """int8[size] at this address: of this host, or of CUDA device ``cuda``."""
+    import torch
     from torch.utils.dlpack import from_dlpack
 
+    if cuda is not None:
+        torch.cuda.init()  # a process may have had no reason to do so yet
     shape = (ctypes.c_int64 * 1)(size)
     device = _Device(_CPU, 0) if cuda is None else _Device(_CUDA, cuda)
     managed = _Managed(_Tensor(address, device, 1, _Type(*_INT8), shape, None, 0), None, None)

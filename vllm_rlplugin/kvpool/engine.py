@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool import mps
 from vllm_rlplugin.kvpool.backends import Backend, HostBackend, backend_for
-from vllm_rlplugin.kvpool.geometry import Geometry
+from vllm_rlplugin.kvpool.geometry import Geometry, regions_of
 from vllm_rlplugin.kvpool.ledger import Role
 from vllm_rlplugin.kvpool.words import Rolled
 from vllm_rlplugin.options import PluginOptions
@@ -98,13 +98,10 @@ def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *
             "kv_pool", f"{options.kv_pool} with {workers} workers", "an engine in a pool has one worker so far"
         )
     tensors = config.kv_cache_tensors
-    regions = [
-        (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
-        for tensor in tensors
-        for index in range(len(tensor.layers))
-    ]
-    if layout.is_block_outermost:  # all layers of a block lie together: one run, from its first byte on
-        regions = [(min(offset for offset, _ in regions), tensors[0].block_stride)]
+    try:
+        regions = regions_of(tensors, layout)
+    except ValueError as error:
+        raise ConfigError("kv_pool", f"{options.kv_pool} with KV layout {layout.name}", str(error)) from error
     size = tensors[0].size
     mps.check(options.kv_pool_mps, device.type, os.environ)
     backend = backend_for(device, options.kv_pool_page_kib << 10, options.kv_pool_supply)

@@ -8,8 +8,9 @@ it is one run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,3 +71,17 @@ class Geometry:
     def blocks_of(self, group: int) -> range:
         """Block ids."""
         return range(group * self.group_blocks, (group + 1) * self.group_blocks)
+
+
+def regions_of(tensors: Sequence[Any], layout: Any) -> list[tuple[int, int]]:
+    """Of vLLM's ``KVCacheTensor`` and ``KVCacheLayout``: (offset of block 0, bytes from one block to the next) of each run of
+    blocks. Raises ValueError for a layout in which a block of a layer is not one run of bytes."""
+    if layout.is_block_outermost:  # all layers of a block lie together: one run, from its first byte on
+        return [(min(tensor.offset for tensor in tensors), tensors[0].block_stride)]
+    if not layout.is_block_compact:
+        raise ValueError("the heads of a block lie apart there: set VLLM_KV_CACHE_LAYOUT to LBHNC or BLHNC")
+    return [
+        (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
+        for tensor in tensors
+        for index in range(len(tensor.layers))
+    ]

@@ -7,6 +7,7 @@ before anybody joins, computes nothing and has no context on the device. Guarant
 * Its socket is for the pool's owner: mode 0600, and each side asks the kernel who the other is before a descriptor goes over.
 * It ends when nobody has lived in the pool for ``linger`` seconds, or when the pool is made anew or its file is
   removed, and the memory is free then.
+* What it says after its start is in a file beside the socket (``.log``), which a clean end removes.
 * If it dies, engines keep every page they ever had (a handle holds its memory), the serving engine all of them; what an engine
   never had it cannot get any more: "no page", and an engine that starts is told so.
 """
@@ -116,7 +117,10 @@ class KeptPages:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 16, BATCH, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             self._hang_up()
-            text = f"the keeper of {self._pool.path} does not answer ({error}); end the pool's engines, and start them anew"
+            why = f"{error}; its last words: {socket_path(self._pool.path).with_suffix('.log')}"
+            text = (
+                f"the keeper of {self._pool.path} does not answer ({why}); end the pool's engines, and start them anew"
+            )
             raise KeeperGone(text) from error
         return list(descriptors)
 
@@ -147,7 +151,7 @@ def kept(pool: PagePool) -> bool:
 def ensure(pool: PagePool, driver: Driver, *, library: str = LIBRARY, linger: float = LINGER) -> None:
     """Start the pool's keeper if there is none; returns when it has the pages. Raises ConfigError: the device has no room for
     so many; RunError: it did not start."""
-    deadline = time.monotonic() + 2 * _PATIENCE
+    deadline = time.monotonic() + _START
     command = [sys.executable, "-m", MODULE, str(pool.path), "--device", str(driver.ordinal), "--library", library]
     while True:
         if kept(pool):
@@ -303,21 +307,23 @@ def main() -> int:
             print(json.dumps({"error": str(error), **made}), flush=True)
             return 2
         print(json.dumps({"pages": pool.pages}), flush=True)
-        _let_go_of_the_starter()
+        log = _write_to(socket_path(options.pool).with_suffix(".log"))
         try:
             keeper.run(options.linger)
         finally:
             keeper.close()
             driver.close()
+        log.unlink(missing_ok=True)
     return 0
 
 
-def _let_go_of_the_starter() -> None:
-    """It waits for the end of our output, and may have its own read to the end by others."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+def _write_to(log: Path) -> Path:
+    """Let go of the starter's pipes: it waits for their end. What is said from here on is for whoever looks why we died."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     for descriptor in (1, 2):
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+        os.dup2(file, descriptor)
+    os.close(file)
+    return log
 
 
 if __name__ == "__main__":
