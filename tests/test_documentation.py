@@ -48,7 +48,8 @@ NEEDS = {
     "a server": "a `vllm serve` with the plugin that is running",
     "a pool": "engines that share a KV pool, running",
     "an environment": "it installs into an environment of yours",
-    "ssh": "another machine",
+    "a GPU": "an NVIDIA GPU",
+    "a cluster": "Kubernetes or Slurm",
 }
 PLACES = {"CONFIG": "examples/frozenlake.toml", "run.toml": "examples/frozenlake.toml"}
 WRITTEN = {"guess.toml": "examples/frozenlake.toml"}  # a page has it; it lies in the checkout where commands run
