@@ -228,7 +228,7 @@ def test_a_newer_manifest_and_a_newer_predictor_are_refused(tmp_path: Path) -> N
     payload = msgpack.packb(data)
     checksum = wire.digest(np.frombuffer(payload, np.uint8))
     encoded = manifests.MAGIC + struct.pack("<Q", checksum) + payload
-    with pytest.raises(CorruptWeightsError, match="this is \\(99, .*wanted \\(2, "):
+    with pytest.raises(CorruptWeightsError, match=r"this is \(99, .*wanted \(2, "):
         manifests.decode_manifest(memoryview(encoded), checksum, "artefact", 1, 0, 0)
 
     class Newer(Progressive):

@@ -40,9 +40,9 @@ def read_arrays(data: bytes) -> dict[str, NDArray[Any]]:
 
 def _array(data: bytes) -> NDArray[Any]:
     stream = io.BytesIO(data)
-    if np.lib.format.read_magic(stream) != (1, 0):
+    if np.lib.format.read_magic(stream) != (1, 0):  # type: ignore[no-untyped-call]
         raise ValueError("an array of another format")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)  # type: ignore[no-untyped-call]
     body = data[stream.tell() :]
     if fortran or dtype.hasobject or len(body) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"an array of {shape} {dtype} in {len(body)} B")

@@ -98,7 +98,8 @@ def workers(config: Config, endpoint: RelayEndpoint) -> list[HttpWorker]:
         return []
     token, allow = read_token(config, os.environ), config.rollout.served_allow_plain_http
     return [
-        HttpWorker(url, token, url.rstrip("/"), relay=endpoint, allow_plain_http=allow) for url in config.rollout.served
+        HttpWorker(url, token, url.rstrip("/"), relay=endpoint, allow_plain_http=allow, tls=config.tls.files())
+        for url in config.rollout.served
     ]
 
 
@@ -138,7 +139,9 @@ async def _ask_all(config: Config, token: str) -> list[tuple[str, dict[str, Any]
 
 
 async def _ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]]:
-    worker = HttpWorker(url, token, url, allow_plain_http=config.rollout.served_allow_plain_http)
+    worker = HttpWorker(
+        url, token, url, allow_plain_http=config.rollout.served_allow_plain_http, tls=config.tls.files()
+    )
     fix = "is a server running there? vllm serve MODEL --plugin rl-coserve"
     try:
         async with asyncio.timeout(ANSWER_SECONDS):

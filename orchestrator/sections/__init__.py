@@ -32,6 +32,7 @@ from orchestrator.sections.run import (
     TaskSection,
 )
 from orchestrator.sections.sim import SimSection
+from orchestrator.sections.tls import TlsSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
 from orchestrator.sections.view import LoggingSection, OtlpSection, ViewSection, WandbSection
 
@@ -68,6 +69,7 @@ __all__ = [
     "SimSection",
     "TaskContextSection",
     "TaskSection",
+    "TlsSection",
     "ToolsSection",
     "TrainerSection",
     "ViewSection",
