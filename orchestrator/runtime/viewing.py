@@ -38,7 +38,7 @@ class ViewProcess(ServingChild):
 
     def __init__(self, config: Config, folder: RunFolder, say: Say, since: float = 0.0) -> None:
         super().__init__(folder.logs / "view.log")
-        self.token = read_token(config.view.token_file)
+        self.token, self._token_file = read_token(config.view.token_file), config.view.token_file
         self._folder, self._port_wanted, self._say, self._since = folder, config.view.port, say, since
         self._shown, self._host, self._tls = config.view.enabled, config.view.host, bool(config.tls.certificate)
         self._reader: asyncio.Task[None] | None = None
@@ -66,7 +66,9 @@ class ViewProcess(ServingChild):
         if self._shown:
             host = f"[{self._host}]" if ":" in self._host else self._host
             port = self.base_url.rpartition(":")[2]
-            self._say(f"view: {'https' if self._tls else 'http'}://{host}:{port}/?token={self.token}")
+            # A token of the user's own is in his file, and belongs into no log; one that was made here is said once.
+            tail = f" (token: {self._token_file})" if self._token_file else f"?token={self.token}"
+            self._say(f"view: {'https' if self._tls else 'http'}://{host}:{port}/{tail}")
         self._reader = asyncio.create_task(self._read(), name="read what the view says")
 
     async def stop(self) -> None:
