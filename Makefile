@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint types docs test-long test-gpu clean
+.PHONY: help venv demo test lint types docs test-long test-gpu sbom audit clean
 
 BIN := .venv/bin
 CONFIG ?= examples/frozenlake.toml
@@ -41,6 +41,18 @@ test-long: venv ## Soaks, kills, many seeds
 
 test-gpu: venv ## The tests that need an NVIDIA GPU
 	@$(BIN)/pytest -m gpu $(PYTEST_ARGS) || (code=$$?; [ $$code -eq 5 ] && echo "no test is marked gpu" || exit $$code)
+
+TOOLS := .venv/tools
+$(TOOLS)/bin/cyclonedx-py: pyproject.toml
+	@python3 -m venv $(TOOLS) && $(TOOLS)/bin/pip install --quiet --disable-pip-version-check $$($(BIN)/python scripts/licences.py --extra audit)
+	@touch $@
+
+sbom: venv $(TOOLS)/bin/cyclonedx-py ## The bill of materials of .venv, CycloneDX: sbom.cdx.json; licences that are not allowed are an error
+	@$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.cdx.json $(BIN)/python
+	@$(BIN)/python scripts/licences.py sbom.cdx.json
+
+audit: venv $(TOOLS)/bin/cyclonedx-py ## Known vulnerabilities of what is installed in .venv (pip-audit asks its database, over the network)
+	@$(TOOLS)/bin/pip-audit --progress-spinner off --path $(BIN)/../lib/python3.11/site-packages
 
 clean: ## Remove .venv, caches and build products; keeps runs/
 	rm -rf .venv build dist orchestrator/transfer/delta/_native.ctypes.so vllm_rlplugin/kvpool/_pages.ctypes.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, urls
 from orchestrator.policies import modes
 from orchestrator.policies.objectives import OBJECTIVES
 from orchestrator.policies.rounds import speculated
@@ -38,6 +38,7 @@ from orchestrator.sections import (
     Section,
     SimSection,
     TaskSection,
+    TlsSection,
     ToolsSection,
     TrainerSection,
     ViewSection,
@@ -79,6 +80,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resources: ResourcesSection = ResourcesSection()
     ray: RaySection = RaySection()
+    tls: TlsSection = TlsSection()
     view: ViewSection = ViewSection()
     logging: LoggingSection = LoggingSection()
     sim: SimSection = SimSection()
@@ -95,6 +97,13 @@ class Config(Section):
             raise ValidationError.from_exception_data("config", [found])
         if self.task.name == "agent":
             self._check_agent()
+        if self.relay.signing_key and self.rollout.weights == "collective":
+            raise ValueError("relay.signing_key: rollout.weights = 'collective' brings weights unsigned: take 'relay'")
+        called = {"reward.url": self.reward.url, "reward.judge.url": self.reward.judge.url}
+        called |= {f"tools.urls.{name}": url for name, url in self.tools.urls.items()}
+        for name, url in called.items():
+            if url and (fix := urls.plain_mistake(url, self.tls.allow_plain_http)):
+                raise ValueError(f"{name} = {url!r}: {fix}")
         if self.rollout.environments < self.rollout.group_size:
             raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
         if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:

@@ -44,6 +44,7 @@ from orchestrator.api import (
     urls,
 )
 from orchestrator.api import http as wire
+from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.transfer import RelayEndpoint
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
@@ -62,8 +63,9 @@ class HttpWorker:
     """Implements :class:`orchestrator.api.BorrowedWorker`. Connects with the first call.
 
     ``url``: http(s)://host:port of the server. ``relay``: the one that it is to fetch weights from; None: what it
-    was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it. Raises ConfigError for a URL over
-    which the token must not go.
+    was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it. ``tls``: whom https trusts, and what is
+    shown to a server that asks for a certificate. Raises ConfigError for a URL over which the token must not go, and for
+    files of ``tls`` that cannot be used; a call of a server whose certificate is not right raises ConfigError too.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class HttpWorker:
         relay: RelayEndpoint | None = None,
         allow_plain_http: bool = False,
         deactivate: bool = False,
+        tls: Tls = SYSTEM,
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
             raise ConfigError("worker.url", url, mistake)
@@ -90,6 +93,7 @@ class HttpWorker:
             self._joined.set()
         self._place = ("", "", "")  # server process, job and metadata of its relay, when we connected
         self._life = ""  # before our request ids on the wire
+        self._tls = tls.client() if url.startswith("https:") else None
         self._headers = {"Authorization": f"Bearer {token}", wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -328,6 +332,8 @@ class HttpWorker:
         except TimeoutError as error:
             raise RetryableError(f"{self.name}: no answer to {path} within {limit:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
+            if (why := refusal(error)) and not self._closed:
+                raise ConfigError("worker.url", self._url, why) from error
             raise self._lost(path, error) from error
         if self._closed:
             raise RetryableError(f"{self.name} is closed")
@@ -382,7 +388,7 @@ class HttpWorker:
             # Its own limits are off: asyncio.timeout bounds every call as a whole.
             self._session = aiohttp.ClientSession(
                 # vLLM's server closes a connection that was idle for 5 s: one used in that moment is lost with its call.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=self._tls or True),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
                 trust_env=False,  # no proxy gets the token

@@ -299,7 +299,7 @@ def _parse(line: str) -> dict[str, Any] | None:
         for name, kind in _KINDS.items():
             sound = sound and type(record.get(name, kind())) is kind
         if sound:
-            return record
+            return dict(record)
     except (TypeError, KeyError, AttributeError):
         pass
     raise RunError(f"ledger: the journal holds a line that is no record: {line!r:.200}")

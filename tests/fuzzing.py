@@ -147,7 +147,7 @@ def altered(draw: st.DrawFn, tree: Any) -> Any:
         path = draw(st.sampled_from(places(made)))
         how = draw(st.sampled_from(("junk", "junk", "junk", "gone", "twice", "swap", "wrap", "nudge", "rename")))
         if not path:
-            made = draw(st.sampled_from(JUNK)) if how == "junk" else made
+            made = copy.deepcopy(draw(st.sampled_from(JUNK))) if how == "junk" else made
             continue
         parent = made
         for step in path[:-1]:

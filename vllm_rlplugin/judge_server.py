@@ -7,10 +7,11 @@
 ``structured = false``. Before each request the number of resident layers is chosen from the length of its sequence and the
 memory left; under MPS it is started with the environment of :class:`orchestrator.mps.MpsControl`.
 
-Guarantees: loopback unless ``--host`` says otherwise; every request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without
-one it does not start; one request computes at a time, the others wait; a sequence that does not fit is status 413, a request
-that is none 400, and both leave the judge as it was. When it answers it prints ``{"port": P}``; with ``--die-with-stdin`` it
-ends when its standard input does, so that it never outlives the process that holds the other end.
+Guarantees: loopback unless ``--host`` says otherwise, and then TLS unless ``--allow-plain-http`` says so; every
+request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without one it does not start; one request computes at a
+time, the others wait; a sequence that does not fit is status 413, a request that is none 400, and both leave the judge
+as it was. When it answers it prints ``{"port": P}``; with ``--die-with-stdin`` it ends when its standard input does,
+so that it never outlives the process that holds the other end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import hmac
 import json
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, tls
 from vllm_rlplugin.streamed import StreamedModel
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
@@ -138,7 +140,9 @@ def _refuse(status: int, why: str) -> web.Response:
     return web.json_response({"error": {"message": why, "code": status}}, status=status)
 
 
-async def serve(app: web.Application, host: str, port: int, die_with_stdin: bool) -> None:
+async def serve(
+    app: web.Application, host: str, port: int, die_with_stdin: bool, context: ssl.SSLContext | None = None
+) -> None:
     """Until SIGTERM, SIGINT or, if so asked, the end of standard input."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -146,7 +150,7 @@ async def serve(app: web.Application, host: str, port: int, die_with_stdin: bool
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
         print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
         if die_with_stdin:
             await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
@@ -185,10 +189,13 @@ def main() -> int:
     parser.add_argument("--memory-mb", type=int, default=0, help="what the judge may have; 0: what is free (CPU: any)")
     parser.add_argument("--layers-file", type=Path, help="keep the layers here instead of in memory (CPU)")
     parser.add_argument("--die-with-stdin", action="store_true", help="end when standard input ends")
+    parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
+    tls.add_arguments(parser)
     arguments = parser.parse_args()
     try:
+        context = tls.check_listener(arguments.host, tls.of_arguments(arguments), "--host", arguments.allow_plain_http)
         asyncio.run(
-            serve(_server(arguments).app(), arguments.host, arguments.port, arguments.die_with_stdin),
+            serve(_server(arguments).app(), arguments.host, arguments.port, arguments.die_with_stdin, context),
         )
     except (ConfigError, OSError, ValueError) as error:
         print(f"the judge cannot start: {error}", file=sys.stderr)

@@ -23,6 +23,18 @@ def mistake(url: str, allow_plain_http: bool) -> str:
     return ""
 
 
+def plain_mistake(url: str, allow_plain_http: bool) -> str:
+    """Why what a run sends there (trajectories, perhaps a token) must not go unencrypted; empty: it may, or goes over TLS."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return ""  # who calls it says what is wrong with it
+    if parts.scheme == "http" and host and not allow_plain_http and not is_loopback(host):
+        return "what is sent there would travel unencrypted: use https, or tls.allow_plain_http on a network that you trust"
+    return ""
+
+
 def redis_mistake(url: str, allow_plain: bool) -> str:
     """The same for the URL of a Redis server, which holds no password: configs are kept with the run."""
     form = "write it as redis://[user@]host[:port][/database], or rediss:// for TLS"

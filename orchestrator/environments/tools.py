@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from orchestrator.api import TrajectoryError
+from orchestrator.api.tls import Tls
 from orchestrator.rewards.functions import FunctionCalls, FunctionClient, FunctionFailed
 
 
@@ -37,13 +38,15 @@ class ToolSettings:
     retries: int = 3
     seed: int = 0
     patience: float = 0.0  # seconds that a host which is gone is tried for in any case
+    tls: Mapping[str, Any] | None = None  # fields of a Tls: for https
 
 
 class ToolClient:
     """All tools of a run, by name."""
 
     def __init__(self, settings: ToolSettings) -> None:
-        common = {name: value for name, value in vars(settings).items() if name != "urls"}
+        common = {name: value for name, value in vars(settings).items() if name not in ("urls", "tls")}
+        common["tls"] = Tls(**(settings.tls or {}))
         self._functions = {name: FunctionClient(url, **common) for name, url in sorted(settings.urls.items())}
 
     @property

@@ -8,7 +8,6 @@ incidents hold all that happened, because it did take that time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from orchestrator.api import ConfigError, RunError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.events import time_of
 from orchestrator.ledger import END_STATES, recount
+from orchestrator.report.fields import counts, json_object, seconds, texts
 from orchestrator.runfolder import check_format
 
 
@@ -258,12 +258,12 @@ def load_run(folder: str | Path) -> RunLog:
     if not (path / "config.json").is_file() and not (path / "events.jsonl").is_file():
         raise ConfigError("run", str(folder), "is no run folder (neither config.json nor events.jsonl); see `ls runs`")
     check_format(path)
-    environment = _json_object(path / "environment.json")
+    environment = json_object(path / "environment.json")
     run = RunLog(
         folder=path,
-        config=_json_object(path / "config.json"),
-        machine=_texts(environment.get("machine")),
-        versions=_texts(environment.get("versions")),
+        config=json_object(path / "config.json"),
+        machine=texts(environment.get("machine")),
+        versions=texts(environment.get("versions")),
     )
     for event in _events(run, path / "events.jsonl"):
         try:
@@ -325,8 +325,8 @@ def _fold(run: RunLog, event: dict[str, Any]) -> None:
                 Stage(
                     str(event["stage"]),
                     int(event["step"]),
-                    _seconds(event["start"]),
-                    _seconds(event["end"]),
+                    seconds(event["start"]),
+                    seconds(event["end"]),
                     str(event.get("waiting_for", "")),
                 )
             )
@@ -349,7 +349,7 @@ def _fold(run: RunLog, event: dict[str, Any]) -> None:
             )
         case "update":
             run.updates.append(
-                Update(int(event["version"]), int(event["bytes"]), _seconds(event["seconds"]), int(event["preempted"]))
+                Update(int(event["version"]), int(event["bytes"]), seconds(event["seconds"]), int(event["preempted"]))
             )
         case "worker":
             run.workers.append(
@@ -403,13 +403,6 @@ def _fold(run: RunLog, event: dict[str, Any]) -> None:
             run.status, run.reason = str(event["status"]), str(event.get("reason", ""))
 
 
-def _seconds(value: Any) -> float:
-    """Finite, or a ValueError."""
-    if not math.isfinite(seconds := float(value)):
-        raise ValueError(f"{seconds} seconds")
-    return seconds
-
-
 def _pool(event: Mapping[str, Any]) -> PoolSnapshot:
     return PoolSnapshot(
         backend=str(event["backend"]),
@@ -457,8 +450,8 @@ def _step(event: dict[str, Any], t: float) -> Step:
         tokens=int(event["tokens"]),
         reward_mean=float(event["reward_mean"]),
         success=float(event["success"]),
-        lag=_counts(event.get("lag")),
-        lag_trained=_counts(event.get("lag_trained")),
+        lag=counts(event.get("lag")),
+        lag_trained=counts(event.get("lag_trained")),
         versions_mixed=int(event.get("versions_mixed", 0)),
         metrics={name: float(value) for name, value in (event.get("metrics") or {}).items()},
         ledger=LedgerCounts.of(event.get("ledger") or {}),
@@ -478,23 +471,3 @@ def _with_periods(run: RunLog) -> list[Step]:
         result.append(replace(step, period=step.t - previous))
         previous = step.t
     return result
-
-
-def _counts(data: Any) -> dict[int, int]:
-    return {int(lag): int(count) for lag, count in sorted((data or {}).items(), key=lambda item: int(item[0]))}
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, {} when there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        return parse_object(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError("run", str(file), f"is damaged: {error}") from error
-
-
-def _texts(data: Any) -> dict[str, str]:
-    if isinstance(data, dict):
-        return {str(key): str(value) for key, value in data.items()}
-    return {"": str(data)} if data else {}

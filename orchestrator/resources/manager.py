@@ -187,13 +187,19 @@ def decode_view(value: bytes) -> View:
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']!r}, this version reads {FORMAT}")
         pools = tuple(
-            Pool(str(name), tuple(map(int, ids)), int(per_server), tuple(map(int, failed)))
+            Pool(str(name), _numbers(ids), _numbers([per_server])[0], _numbers(failed))
             for name, ids, per_server, failed in data["pools"]
         )
         bindings = [
-            Binding(Wish(str(worker), str(wished), int(count), str(owner)), str(got), tuple(map(int, ids)), str(why))
+            Binding(Wish(str(worker), str(wished), _numbers([count])[0], str(owner)), str(got), _numbers(ids), str(why))
             for worker, wished, count, owner, got, ids, why in data["bindings"]
         ]
         return View(pools, {item.wish.worker: item for item in bindings})
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise RunError(f"the record of resources in the metadata store cannot be read: {error!r}") from error
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise ValueError(f"{values!r:.100} are no whole numbers")
+    return tuple(values)

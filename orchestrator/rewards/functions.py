@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from orchestrator.api import ConfigError
+from orchestrator.api.tls import SYSTEM, Tls, refusal
 from orchestrator.rewards.protocol import (
     COLD_START_HEADER,
     ERROR_HEADER,
@@ -82,9 +83,11 @@ class FunctionClient:
         seed: int = 0,
         burst: int | None = None,
         patience: float = 0.0,
+        tls: Tls = SYSTEM,
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(self.field, url, "write it as http://host:port/path or https://...")
+        self._tls = tls.client() if urlsplit(url).scheme == "https" else None
         self.counts = FunctionCalls()
         self._url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -158,6 +161,8 @@ class FunctionClient:
             except TimeoutError:
                 timed_out, reason = True, f"no answer within {self._timeout:g} s"
             except (aiohttp.ClientError, _Transport, OSError) as error:
+                if why := refusal(error):
+                    raise FunctionFailed("refused", f"{self._url}: {why}") from error
                 gone = isinstance(error, aiohttp.ClientConnectionError | OSError)
                 reason = f"{type(error).__name__}: {error}"
             tries += 1
@@ -201,7 +206,8 @@ class FunctionClient:
             # Its own limits are off: the semaphore bounds the calls, and asyncio.timeout each of them as a whole. (A limit
             # of connections would let a call wait inside its time.)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls or True),
+                timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._session
 

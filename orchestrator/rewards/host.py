@@ -7,10 +7,10 @@
     GET  /stats                                      processes and counters of every function
 
 Guarantees: it answers nobody without the bearer token (read from the environment variable NAME, never an argument, and
-not passed on to functions); it listens on loopback only; bodies are limited; a function that raises, hangs, exits,
-prints or returns garbage costs its caller an error and nobody else anything (:mod:`orchestrator.rewards.pool`). When it
-is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it ends when its standard input does, so it never outlives
-the process that holds the other end.
+not passed on to functions); it listens on loopback, elsewhere only with TLS (or told to do without); bodies are
+limited; a function that raises, hangs, exits, prints or returns garbage costs its caller an error and nobody else
+anything (:mod:`orchestrator.rewards.pool`). When it is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it
+ends when its standard input does, so it never outlives the process that holds the other end.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
+from orchestrator.api import ConfigError, tls
 from orchestrator.rewards.pool import FunctionPool
 from orchestrator.rewards.protocol import MAX_BODY_BYTES
 from orchestrator.rewards.service import Service, digest_of, too_large
@@ -50,7 +51,8 @@ def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.A
 
 
 async def serve(options: argparse.Namespace, token: str) -> None:
-    """Until SIGTERM, SIGINT or the end of standard input."""
+    """Until SIGTERM, SIGINT or the end of standard input. Raises ConfigError for an address that needs TLS, or files of it."""
+    context = tls.check_listener(options.host, tls.of_arguments(options), "--host", options.allow_plain_http)
     functions = {
         name: FunctionPool(
             target,
@@ -69,7 +71,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     runner = web.AppRunner(make_application(functions, token), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", options.port)
+        site = web.TCPSite(runner, options.host, options.port, ssl_context=context)
         await site.start()
         port = runner.addresses[0][1]
         print(json.dumps({"port": port}), flush=True)
@@ -103,6 +105,9 @@ def _function(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m orchestrator.rewards.host", description=__doc__)
     parser.add_argument("--function", type=_function, action="append", required=True, metavar="[NAME=]MODULE:FN")
+    parser.add_argument("--host", default="127.0.0.1", help="another address than loopback needs --tls-certificate")
+    parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
+    tls.add_arguments(parser)
     parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
     parser.add_argument("--token-env", required=True, help="environment variable that holds the bearer token")
     parser.add_argument("--concurrency", type=int, default=4, help="worker processes a function")
@@ -121,8 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         asyncio.run(serve(options, token))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     except OSError as error:
-        print(f"cannot listen on 127.0.0.1:{options.port}: {error}", file=sys.stderr)
+        print(f"cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -18,6 +18,7 @@ import re
 from typing import Any
 
 from orchestrator.api import ConfigError, Task, Trajectory, TrajectoryError
+from orchestrator.api.tls import SYSTEM, Tls
 from orchestrator.rewards.client import scored
 from orchestrator.rewards.functions import FunctionClient
 
@@ -67,6 +68,7 @@ class LLMJudge:
         retries: int = 3,
         seed: int = 0,
         patience: float = 0.0,
+        tls: Tls = SYSTEM,
     ) -> None:
         if low >= high:
             raise ConfigError("reward.judge.high", high, f"must be above low ({low})")
@@ -78,6 +80,7 @@ class LLMJudge:
             retries=retries,
             seed=seed,
             patience=patience,
+            tls=tls,
         )
         self._task = task
         self._model, self._criterion, self._template = model, criterion, template

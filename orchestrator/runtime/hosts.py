@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ async def _function(
         retries=settings.retries,
         seed=config.run.seed,
         patience=patience,
+        tls=config.tls.files(),
     )
 
 
@@ -155,7 +156,7 @@ async def start_tools(config: Config, task: Task, keeper: Keeper, stack: AsyncEx
         urls, token = {name: host.url_of(name) for name in settings.functions}, host.token
         patience = PATIENCE
     limits = {name: getattr(settings, name) for name in ("concurrency", "burst", "timeout", "retries")}
-    found = ToolSettings(urls, token, seed=config.run.seed, patience=patience, **limits)
+    found = ToolSettings(urls, token, seed=config.run.seed, patience=patience, tls=asdict(config.tls.files()), **limits)
     client = ToolClient(found)
     stack.push_async_callback(client.close)
     user: object = task

@@ -39,6 +39,7 @@ def judge_of(config: Config, task: Task, own: JudgeHost | None = None) -> LLMJud
         timeout=settings.call_seconds(by_case=False),
         retries=settings.retries,
         seed=config.run.seed,
+        tls=config.tls.files(),
         patience=0.0 if own is None else PATIENCE + judge.streamed.start_seconds,
     )
 

@@ -128,7 +128,7 @@ def workers(config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | Non
         return []
     token, rollout = read_token(config, os.environ), config.rollout
     more = {"allow_plain_http": rollout.served_allow_plain_http, "deactivate": rollout.served_deactivate}
-    return [HttpWorker(url, token, url.rstrip("/"), relay=endpoint, **more) for url in names]
+    return [HttpWorker(url, token, url.rstrip("/"), relay=endpoint, tls=config.tls.files(), **more) for url in names]
 
 
 async def start(served: Sequence[HttpWorker], events: EventLog | None = None) -> None:
@@ -171,7 +171,9 @@ async def _ask_all(config: Config, token: str) -> list[tuple[str, dict[str, Any]
 
 
 async def _ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]]:
-    worker = HttpWorker(url, token, url, allow_plain_http=config.rollout.served_allow_plain_http)
+    worker = HttpWorker(
+        url, token, url, allow_plain_http=config.rollout.served_allow_plain_http, tls=config.tls.files()
+    )
     fix = "is a server running there? vllm serve MODEL --plugin rl-coserve"
     try:
         async with asyncio.timeout(ANSWER_SECONDS):

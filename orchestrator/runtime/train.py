@@ -56,6 +56,7 @@ from orchestrator.store import TrajectoryStore, recent_scored
 from orchestrator.streaming import kv_bytes_per_token
 from orchestrator.transfer import RelayEndpoint, open_metadata
 from orchestrator.transfer.redis import PASSWORD_FILE
+from orchestrator.transfer.signing import KEY_FILE, Signer
 
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
@@ -347,6 +348,7 @@ class _Assembly:
             keep_versions=settings.keep_versions,
             snapshot_every=settings.snapshot_every,
             codec_threads=settings.codec_threads,
+            verify_key=Signer(settings.signing_key).verify_key if settings.signing_key else "",
         )
 
     def _places(self, endpoint: RelayEndpoint) -> dict[str, Placement]:
@@ -439,7 +441,9 @@ def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> d
 
 def trainer_environment(config: Config) -> dict[str, str]:
     """What the trainer's processes start with."""
-    return _environment(config.trainer.threads) | _secrets(config)
+    key = config.relay.signing_key
+    signing = {KEY_FILE: str(Path(key).resolve())} if key else {}  # engines verify, they do not sign
+    return _environment(config.trainer.threads) | _secrets(config) | signing
 
 
 def engine_environment(config: Config) -> dict[str, str]:

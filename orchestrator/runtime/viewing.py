@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 
 from orchestrator.api import ConfigError, RunError
+from orchestrator.api.tls import check_listener
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.pipeline import Pipeline
@@ -37,9 +38,9 @@ class ViewProcess(ServingChild):
 
     def __init__(self, config: Config, folder: RunFolder, say: Say, since: float = 0.0) -> None:
         super().__init__(folder.logs / "view.log")
-        self.token = read_token(config.view.token_file)
+        self.token, self._token_file = read_token(config.view.token_file), config.view.token_file
         self._folder, self._port_wanted, self._say, self._since = folder, config.view.port, say, since
-        self._shown = config.view.enabled
+        self._shown, self._host, self._tls = config.view.enabled, config.view.host, bool(config.tls.certificate)
         self._reader: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -63,7 +64,11 @@ class ViewProcess(ServingChild):
             self._say(f"{error}; the run goes on without")
             return
         if self._shown:
-            self._say(f"view: {self.base_url}/?token={self.token}")
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            port = self.base_url.rpartition(":")[2]
+            # A token of the user's own is in his file, and belongs into no log; one that was made here is said once.
+            tail = f" (token: {self._token_file})" if self._token_file else f"?token={self.token}"
+            self._say(f"view: {'https' if self._tls else 'http'}://{host}:{port}/{tail}")
         self._reader = asyncio.create_task(self._read(), name="read what the view says")
 
     async def stop(self) -> None:
@@ -96,11 +101,12 @@ def check(config: Config) -> None:
     if not config.view.enabled:
         return
     read_token(config.view.token_file)
+    check_listener(config.view.host, config.tls.files(), "view.host")
     if port := config.view.port:
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in config.view.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((config.view.host, port))
             except OSError as error:
                 fix = f"cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
                 raise ConfigError("view.port", port, fix) from error

@@ -34,6 +34,7 @@ from orchestrator.sections.run import (
     TaskSection,
 )
 from orchestrator.sections.sim import SimSection
+from orchestrator.sections.tls import TlsSection
 from orchestrator.sections.trainer import TrainerSection, WarmupSection
 from orchestrator.sections.view import LoggingSection, OtlpSection, ViewSection, WandbSection
 
@@ -72,6 +73,7 @@ __all__ = [
     "SimSection",
     "TaskContextSection",
     "TaskSection",
+    "TlsSection",
     "ToolsSection",
     "TrainerSection",
     "ViewSection",

@@ -27,6 +27,9 @@ class RelaySection(Section):
         ""  # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
     )
     metadata_password_file: str = ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD, or none
+    signing_key: str = (
+        ""  # Ed25519 private key, a PEM file on the trainer's machine: versions are signed; empty: they are not
+    )
     metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
     snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
     codec_threads: Positive = 1  # of each rank that encodes or applies differences

@@ -10,9 +10,11 @@ from orchestrator.sections.base import Section
 
 
 class ViewSection(Section):
-    """The live page of a run, on loopback. ``rl-coserve view`` shows it of a run that was started without."""
+    """The live page of a run, on loopback; elsewhere only with TLS. ``rl-coserve view`` shows it of a run that was started
+    without."""
 
     enabled: bool = False
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"  # another address needs [tls]
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
     token_file: str = ""  # holds the page's token, for scrapes of /metrics; empty: a new one that is printed
 

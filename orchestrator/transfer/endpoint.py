@@ -18,6 +18,7 @@ MIB = 1 << 20
 SMALLEST_BUCKET_BYTES = 1024
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")  # goes into object keys, whose separator is "/"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+_KEY = re.compile(r"[0-9a-f]{64}")
 _MASTER = re.compile(r"[^\s:/]+:\d{1,5}")
 
 
@@ -34,6 +35,8 @@ class RelayEndpoint:
     ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing. ``snapshot_every``: versions
     travel as differences, with a full snapshot after so many; 0: always whole. ``codec_threads``: processor threads of each
     rank that encode and apply differences; more help where the link is faster than one core scans (4 to 5 GB/s).
+    ``verify_key``: the Ed25519 public key of the job, in hexadecimal; then versions are signed, and nothing else is taken
+    (:mod:`orchestrator.transfer.signing`); empty: they are not.
     """
 
     job: str
@@ -47,9 +50,10 @@ class RelayEndpoint:
     keep_versions: int = 2
     snapshot_every: int = 0
     codec_threads: int = 1
+    verify_key: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("job", "kind", "master", "metadata", "protocol", "host"):
+        for name in ("job", "kind", "master", "metadata", "protocol", "host", "verify_key"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"relay.{name}", getattr(self, name), "must be a string")
         for name in ("segment_bytes", "bucket_bytes", "keep_versions", "snapshot_every", "codec_threads"):
@@ -79,6 +83,10 @@ class RelayEndpoint:
             raise ConfigError("relay.keep_versions", self.keep_versions, "must be at least 1")
         if self.snapshot_every < 0:
             raise ConfigError("relay.snapshot_every", self.snapshot_every, "must be 0 (no differences) or more")
+        if self.verify_key and not _KEY.fullmatch(self.verify_key):
+            raise ConfigError(
+                "relay.verify_key", self.verify_key, "is no Ed25519 public key in hexadecimal (64 digits)"
+            )
         if self.codec_threads < 1:
             raise ConfigError("relay.codec_threads", self.codec_threads, "must be 1 or more")
 

@@ -11,7 +11,8 @@ from orchestrator.api import CoserveError, RetryableError, RunError
 
 
 class CorruptWeightsError(CoserveError):
-    """What arrived is not what was published. ``reason``: truncated, format, checksum, identity, layout, digest, manifest."""
+    """What arrived is not what was published. ``reason``: truncated, format, checksum, identity, layout, digest, manifest,
+    chain, signature, replayed."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"corrupt weights ({reason}): {detail}")

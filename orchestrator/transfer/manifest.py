@@ -31,6 +31,7 @@ from orchestrator.transfer.codecs import RAW
 from orchestrator.transfer.errors import CorruptWeightsError
 from orchestrator.transfer.head import FULL, kind_of
 from orchestrator.transfer.routing import box_of, check_tiling, elements, extent, label
+from orchestrator.transfer.signing import DIGEST_BYTES
 from orchestrator.transfer.wire import BODY_START, BucketName
 
 MAGIC = b"RLCMAN01"
@@ -75,6 +76,9 @@ class StoredManifest(WeightManifest):
     buckets: tuple[int, ...]  # size of each bucket object; 0: there is none of that number
     pieces: tuple[Piece, ...]
     base_content: int = 0  # what the base must be, 0 of a full snapshot
+    sha256: tuple[
+        bytes, ...
+    ] = ()  # of each bucket, b"" where there is none of that number; empty: the version is not signed
 
     def bucket_name(self, bucket: int) -> BucketName:
         """What the bucket must say it is."""
@@ -92,6 +96,7 @@ class Share:
     buckets: dict[int, int] = field(default_factory=dict)  # number -> size
     shards: list[ShardKey] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    sha256: dict[int, bytes] = field(default_factory=dict)  # number -> digest, of a version that is signed
 
     @property
     def bytes(self) -> int:
@@ -122,6 +127,7 @@ def encode_manifest(manifest: StoredManifest) -> bytes:
             "bytes": manifest.bytes,
             "buckets": list(manifest.buckets),
             "shards": _rows(manifest.shards, manifest.pieces),
+            **({"sha256": list(manifest.sha256)} if manifest.sha256 else {}),
         }
     )
     return _PREFIX.pack(MAGIC, xxhash.xxh3_64_intdigest(payload)) + payload
@@ -164,6 +170,7 @@ def decode_manifest(
         buckets = tuple(_integer(size, 0, MAX_BYTES) for size in data["buckets"])
         shards, pieces = _decode_shards(data["shards"], dict(enumerate(buckets)), only_raw)
         total = _integer(data["bytes"], 0, MAX_BYTES)
+        sha256 = _digests(data.get("sha256", []), buckets)
         check_tiling(shards)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptWeightsError("manifest", f"cannot be read: {error!r}") from error
@@ -172,14 +179,18 @@ def decode_manifest(
     if total != sum(piece.length for piece in pieces):
         _bad(f"{total} B announced, the shards have {sum(piece.length for piece in pieces)} B")
     return StoredManifest(
-        version, base, shards, total, f"{found:016x}", job, epoch, attempt, buckets, pieces, base_content
+        version, base, shards, total, f"{found:016x}", job, epoch, attempt, buckets, pieces, base_content, sha256
     )
 
 
 def encode_share(share: Share) -> bytes:
     """For the way from the rank that wrote it to the one that merges."""
     packed: bytes = msgpack.packb(
-        {"buckets": [list(item) for item in share.buckets.items()], "shards": _rows(share.shards, share.pieces)}
+        {
+            "buckets": [list(item) for item in share.buckets.items()],
+            "shards": _rows(share.shards, share.pieces),
+            "sha256": list(share.sha256.values()),
+        }
     )
     return packed
 
@@ -194,6 +205,7 @@ def merge(shares: Sequence[bytes]) -> Share:
             rows = [(_integer(number, 0, MAX_BYTES), _integer(size, 0, MAX_BYTES)) for number, size in data["buckets"]]
             buckets = dict(rows)
             shards, pieces = _decode_shards(data["shards"], buckets, only_raw=False)
+            made = _digests(data["sha256"], tuple(buckets.values()))
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise CorruptWeightsError("manifest", f"the share of rank {rank} cannot be read: {error!r}") from error
         foreign = [number for number in buckets if number % len(shares) != rank]
@@ -202,6 +214,7 @@ def merge(shares: Sequence[bytes]) -> Share:
         merged.buckets |= buckets
         merged.shards += shards
         merged.pieces += pieces
+        merged.sha256 |= dict(zip(buckets, made, strict=False))
     check_tiling(merged.shards)
     return merged
 
@@ -274,6 +287,16 @@ def _decode_shards(
         shards.append(key)
         pieces.append(Piece(offset, length, _integer(checksum, 0, _MAX_U64), _integer(stored, 0, _MAX_U64)))
     return tuple(shards), tuple(pieces)
+
+
+def _digests(rows: Any, buckets: tuple[int, ...]) -> tuple[bytes, ...]:
+    """SHA-256 of each bucket; none at all where the version is not signed."""
+    if not isinstance(rows, list) or len(rows) not in (0, len(buckets)):
+        raise ValueError("not as many digests as buckets")
+    for row, size in zip(rows, buckets, strict=False):
+        if type(row) is not bytes or len(row) != (DIGEST_BYTES if size else 0):
+            raise ValueError(f"{row!r:.80} is no SHA-256 of a bucket")
+    return tuple(rows)
 
 
 def _integer(value: Any, low: int, high: int) -> int:

@@ -45,6 +45,7 @@ from orchestrator.transfer.manifest import (
 from orchestrator.transfer.ranks import Alone, Ranks
 from orchestrator.transfer.retention import SnapshotPolicy, retained
 from orchestrator.transfer.routing import label
+from orchestrator.transfer.signing import signer_of
 from orchestrator.transfer.wire import Bytes
 from orchestrator.transfer.writing import ShardWriter, store
 
@@ -93,6 +94,7 @@ class Publisher:
         self._clock = clock
         self._ranks: Ranks = ranks if ranks is not None else Alone()
         self._codec = codec
+        self._signer = signer_of(endpoint.verify_key) if self._ranks.rank == 0 else None  # rank 0 writes manifests
         self._leases = LeaseWatch(self._metadata, endpoint.job, timer)
         self._epoch: int | None = None
         self._last: Attempt | None = None  # what this publisher committed last
@@ -156,6 +158,7 @@ class Publisher:
             codec=self._codec,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
+            signed=bool(self._endpoint.verify_key),
         )
         failure: BaseException | None = None
         try:
@@ -297,16 +300,21 @@ class Publisher:
         parent = None if base == FULL else self._head().find(base)
         if base != FULL and parent is None:
             raise VersionTakenError("epoch_replaced", f"the base {base} of version {attempt.version} is gone")
+        numbers = range(attempt.buckets)
         encoded = encode_manifest(
             StoredManifest(
                 attempt.version, base, tuple(share.shards), share.bytes, "", job, attempt.epoch, attempt.number,
-                tuple(share.buckets.get(number, 0) for number in range(attempt.buckets)), tuple(share.pieces),
+                tuple(share.buckets.get(number, 0) for number in numbers), tuple(share.pieces),
                 0 if parent is None else parent.content,
+                tuple(share.sha256.get(number, b"") for number in numbers) if share.sha256 else (),
             )
         )  # fmt: skip
+        checksum = manifest_checksum(encoded)
+        if self._signer is not None:
+            encoded = self._signer.sign(encoded)
         store(self._relay, attempt.manifest_key(job), memoryview(encoded))
         content = content_of(share.shards, (piece.digest for piece in share.pieces))
-        return Published(attempt, len(encoded), manifest_checksum(encoded), share.bytes, content)
+        return Published(attempt, len(encoded), checksum, share.bytes, content)
 
     def _retain(self, epoch: int) -> Callable[[tuple[Published, ...]], tuple[Published, ...]]:
         """What of an epoch is kept, with the subscribers that are alive now."""

@@ -13,6 +13,7 @@ two more. How many tensors there are does not matter.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import socket
@@ -29,6 +30,7 @@ from orchestrator.transfer.head import FULL, Attempt, Head, Published, decode_he
 from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
 from orchestrator.transfer.retention import Holder, route
 from orchestrator.transfer.routing import Region, label
+from orchestrator.transfer.signing import Verifier
 from orchestrator.transfer.wire import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
 
 LEASE_SECONDS = 600  # how long a subscriber's word is good for
@@ -67,6 +69,8 @@ class Subscriber:
         self._codec = codec
         self._name = name or f"{socket.gethostname()}/{os.getpid()}/{next(_numbers)}"
         self._lease_seconds = lease_seconds
+        self._verifier = Verifier(endpoint.verify_key) if endpoint.verify_key else None
+        self._newest = (0, -1)  # epoch and version of the newest signed one that was asked for
 
     def latest_version(self) -> int:
         """The newest version of the present epoch; -1: none yet."""
@@ -86,7 +90,9 @@ class Subscriber:
         if found is None:
             kept = [item.attempt.version for item in head.published]
             raise RelayError("missing", f"version {version} of job {self._endpoint.job}; epoch {head.epoch} has {kept}")
-        return self._read_manifest(found)
+        manifest = self._read_manifest(found)
+        self._not_replayed(manifest)
+        return manifest
 
     def chain(self, target: int, held: int = -1, content: int = 0) -> list[StoredManifest]:
         """What to fetch, in this order, to get to ``target``: differences to what is held, or a full snapshot and the
@@ -103,7 +109,17 @@ class Subscriber:
                 detail += f"{manifest.base_content:016x}; the one before it is {held} with {content:016x}"
                 raise CorruptWeightsError("chain", detail)
             held, content = manifest.version, manifest.content()
+        if manifests:
+            self._not_replayed(manifests[-1])
         return manifests
+
+    def _not_replayed(self, target: StoredManifest) -> None:
+        """Of versions that are signed, nobody may bring an older one back."""
+        found = target.epoch, target.version
+        if self._verifier is not None and found < self._newest:
+            detail = f"epoch and version {found} are signed, but {self._newest} were there before: somebody replays the old ones"
+            raise CorruptWeightsError("replayed", detail)
+        self._newest = max(self._newest, found)
 
     def hold(self, version: int, fetching: int = -1) -> None:
         """Say what this subscriber holds (-1: nothing), and what it is about to fetch (-1: nothing): neither is collected
@@ -144,7 +160,7 @@ class Subscriber:
             wanted = sum(manifest.pieces[number].length for number in numbers)
             size = manifest.buckets[bucket]
             worth = wanted < RANGES_BELOW * size and size - wanted >= RANGES_SAVE
-            if worth and isinstance(self._relay, Ranging):
+            if worth and isinstance(self._relay, Ranging) and self._verifier is None:
                 yield from self._fetch_ranges(manifest, bucket, numbers)
             else:
                 whole.append(bucket)
@@ -194,9 +210,11 @@ class Subscriber:
         attempt, job = found.attempt, self._endpoint.job
         if not 0 < found.manifest_bytes <= MAX_MANIFEST_BYTES:
             raise CorruptWeightsError("manifest", f"{found.manifest_bytes} B announced, limit {MAX_MANIFEST_BYTES} B")
-        data = self._read(attempt.manifest_key(job), found.manifest_bytes)
-        return decode_manifest(
-            data.data,
+        data = self._read(attempt.manifest_key(job), found.manifest_bytes).data
+        if self._verifier is not None:
+            data = self._verifier.opened(data)
+        manifest = decode_manifest(
+            data,
             found.manifest_checksum,
             job,
             attempt.epoch,
@@ -205,6 +223,9 @@ class Subscriber:
             attempt.base,
             only_raw=self._codec is None,
         )
+        if self._verifier is not None and not manifest.sha256:
+            raise CorruptWeightsError("signature", "the manifest is signed, but names no SHA-256 of its buckets")
+        return manifest
 
     def _decoded(self, manifest: StoredManifest, number: int, view: Bytes) -> Bytes:
         key = manifest.shards[number]
@@ -253,6 +274,10 @@ class Subscriber:
     def _open_bucket(
         self, manifest: StoredManifest, bucket: int, wanted: list[int], data: Bytes
     ) -> list[tuple[int, Bytes]]:
+        if self._verifier is not None and hashlib.sha256(data.data).digest() != manifest.sha256[bucket]:
+            raise CorruptWeightsError(
+                "signature", f"bucket {bucket} of version {manifest.version} is not what was signed"
+            )
         arrived = open_bucket(data, manifest.bucket_name(bucket))
         expected = [
             (label(manifest.shards[number]), manifest.pieces[number].offset, manifest.pieces[number].length)

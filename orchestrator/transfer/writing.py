@@ -7,6 +7,7 @@ written beyond what the head record says the attempt may have written.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ class ShardWriter:
         codec: Codec | None = None,
         rank: int = 0,
         ranks: int = 1,
+        signed: bool = False,
     ) -> None:
         self.attempt = attempt
         self._pool = pool
@@ -44,6 +46,7 @@ class ShardWriter:
         self._bucket_bytes = bucket_bytes
         self._codec = codec
         self._ranks = ranks
+        self._signed = signed
         self._bucket = rank  # the number of the one being filled
         self._writer: BucketWriter | None = None
         self._share = Share()
@@ -98,6 +101,8 @@ class ShardWriter:
         sealed = self._writer.seal(name)
         self._writer = None
         self._share.buckets[bucket] = sealed.nbytes
+        if self._signed:
+            self._share.sha256[bucket] = hashlib.sha256(sealed).digest()
         self._bucket += self._ranks
         self._pusher.push(attempt.key(self._job, bucket), sealed)
 

@@ -55,8 +55,8 @@ async def serve(folder: Path, token: str, port: int = 0, *, since: float | None 
             for exporter in beside:
                 exporter.take(event)
 
-    hub = Hub(folder, export)
-    server = Server(hub, token, port)
+    hub, config = Hub(folder, export), RunFolder.open(folder).config()
+    server = Server(hub, token, port, config.view.host, config.tls.files())
     try:
         await server.start()
     except OSError as error:
@@ -66,7 +66,7 @@ async def serve(folder: Path, token: str, port: int = 0, *, since: float | None 
     following.add_done_callback(lambda _: ended.set())
     try:
         if since is not None:
-            print(json.dumps({"port": int(server.url.split(":")[2].split("/")[0])}), flush=True)
+            print(json.dumps({"port": server.port}), flush=True)
             await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
         else:
             print(f"view: {server.url}", flush=True)

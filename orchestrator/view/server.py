@@ -1,4 +1,4 @@
-"""The web page of a run: served on loopback, behind a token, fed by server-sent events.
+"""The web page of a run: served on loopback (elsewhere with TLS only), behind a token, fed by server-sent events.
 
 Guarantees: what is sent is made at most once a second (the last of a run at once), once for all who look, and is bounded in
 size; who reads slowly misses pictures and holds nobody up; a request without the token learns nothing; nothing outside of this
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from orchestrator.api.tls import SYSTEM, Tls, check_listener
 from orchestrator.view.follow import Follower
 from orchestrator.view.metrics import exposition
 from orchestrator.view.state import RunState
@@ -112,10 +113,11 @@ class Hub:
 
 
 class Server:
-    """``port`` 0: a free one; then :attr:`url` says where. Only on loopback."""
+    """``port`` 0: a free one; then :attr:`url` says where. On loopback; on another ``host`` only with TLS, else ConfigError."""
 
-    def __init__(self, hub: Hub, token: str, port: int = 0) -> None:
-        self._hub, self._token, self._port = hub, token, port
+    def __init__(self, hub: Hub, token: str, port: int = 0, host: str = "127.0.0.1", tls: Tls = SYSTEM) -> None:
+        self._hub, self._token, self.port, self._host = hub, token, port, host
+        self._context = check_listener(host, tls, "view.host")
         self._watchers = 0
         self._runner: web.AppRunner | None = None
 
@@ -130,8 +132,8 @@ class Server:
             app.router.add_get(path, self._file)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        self._port = self._runner.addresses[0][1]
+        await web.TCPSite(self._runner, self._host, self.port, ssl_context=self._context).start()
+        self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
         """Idempotent."""
@@ -141,11 +143,12 @@ class Server:
     @property
     def url(self) -> str:
         """With the token: for the eyes of whoever started this."""
-        return f"http://127.0.0.1:{self._port}/?token={self._token}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{'https' if self._context else 'http'}://{host}:{self.port}/?token={self._token}"
 
     @property
     def _cookie(self) -> str:
-        return f"rl_coserve_view_{self._port}"  # cookies know hosts, not ports
+        return f"rl_coserve_view_{self.port}"  # cookies know hosts, not ports
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -170,6 +173,7 @@ class Server:
         jar[self._cookie] = self._token
         cookie: Morsel[str] = jar[self._cookie]
         cookie["path"], cookie["httponly"], cookie["samesite"] = "/", True, "Strict"
+        cookie["secure"] = self._context is not None
         return cookie.OutputString()
 
     async def _page(self, request: web.Request) -> web.Response:
