@@ -121,6 +121,10 @@ MOONCAKE = Component(
     "0.3.13.post1 run over TCP",
 )
 RAY = Component("Ray", ("ray",), VersionRange.parse(">=2.50,<3"), "2.60.0 run")
+# Not one of COMPONENTS: only orchestrator.adapters.verl needs it.
+VERL = Component(
+    "verl", ("verl",), VersionRange.parse(">=0.9.1,<0.10"), "0.9.1: its agent loops run on CPU, trainers not"
+)
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
 
 
