@@ -1,10 +1,11 @@
 """verl trains, our rollout side generates: what verl's config names is here, and nothing of verl is changed.
 
+    VERL_USE_EXTERNAL_MODULES=orchestrator.adapters.verl     in the environment of all of verl's processes
     actor_rollout_ref.rollout.name = coserve
     actor_rollout_ref.rollout.agent.agent_loop_manager_class = orchestrator.adapters.verl.CoserveAgentLoopManager
     actor_rollout_ref.rollout.checkpoint_manager_class = orchestrator.adapters.verl.CoserveCheckpointManager
     actor_rollout_ref.rollout.checkpoint_engine.backend = coserve
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module = orchestrator.adapters.verl
+    actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.coserve = {relay: {...}}
     actor_rollout_ref.rollout.custom.coserve = {relay: {...}, rollout: {served: [...]}, stop_token_ids: [...]}
 
 Guarantees: nothing else of this installation imports this module or verl; with a version of verl that was not tested every
