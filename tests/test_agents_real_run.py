@@ -45,4 +45,5 @@ def test_agents_that_know_only_a_base_url_are_trained_on(tmp_path: Path) -> None
     trained = [row for row in rows if row["outcome"] == "trained"]
     assert len(trained) == counted["trained"]
     assert {row["task"] for row in trained} == {"agent"}
-    assert len({row["reward"] for row in trained}) > 1
+    assert len({row["total_reward"] for row in trained}) > 1
+    assert all(row["total_reward"] == row["turns"][-1]["reward_step"] for row in trained)
