@@ -26,7 +26,7 @@ from orchestrator.envs import StaleTrajectory
 
 T = TypeVar("T")
 CHAT = VocabularyChat()
-BOUNDS = Bounds(max_turns=12, max_response_tokens=16, max_context_tokens=4000)
+BOUNDS = Bounds(max_turns=12, max_response_tokens=16, max_context_tokens=8000)
 
 
 class ScriptedPolicy:
@@ -543,6 +543,22 @@ def test_a_models_own_template_never_tokenizes_an_answer_again(tokenizer_folder:
         behind = last[len(previous) :]
         close = () if done.token_ids[-1] == chat.end_id else (chat.end_id,)
         assert behind == (*close, *chat.encode("\n<|im_start|>user\nand then 2<|im_end|>\n<|im_start|>assistant\n"))
+
+
+def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(tokenizer_folder: Path) -> None:
+    chat = ModelChat(str(tokenizer_folder))
+
+    async def run() -> list[str]:
+        policy = ScriptedPolicy()
+        session = session_of(policy)
+        session.chat_format = session.conversation._chat = chat
+        wanted = [protocol.chat_asked({"messages": [user(f"the cat {n} " * 200)]}) for n in range(12)]
+        answers = await asyncio.gather(*(session.chat(each) for each in wanted))
+        shown = {request.token_ids for request in policy.requests}
+        assert shown == {chat.whole(each.messages, "") for each in wanted}
+        return [answered.choices[0].reason for answered, _ in answers]
+
+    assert asyncio.run(run()) == ["stop"] * 12
 
 
 def test_where_the_answer_is_what_the_tokenizer_would_write_the_prompt_is_the_templates_own(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import runpy
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,36 @@ def test_a_program_asks_over_its_loopback_and_its_last_line_is_the_reward(tmp_pa
     assert [CHAT.text(turn.action_ids) for turn in episode.turns] == ["z"]
     assert (episode.turns[-1].reward, episode.turns[-1].done, reward) == (0.25, True, 0.25)
     assert episode.env_version == "agent 1"
+
+
+def test_the_official_client_needs_a_folder_to_read_and_no_change(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    openai = pytest.importorskip("openai")
+    libraries = Path(openai.__file__).parents[1]
+    if not all(folder.stat().st_mode & 0o001 for folder in (libraries, *libraries.parents)):
+        pytest.skip(f"{libraries} is private: sandboxes run as another user")
+    shared = Path(tempfile.mkdtemp())  # pytest's own folder is private
+    request.addfinalizer(lambda: shutil.rmtree(shared))
+    shared.chmod(0o755)
+    (shared / "extra.txt").write_text("readable")
+    source = f"""
+import openai
+assert open({str(shared / "extra.txt")!r}).read() == "readable"
+client = openai.OpenAI()
+stream = client.chat.completions.create(model="gpt-4o", messages=[{{"role": "user", "content": "xyz"}}], stream=True)
+said = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+try: open({str(shared / "extra.txt")!r}, "w")
+except OSError: print(float(said == "z"))
+"""
+    readable = (str(libraries), str(shared))
+    task = task_of(tmp_path, source, readable=readable, variables={"PYTHONPATH": str(libraries)})
+    version = asyncio.run(task.sandbox().python("import sys; print(sys.version_info[:2])")).stdout.decode().strip()
+    if version != str(sys.version_info[:2]):
+        pytest.skip(f"the sandbox has Python {version}: its libraries are others")
+    episode = asyncio.run(play(task, EchoProxy()))
+    assert episode.waiting_for == "the agent"
+    assert episode.turns[-1].reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -205,6 +238,14 @@ def test_a_config_that_no_run_could_use_is_one_clear_error(
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match=words):
         make_task(load_config(ROOT / "examples/agents.toml", overrides))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes run as another user only when root starts them")
+def test_a_folder_that_the_sandboxes_user_cannot_reach_is_said_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "private/inside").mkdir()
+    with pytest.raises(ConfigError, match="private"):
+        task_of(tmp_path, "", readable=(str(tmp_path / "private/inside"),))
 
 
 def test_the_example_is_played_by_agents_and_scored_by_their_end(monkeypatch: pytest.MonkeyPatch) -> None:

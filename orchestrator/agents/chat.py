@@ -8,6 +8,7 @@ where a template would show them otherwise (reasoning of earlier turns that it d
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ class TemplateRefused(Exception):
 
 
 class Chat(Protocol):
-    """``stop_ids``: any of them ends an answer."""
+    """``stop_ids``: any of them ends an answer. ``slow``: long conversations take milliseconds, and are left to a thread."""
 
+    slow: bool
     vocabulary: Sequence[str]
     pad_id: int
     end_id: int
@@ -66,6 +68,7 @@ class VocabularyChat:
     """Printable characters and five marks: for models without a tokenizer. ``<user>hello<end><assistant>``."""
 
     roles = ("system", "user", "assistant", "tool")
+    slow = False
 
     def __init__(self) -> None:
         self._words = Vocabulary([*(f"<{role}>" for role in self.roles), "\n", *map(chr, range(32, 127))], "")
@@ -104,7 +107,10 @@ class VocabularyChat:
 
 
 class ModelChat:
-    """The tokenizer and the chat template of a Hugging Face folder. Nothing of the folder is run, nothing is downloaded."""
+    """The tokenizer and the chat template of a Hugging Face folder. Nothing of the folder is run, nothing is downloaded. May be
+    used by several threads, one after the other."""
+
+    slow = True
 
     def __init__(self, folder: str, field: str = "task.agent.tokenizer") -> None:
         """Raises ConfigError."""
@@ -123,6 +129,7 @@ class ModelChat:
         if found.eos_token_id is None:
             raise ConfigError(field, folder, "its tokenizer names no end of turn (eos_token)")
         self._tokenizer: Any = found
+        self._one = threading.Lock()  # tokenizers refuse two borrowers
         self.vocabulary: Sequence[str] = tuple(found.convert_ids_to_tokens(range(len(found))))
         self.end_id = int(found.eos_token_id)
         self.pad_id = int(found.pad_token_id if found.pad_token_id is not None else found.eos_token_id)
@@ -150,11 +157,13 @@ class ModelChat:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """See the protocol."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        with self._one:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text(self, token_ids: Sequence[int]) -> str:
         """See the protocol."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        with self._one:
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _render(self, messages: Sequence[Message], tools: str) -> str:
         from jinja2 import TemplateError

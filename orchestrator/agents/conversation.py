@@ -57,7 +57,7 @@ class Conversation:
         """Where the answer to these messages stands. Raises TemplateRefused."""
         shown = tuple(messages)
         best: Answer | None = None
-        for answer in self.answers:
+        for answer in tuple(self.answers):  # another thread may add one
             if answer.said is None or answer.opening.tools != tools:
                 continue
             past = len(answer.opening.shown) + 1

@@ -58,7 +58,10 @@ class Session:
     async def chat(self, wanted: ChatAsked) -> tuple[Answered, list[Answer]]:
         """Raises ApiError."""
         try:
-            opening = self.conversation.chat(wanted.messages, wanted.tools)
+            if self.chat_format.slow:
+                opening = await asyncio.to_thread(self.conversation.chat, wanted.messages, wanted.tools)
+            else:
+                opening = self.conversation.chat(wanted.messages, wanted.tools)
         except TemplateRefused as error:
             raise ApiError(400, str(error), param="messages") from error
         return await self._answer(wanted.asked, opening, chat=True)

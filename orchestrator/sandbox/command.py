@@ -127,13 +127,13 @@ def command_line(
     command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for name in ("bin", "lib", "lib64", "sbin"):
         command += _like_the_host(name)
-    for path in (*tools.binds, *shared.readable):
+    for path in tools.binds:
         command += ["--ro-bind", path, path]
-    for inside, path in shared.sockets:
-        command += ["--ro-bind", path, inside]  # connecting needs no more
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp", WORK):
         command += ["--perms", "0700", "--size", str(limits.scratch_bytes), "--tmpfs", folder]
+    for inside, path in (*((path, path) for path in shared.readable), *shared.sockets):
+        command += ["--ro-bind", path, inside]  # to connect to a socket needs no more
     for file in files:
         mode = ["--perms", "0644", "--file"] if file.writable else ["--perms", "0444", "--ro-bind-data"]
         command += [*mode, str(file.fd), file.path]

@@ -12,7 +12,9 @@ A start state is a line of ``prompts``; the SHA-256 of the line decides whether 
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -52,6 +54,10 @@ class AgentTask:
             fix = f"leaves no room for a prompt in task.agent.context_tokens = {settings.context_tokens}"
             raise ConfigError("task.agent.response_tokens", settings.response_tokens, fix)
         for folder in settings.readable:
+            closed = _closed(Path(folder))
+            if closed is not None:
+                fix = f"sandboxes run as a user of their own, who cannot enter {closed}: chmod o+x, or put it elsewhere"
+                raise ConfigError("task.agent.readable", folder, fix)
             if not Path(folder).is_absolute() or not Path(folder).exists():
                 raise ConfigError(
                     "task.agent.readable", folder, "give the absolute path of a file or folder that is there"
@@ -107,6 +113,12 @@ class AgentTask:
 
     def _draw(self, chance: random.Random) -> str:
         return chance.choice(self._states)
+
+
+def _closed(path: Path) -> Path | None:
+    """The folder above it that a sandbox started by root cannot enter."""
+    above = [folder for folder in path.parents if folder.exists()] if os.geteuid() == 0 else []
+    return next((folder for folder in above if not folder.stat().st_mode & stat.S_IXOTH), None)
 
 
 def _lines(name: str) -> tuple[str, ...]:
