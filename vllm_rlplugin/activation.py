@@ -117,12 +117,11 @@ class Activation:
                     raise CommandError("requests_in_flight", f"deactivate: {why}")
                 self._kept = kept
                 reports = await self._engine.rpc("rl_weights_away", kept)
-            except BaseException:
-                self.state = "active"
-                if not self._engine.dead:
-                    await self._engine.command("activate", {})
-                    await cycle.resume()
-                raise
+            except Exception as error:
+                await self._stay_active()
+                if isinstance(error, CommandError | RetryableError):
+                    raise
+                raise RetryableError(f"the engine could not be deactivated: {error}") from error
             size, left, freed = (sum(int(report[name]) for report in reports) for name in ("bytes", "left", "freed"))
             await self._engine.command("weights_held", {"weights": left})
             self.state = "inactive"
@@ -130,6 +129,22 @@ class Activation:
             self.last["deactivation_seconds"] = time.monotonic() - began
             _logger.info("deactivated in %.3f s: %s", self.last["deactivation_seconds"], self.last["how"])
             return self.told()
+
+    async def _stay_active(self) -> None:
+        """After a deactivation that failed, wherever it did."""
+        self.state = "active"
+        if not self._engine.dead:
+            error = await self._weights_back()
+            await self._engine.command("activate", {})
+            if error:
+                self._worker.cycle.unusable = error
+            else:
+                await self._worker.cycle.resume()
+
+    async def _weights_back(self) -> str:
+        """What is wrong with them."""
+        reports = await self._engine.rpc("rl_weights_back")
+        return next((str(report["error"]) for report in reports if report["error"]), "")
 
     async def _activate(self) -> dict[str, Any]:
         async with self._lock:
@@ -141,9 +156,7 @@ class Activation:
                 found = await self._engine.command("activate", {})
                 if why := found.get("refused"):
                     raise RetryableError(f"the engine cannot be activated now: {why}")
-                error = next(
-                    (str(item["error"]) for item in await self._engine.rpc("rl_weights_back") if item["error"]), ""
-                )
+                error = await self._weights_back()
             except BaseException:
                 self.state = "inactive"
                 raise

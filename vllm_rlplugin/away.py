@@ -6,7 +6,7 @@ has them, which nobody else can open and which is gone with this process; what c
 not views that are known (no mapping), they stay, and the report says so. Bytes are measured, of this process's own memory.
 
 On CPU only, where stock vLLM has no sleep mode: the pages behind the parameters go back to the system, packed copies are freed
-and made anew. On CUDA stock's sleep mode does it (``--enable-sleep-mode``), which :mod:`vllm_rlplugin.activation` calls.
+and made anew. On another device the weights stay, which the report says.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl
 
 
 class Away:
-    """The weights of one worker while they are away. Make it while no step runs."""
+    """The weights of one worker while they are away. Made, it has what it needs to take them back; :meth:`go` lets them go. No
+    step may run from then on."""
 
     def __init__(self, engine: RelayWeightTransferEngine, mapping: Mapping, model: torch.nn.Module, kept: bool) -> None:
         self._engine, self._mapping = engine, mapping
@@ -42,11 +43,16 @@ class Away:
             if wrong := engine.verify():
                 raise RunError(f"the weights are not what was loaded: {wrong[:3]}")
             self._file = self._written()
-        engine.leave(dropped=not kept)
-        if not kept:
-            engine.damage = "the weights were dropped when the engine was deactivated"
+        self.left = self.bytes
+        self.freed = 0
+
+    def go(self) -> None:
+        """Out of memory with them."""
+        self._engine.leave(dropped=self._file is None)
+        if self._file is None:
+            self._engine.damage = "the weights were dropped when the engine was deactivated"
         before = resident()
-        for layer, _ in mapping.packed:
+        for layer, _ in self._mapping.packed:
             layer.cpu_linear = _is_away
         self.left = self.bytes - give_back(self._parts)  # parts that are smaller than a page of memory
         ctypes.CDLL(None).malloc_trim(0)
@@ -59,12 +65,15 @@ class Away:
         with self._file as file, torch.no_grad():
             file.seek(0)
             for part in self._parts:
-                if file.readinto(memoryview(part.numpy())) != part.nbytes:
-                    raise RunError("the file of the weights is shorter than they are")
+                rest = memoryview(part.numpy())
+                while rest:  # the system reads 2 GiB at a time
+                    if not (count := file.readinto(rest)):
+                        raise RunError("the file of the weights is shorter than they are")
+                    rest = rest[count:]
         for layer, parameter in self._mapping.packed:
             layer.cpu_linear = pack(layer, self._mapping.live[parameter]).linear
         if wrong := self._engine.verify():
-            raise RunError(f"the weights did not come back as they were: {wrong[:3]}")
+            raise RunError(f"they are not what they were: {wrong[:3]}")
 
     def _written(self) -> FileIO:
         descriptor, name = tempfile.mkstemp(prefix="rl-coserve-weights-")
@@ -91,16 +100,16 @@ def leave(worker: Any, *, kept: bool) -> dict[str, Any]:
     engine.attach(worker)
     model = worker.model_runner.get_model()
     mapping = engine.plan().mapping
-    if mapping is None:
-        size = sum(part.nbytes for part in _storages(model))
-        return {
-            "bytes": size,
-            "left": size,
-            "freed": 0,
-            "seconds": 0.0,
-            "how": f"the weights stay in memory: {engine.fallback}",
-        }
-    away = worker.rl_away = Away(engine, mapping, model, kept)
+    why = engine.fallback if mapping is None else ""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        why = "they are on a device, from which nothing takes them so far"
+    if why or mapping is None:
+        storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in model.parameters()}
+        size = sum(storages.values())
+        return {"bytes": size, "left": size, "freed": 0, "seconds": 0.0, "how": f"the weights stay in memory: {why}"}
+    away = Away(engine, mapping, model, kept)
+    worker.rl_away = away  # from here on they can be taken back
+    away.go()
     how = f"the weights are in a file in {_folder()}" if kept else "the weights are dropped"
     seconds = time.monotonic() - began
     return {"bytes": away.bytes, "left": away.left, "freed": away.freed, "seconds": seconds, "how": how}
@@ -114,8 +123,9 @@ def come_back(worker: Any) -> dict[str, Any]:
     if away is not None:
         try:
             away.come_back()
-        except (OSError, RunError) as failure:
-            error = worker.weight_transfer_engine.damage = str(failure)
+        except Exception as failure:  # noqa: BLE001  whatever it was, weights that are not back are used by nobody
+            error = f"the weights did not come back: {failure or type(failure).__name__}"
+            worker.weight_transfer_engine.damage = error
     return {"seconds": time.monotonic() - began, "error": error}
 
 
