@@ -85,7 +85,7 @@ class FunctionClient:
         patience: float = 0.0,
         tls: Tls = SYSTEM,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        if not _is_address(url):
             raise ConfigError(self.field, url, "write it as http://host:port/path or https://...")
         self._tls = tls.client() if urlsplit(url).scheme == "https" else None
         self.counts = FunctionCalls()
@@ -210,6 +210,14 @@ class FunctionClient:
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._session
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port beyond all ports
+        return False
 
 
 class _Transport(Exception):

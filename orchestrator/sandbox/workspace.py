@@ -124,7 +124,7 @@ def _collected(text: bytes) -> tuple[int, dict[str, bytes] | None]:
         files = {str(name): base64.b64decode(data, validate=True) for name, data in found["files"].items()}
         for name in files:
             check_name(name)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, binascii.Error):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error):
         return 1, None
     if len(files) > MAX_FILES or sum(map(len, files.values())) > MAX_BYTES:
         return code, None
