@@ -172,7 +172,7 @@ def test_the_native_libraries_of_the_wheel_load(wheel: Path, tmp_path: Path) -> 
         for library in LIBRARIES:
             archive.extract(library, tmp_path)
     assert ctypes.CDLL(str(tmp_path / LIBRARIES[0])).rlc_delta_abi() == 1
-    assert ctypes.CDLL(str(tmp_path / LIBRARIES[1])).rlc_pool_abi() == 2
+    assert ctypes.CDLL(str(tmp_path / LIBRARIES[1])).rlc_pool_abi() == 3
 
 
 def test_an_installed_wheel_runs_without_an_engine(fresh: Path, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ VERL = Component(
     "verl",
     ("verl",),
     VersionRange.parse(">=0.9.1,<0.10"),
-    (Tried("0.9.1", "agent loops run on CPU, trainers not", test="tests/test_verl_adapter.py"),),
+    (Tried("0.9.1", "agent loops run on CPU, trainers not", test="tests/test_adapters.py"),),
 )
 COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
 TORCH = Tried(
