@@ -100,8 +100,8 @@ _ROSE = """
   load a model is late by more than ten of them after a burst; printed is 1.2 to 2.4 s.
 - **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, on dedicated
   and borrowed GPUs alike and without caps, overfills the budgets of the borrowed ones, and loses far more than printed.
-- **32B gains too much** (2.9 for a printed 1.86 over ROLL): only 64 of the 256 trajectories of each dedicated engine may
-  run at a time (16 a GPU), so that five times the devices bring nearly three times the speed; by the printed times 750 s of a step are
+- **32B gains too much** (2.9 for a printed 1.86 over ROLL): only 64 of the 256 trajectories of each dedicated engine may run at a
+  time (16 a GPU), so that five times the devices bring nearly three times the speed; by the printed times 750 s of a step are
   there however many devices generate. ALFWorld's lengths and environment times are ASSUMED.
 - **Figure 7**: one step off the policy, a rollout binds in our model at any number of devices, so that the gain is that of the
   rollout. DAPO is played with twice the groups, not with the paper's rule from step to step.
