@@ -63,7 +63,8 @@ class HttpWorker:
     """Implements :class:`orchestrator.api.BorrowedWorker`. Connects with the first call.
 
     ``url``: http(s)://host:port of the server. ``relay``: the one that it is to fetch weights from; None: what it
-    was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it. ``tls``: whom https trusts, and what is
+    was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it.
+    ``priority``: added to every request's, so that users of the server (0) go first. ``tls``: whom https trusts, and what is
     shown to a server that asks for a certificate. Raises ConfigError for a URL over which the token must not go, and for
     files of ``tls`` that cannot be used; a call of a server whose certificate is not right raises ConfigError too.
     """
@@ -77,6 +78,7 @@ class HttpWorker:
         relay: RelayEndpoint | None = None,
         allow_plain_http: bool = False,
         deactivate: bool = False,
+        priority: int = 0,
         tls: Tls = SYSTEM,
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
@@ -87,6 +89,7 @@ class HttpWorker:
         self.url = self._url = url.rstrip("/")
         self._relay = relay
         self._deactivate = deactivate
+        self._priority = priority
         self.activation: dict[str, Any] = {}  # what the server said of it, if ``start`` had to activate it
         self._joined = asyncio.Event()  # the relay was connected after its job had begun its epoch
         if relay is None:
@@ -103,7 +106,7 @@ class HttpWorker:
         self._suspended = False  # by us
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        for batch in _batches([replace(item, request_id=self._life + item.request_id) for item in requests]):
+        for batch in _batches([self._sent(item) for item in requests]):
             for request in batch:
                 self._unfinished[request.request_id] = None
             body = {"requests": [wire.request_to_json(request) for request in batch], "partial": True}
@@ -123,7 +126,12 @@ class HttpWorker:
                 raise
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
-        await self._post(wire.PRIORITIZE, {"priorities": dict(priorities)})
+        moved = {trajectory: self._priority + priority for trajectory, priority in priorities.items()}
+        await self._post(wire.PRIORITIZE, {"priorities": moved})
+
+    def _sent(self, request: GenerationRequest) -> GenerationRequest:
+        """As the server gets it: with an id of this life, and behind those that the server serves."""
+        return replace(request, request_id=self._life + request.request_id, priority=self._priority + request.priority)
 
     async def completions(self) -> list[Completion]:
         await self._joined.wait()  # before its first weights it has no requests, and becomes another instance

@@ -292,3 +292,25 @@ def test_a_wrong_token_and_a_server_without_the_plugin_are_mistakes_of_the_confi
         await elsewhere.close()
 
     run(scenario)
+
+
+def test_users_of_the_server_go_before_rollouts_whatever_their_order_among_themselves() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        behind = HttpWorker(server.url, TOKEN, "behind", priority=1_000_000)
+        try:
+            await behind.suspend()
+            await behind.add([a_request("longest", 50, priority=-40), a_request("short", 50, priority=-3)])
+            async with asyncio.timeout(10):
+                while len(server.client.requests) < 2:
+                    await asyncio.sleep(0.01)
+            found = {request.session: request.priority for request in server.client.requests.values()}
+            assert found == {"longest": 999_960, "short": 999_997}, "users have 0: the lower number goes first"
+            await behind.prioritize({"short": -60})
+            assert {request.session: request.priority for request in server.client.requests.values()} == {
+                "longest": 999_960,
+                "short": 999_940,
+            }
+        finally:
+            await behind.close()
+
+    run(scenario)

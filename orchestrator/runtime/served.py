@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -127,8 +128,15 @@ def workers(config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | Non
     if not names:
         return []
     token, rollout = read_token(config, os.environ), config.rollout
-    more = {"allow_plain_http": rollout.served_allow_plain_http, "deactivate": rollout.served_deactivate}
-    return [HttpWorker(url, token, url.rstrip("/"), relay=endpoint, tls=config.tls.files(), **more) for url in names]
+    make = partial(
+        HttpWorker,
+        relay=endpoint,
+        allow_plain_http=rollout.served_allow_plain_http,
+        deactivate=rollout.served_deactivate,
+        priority=rollout.served_priority,
+        tls=config.tls.files(),
+    )
+    return [make(url, token, url.rstrip("/")) for url in names]
 
 
 async def start(served: Sequence[HttpWorker], events: EventLog | None = None) -> None:

@@ -153,6 +153,8 @@ class RolloutSection(Section):
     served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
     served_token_file: str = ""  # holds their bearer token; empty: the environment variable RL_COSERVE_TOKEN
     served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
+    # Added to the priority of the run's requests there: the lower number goes first, and users have 0.
+    served_priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 1_000_000
     served_deactivate: bool = False  # at the run's end, rollout engines of a device's pool that nobody else uses
     environments: Positive = 64  # trajectories in flight at most
     alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
