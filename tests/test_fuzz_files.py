@@ -226,7 +226,12 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(examples: int, tmp_path: Pat
         file, data = drawn
         for name, whole in kept.items():
             name.write_bytes(data if name == file else whole)
-        found = fuzzing.survives(checkpoints.newest, RunError)
+        try:
+            with fuzzing.bounded():
+                found = checkpoints.newest()
+        except RunError as error:  # a digit that makes it one of a newer version: then nothing is gone back on
+            assert "this version reads 1" in str(error)
+            return
         assert found is not None
         folder, state, _ = found
         assert (folder.name, state.step) in (("step-000004", 4), ("step-000003", 3))
