@@ -226,7 +226,13 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(examples: int, tmp_path: Pat
         file, data = drawn
         for name, whole in kept.items():
             name.write_bytes(data if name == file else whole)
-        found = fuzzing.survives(checkpoints.newest, RunError)
+        try:
+            with fuzzing.bounded():
+                found = checkpoints.newest()
+        except RunError as error:
+            if "this version reads 1" not in str(error):  # a digit made it one of a newer version: nothing is gone back on
+                raise
+            return
         assert found is not None
         folder, state, _ = found
         assert (folder.name, state.step) in (("step-000004", 4), ("step-000003", 3))

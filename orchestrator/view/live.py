@@ -63,11 +63,16 @@ def read_record(text: bytes) -> dict[str, Any]:
             _sound(
                 {field: value for field, value in row.items() if field not in _WORDS} if isinstance(row, dict) else row
             )
-            if any(not isinstance(row.get(field, ""), str) for field in _WORDS):
-                raise ValueError(f"{name}: no text where there should be one")
+            missing = _NEEDED[name] - row.keys() or ("running" in row and set(_STATS) - row.keys())
+            if missing or any(not isinstance(row.get(field, ""), str) for field in _WORDS):
+                raise ValueError(f"{name}: a row lacks a field, or has no text where there should be one")
     return record
 
 
+_NEEDED = {
+    "trajectories": {"id", "task", "turns", "age", "waits", "worker"},
+    "workers": {"name", "state", "version", "requests"},
+}
 _WORDS = ("id", "task", "waits", "worker", "name", "state")  # of a row
 
 
