@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import time
@@ -122,8 +123,8 @@ def test_the_summary_counts_over_all_replays_and_says_what_of_the_idle_share_was
 def test_pages_that_go_from_process_to_process_are_the_same_memory() -> None:
     path = Path(f"/dev/shm/rl-coserve-test-{os.getpid()}-remap")
     try:
-        found = measure(path, 4, 3)
+        found = measure(argparse.Namespace(kind="host", library="", mib=8, rounds=3), path, 4)
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
     assert len(found) == 3
     assert all(0 < release < seconds and 0 < mapped < seconds for seconds, release, mapped in found)
