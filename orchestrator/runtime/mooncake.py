@@ -120,7 +120,7 @@ class MooncakeMaster(ChildProcess):
         try:
             async with asyncio.timeout(START_LIMIT), aiohttp.ClientSession() as session:
                 while self._process.returncode is None:
-                    if await _healthy(session, metrics_port) and self.alive():
+                    if await _healthy(session, metrics_port) and await _listens(address, port) and self.alive():
                         return True
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
@@ -150,6 +150,16 @@ def find_binary() -> str:
         fix = "no mooncake_master: install mooncake-transfer-engine-non-cuda (or a CUDA variant), or set relay.master"
         raise ConfigError("relay.master", "", fix)
     return found
+
+
+async def _listens(address: str, port: int) -> bool:
+    """Its health says nothing of the port for clients, which is opened later."""
+    try:
+        _, writer = await asyncio.open_connection(address, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 async def _healthy(session: aiohttp.ClientSession, port: int) -> bool:
