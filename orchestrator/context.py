@@ -12,13 +12,13 @@ then the trajectory ends as ``failed: context_too_long`` or ``failed: engine_out
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from orchestrator.api import ConfigError, ContextStart, TaskLimits
 from orchestrator.config import Config
+from orchestrator.named import named_function
 from orchestrator.policies.context import ContextRules
 
 Summarise = Callable[[Sequence[int]], Sequence[int]]
@@ -116,18 +116,11 @@ def rules_of(config: Config, task: TaskLimits) -> Setup:
     if policy.reserve + policy.room >= budget:
         fix = f"leaves no room beside {policy.reserve} tokens for a summary and {policy.room} for a response"
         raise ConfigError(f"{where}.tokens", budget, fix)
-    return policy, rules.ask, None if rules.summary == "model" else _function(f"{where}.summary", rules.summary)
-
-
-def _function(field_name: str, name: str) -> Summarise:
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(field_name, name, f"cannot be imported: {error}") from error
-    if not callable(found):
-        raise ConfigError(field_name, name, "is no function")
-    return cast(Summarise, found)
+    return (
+        policy,
+        rules.ask,
+        None if rules.summary == "model" else cast(Summarise, named_function(f"{where}.summary", rules.summary)),
+    )
 
 
 def no_room(error: str) -> str:

@@ -6,11 +6,11 @@ raises or says no number ends the run with its name, as silence would look like 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from orchestrator.api import ConfigError, Prompt, RunError
+from orchestrator.api import Prompt, RunError
+from orchestrator.named import named_function
 from orchestrator.policies.lengths import LengthHistory, LongPrompts, Predictor
 
 HISTORY = "history"
@@ -26,7 +26,7 @@ class Lengths:
     def __init__(self, setting: str, given: Predictor | None = None) -> None:
         self._name = setting or "predictor"
         self._history = LengthHistory() if setting == HISTORY and given is None else None
-        predict = given or self._history or (imported(setting) if setting else None)
+        predict = given or self._history or (_predictor(setting) if setting else None)
         self._long = None if predict is None else LongPrompts(predict)
         self._asked = -1  # the last number that was asked for, and what was said
         self._answer = False
@@ -65,13 +65,5 @@ class Lengths:
         self._asked = -1
 
 
-def imported(target: str) -> Predictor:
-    """``module:function``. Raises ConfigError."""
-    module, _, name = target.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(FIELD, target, f"cannot be imported ({error}); write module:function, or history") from error
-    if not callable(found):
-        raise ConfigError(FIELD, target, "is not callable: a function of a prompt, to tokens or None")
-    return cast(Predictor, found)
+def _predictor(setting: str) -> Predictor:
+    return cast(Predictor, named_function(FIELD, setting, ", or history"))

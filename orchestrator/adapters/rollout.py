@@ -10,7 +10,6 @@ token. Weights come over the relay: whoever trains publishes them (:class:`orche
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.http_worker import HttpWorker
 from orchestrator.kv_moves import kv_moves
+from orchestrator.named import named_function
 from orchestrator.proxy import LLMProxy
 from orchestrator.runtime import served
 from orchestrator.transfer import RelayEndpoint
@@ -164,8 +164,7 @@ class RolloutSide:
     async def _start(self) -> LLMProxy:
         settings, loop = self._config.rollout, asyncio.get_running_loop()
         if self._settings.workers:
-            module, _, name = self._settings.workers.partition(":")
-            made = getattr(importlib.import_module(module), name)(self._config, self._endpoint)
+            made = named_function("workers", self._settings.workers)(self._config, self._endpoint)
             self._workers = list(cast(list[ManagedWorker], made))
         else:
             servers: list[HttpWorker] = served.workers(self._config, self._endpoint)
