@@ -230,7 +230,9 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(examples: int, tmp_path: Pat
             with fuzzing.bounded():
                 found = checkpoints.newest()
         except RunError as error:
-            if "this version reads 1" not in str(error):  # a digit made it one of a newer version: nothing is gone back on
+            if "this version reads 1" not in str(
+                error
+            ):  # a digit made it one of a newer version: nothing is gone back on
                 raise
             return
         assert found is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,12 @@ POOL = "gpu0"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the pool's daemon."""
-    for module in (mps, mps_watch):
-        monkeypatch.setattr(module, "FOLDER", tmp_path)
-    return mps.folder_of(POOL)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of the pool's daemon: its sockets need a short path, which pytest's own folders may not have."""
+    with tempfile.TemporaryDirectory(prefix="mps-") as short:
+        for module in (mps, mps_watch):
+            monkeypatch.setattr(module, "FOLDER", Path(short))
+        yield mps.folder_of(POOL)
 
 
 @pytest.fixture

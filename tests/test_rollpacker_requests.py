@@ -1,12 +1,10 @@
 """What is watched in a simulated run is what it says; one fetch feeds once; the planner's figures play the planner's own rule."""
 
 import json
-from typing import Any
 
 import pytest
 
 from orchestrator.bench import rollpacker_planner, rollpacker_requests
-from orchestrator.policies.profile import Layout
 from orchestrator.sim.run import simulate
 from orchestrator.sim.setups import ROLLPACKER, rollpacker
 
@@ -54,13 +52,3 @@ def test_the_planners_rung_has_a_worker_a_gpu_and_stays_within_servers(size: str
     config = rollpacker_planner.rung(size, 1, 2)
     assert config.rollout.workers == ROLLPACKER[size][1]
     assert (config.sim.tensor_parallel, config.rollout.planner.max_tp) == (1, 8)
-
-
-def test_uneven_experts_make_the_rule_leave_expert_parallelism_and_even_ones_do_not() -> None:
-    cut = rollpacker_planner.Experts
-    even, uneven = cut(Layout(8, 8)), cut(Layout(8, 8), 2.0)
-    assert even.step_seconds(64, 700) < cut(Layout(8)).step_seconds(64, 700) < uneven.step_seconds(64, 700)
-    found: dict[str, Any] = rollpacker_planner.experts()
-    assert found["layouts"][0] == "TP 8, EP 8"
-    assert found["layouts"][12] == "TP 8"
-    assert found["seconds_a_step"] < found["fixed_seconds_a_step"]["TP 8, EP 8"]
