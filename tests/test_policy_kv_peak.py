@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.policies.kv_peak import projected_peak
@@ -44,6 +44,7 @@ def test_unsure_forecasts_give_the_mean_over_what_may_come() -> None:
     assert found < projected_peak([100.0] * count, [400.0] * count, [0.0] * count, 1.2), "all at once would need more"
 
 
+@example([(11.0, 13715.0, 0.0)], 4.0, 1e4)
 @given(
     st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e5), st.floats(0, 2)), max_size=30),
     st.floats(1, 4),

@@ -41,9 +41,11 @@ def projected_peak(
     off = np.maximum(np.asarray(spreads, dtype=np.float64), _LEAST_SPREAD)
     middle = np.log(means) - off * off / 2.0
     last = float(np.exp(np.max(middle + 2.0 * off)))
+    ends = np.exp(middle)
     if math.isfinite(longest):
-        last = min(last, max(1.0, float(np.max(longest - held)) / grows))
-    ends = np.quantile(np.exp(middle), np.linspace(0.0, 1.0, _TIMES))
+        most = np.maximum(longest - held, 0.0) / grows
+        last, ends = min(last, max(1.0, float(np.max(most)))), np.maximum(np.minimum(ends, most), 1.0)
+    ends = np.quantile(ends, np.linspace(0.0, 1.0, _TIMES))
     times = np.concatenate((np.geomspace(1.0, max(last, 2.0), _TIMES), _SHORT_OF * ends))
     # of shape [times, trajectories]; beyond +-30 a probability is 0 or 1 anyway
     scores = np.clip(_LOGISTIC * (np.log(times)[:, None] - middle) / off, -30.0, 30.0)
