@@ -119,6 +119,7 @@ def page(folder: Path) -> str:
         ("affinity", "Hardware affinity (`bench affinity`)"),
         ("rollart-figures", "RollArt's other figures (`bench rollart-figures`)"),
         ("rollpacker-figures", "RollPacker's figures (`bench rollpacker-figures`)"),
+        ("heddle", "Heddle's comparison (`bench heddle`)"),
         ("borrowed", "Borrowed serving devices, ROSE's figure 14 (`bench borrowed`)"),
         ("rose-figures", "ROSE's other figures (`bench rose-figures`)"),
         ("all-together", "All policies together (`bench all-together`)"),
@@ -182,6 +183,8 @@ def _rows(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| figure | printed | simulated | outside by | source |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         off = f"{100 * row['off']:+.0f} %" if row["off"] else "inside"
+        if row["printed"] == "not printed":
+            off = ""
         lines.append(f"| {row['what']} | {row['printed']} | {row['simulated']:.3g} | {off} | {row['source']} |")
     return "\n".join(lines) + "\n"
 
