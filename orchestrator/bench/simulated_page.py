@@ -133,7 +133,10 @@ def page(folder: Path) -> str:
             note = f" {part}." if scale else ""
             parts.append(f"\n## {title}\n\nValue {found['value']:.3f} ({found['unit']}); bar {found['bar']}: "
                          f"{'held' if found['holds'] else '**not held**'}.{note}\n")  # fmt: skip
-            parts.append(_rows(found["detail"]["rows"]))
+            rows = found["detail"]["rows"]
+            if name == "heddle":  # the ablation is in the file
+                rows = [one for one in rows if one["printed"] != "not printed" or "our degrees" in one["what"]]
+            parts.append(_rows(rows))
             parts += [f"Not played: {what}: {why}.\n" for what, why in found["detail"].get("not_played", {}).items()]
             if name == "rollpacker-figures" and "search" in found["detail"]:  # the full form
                 parts.append("\n".join([_ROLLPACKER, *reasons(found), *_searched(found["detail"])]) + "\n")
