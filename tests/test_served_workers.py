@@ -69,6 +69,15 @@ def test_fleets_of_served_workers_and_of_both_kinds_are_valid_and_saved_as_they_
         assert parse_config(json.loads(to_json(config))) == config
 
 
+def test_a_runs_requests_stand_behind_users_unless_its_config_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
+    request = GenerationRequest("r", "t", 0, (1, 2), Sampling(4), "test", priority=-40)
+    cases: tuple[tuple[dict[str, Any], int], ...] = (({}, 999_960), ({"served_priority": 0}, -40))
+    for settings, expected in cases:
+        (worker,) = served.workers(config_of(URL, **settings), ENDPOINT)
+        assert worker._sent(request).priority == expected
+
+
 def test_the_token_is_of_the_file_else_of_the_environment_and_never_of_the_config(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
