@@ -26,6 +26,7 @@ from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.run import SimResult, simulate
 from orchestrator.sim.serving import PAGE, Request, Served, ServingEngine
 from orchestrator.sim.setups import scenario
+from orchestrator.sim.worker import SimWorker
 
 STEP = 0.02
 KV = PAGE / 4  # bytes of a token: four to a page
@@ -338,11 +339,60 @@ def test_a_run_that_borrows_accounts_for_every_trajectory_and_repeats(how: str) 
     assert found.summary["seconds"] < plain.summary["seconds"]
 
 
+_TWO_CLASSES = (  # of rollart.toml: two H800 and one H20 of the run's own, H20 borrowed
+    "run.steps=1",
+    "sim.fleet={H800=64, H20=32}",
+    "sim.borrowed.workers=2",
+    "sim.borrowed.device=H20",
+    "rollout.routing.cap=4",
+    "rollout.routing.served_cap=8",
+)
+
+
+def test_tasks_go_by_class_over_a_fleet_and_what_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    went: dict[str, set[tuple[str, bool]]] = {task: set() for task in ("frozenlake", "webshop", "gem-math", "gem-game")}
+    add = SimWorker.add
+
+    async def seen(worker: SimWorker, requests: list[GenerationRequest]) -> None:
+        for one in requests:
+            went[one.task].add((worker.hardware, isinstance(worker, BorrowedSimWorker)))
+        await add(worker, requests)
+
+    monkeypatch.setattr(SimWorker, "add", seen)
+    found = simulate(scenario("rollart", [*_TWO_CLASSES, "rollout.routing.fallback=false"], 16))
+    assert found.summary["borrowed"]["generated"] > 0
+    assert went["gem-math"] | went["gem-game"] == {("H20", False), ("H20", True)}
+    assert went["frozenlake"] | went["webshop"] == {("H800", False)}, "none of that class is borrowed"
+    for workers in went.values():
+        workers.clear()
+    simulate(scenario("rollart", [*_TWO_CLASSES, "rollout.routing.fallback=false", "sim.borrowed.device=H800"], 16))
+    assert went["frozenlake"] | went["webshop"] == {("H800", False), ("H800", True)}
+    assert went["gem-math"] | went["gem-game"] == {("H20", False)}
+
+
+def test_a_borrowed_worker_costs_what_its_class_costs_and_is_of_no_class_where_none_is_named() -> None:
+    def steps(*overrides: str) -> set[tuple[str, float]]:
+        given = scenario("rose", [*SMALL, "sim.borrowed.workers=2", *overrides])
+        fleet = borrowed_of(given)
+        assert fleet is not None
+        made = fleet.workers(1, SimWeights(), None, None, None)
+        return {(one.hardware, one._costs.decode(1)[0]) for one in made}
+
+    ((none, usual),) = steps()
+    ((named, slower),) = steps("sim.device=H20", "sim.borrowed.device=H800")
+    ((mixed, other),) = steps("sim.fleet={H800=1}", "sim.borrowed.device=H20")
+    assert (none, named, mixed) == ("", "H800", "H20")
+    assert steps("sim.fleet={H20=1}") == {("H800", usual)}, "beside a fleet, the class is that of sim.device"
+    assert slower == usual
+    assert other != usual
+
+
 def test_bad_input_is_named() -> None:
     for override, field in (
         ("sim.borrowed.trace=nothing-like-it", "sim.borrowed.trace"),
         ("sim.borrowed.model=Qwen3-32B", "sim.borrowed.model"),
         ("sim.borrowed.serving=2", "sim.borrowed.serving"),
+        ("sim.borrowed.device=H900", "sim.borrowed.device"),
         ("sim.fault_rate=0.1", "sim.fault_rate"),
     ):
         with pytest.raises(ConfigError) as caught:

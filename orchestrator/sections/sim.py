@@ -62,6 +62,7 @@ class SimBorrowedSection(Section):
     how: Literal["coserve", "multiplex", "autoscale", "spot", "serverless"] = "coserve"
     workers: Annotated[int, Field(ge=0)] = 0  # rollout workers so borrowed; 0: none
     serving: Annotated[int, Field(ge=0)] = 0  # serving engines that they are chosen of; 0: as many as workers
+    device: str = ""  # class of their devices, which the affinity of tasks goes by; empty: sim.device
     model: str = "Qwen2.5-7B"  # that is served, of orchestrator/sim/hardware.py
     prefill: Annotated[float, Field(gt=0, lt=1)] = 0.25  # of serving engines; the others decode
     trace: str = "azure_code"  # packed arrivals (orchestrator/sim/served_NAME.json.xz), or a JSON file with such rows

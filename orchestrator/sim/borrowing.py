@@ -26,7 +26,7 @@ from orchestrator.policies.kv_sharing import SharingRules
 from orchestrator.sections.sim import SimBorrowedSection
 from orchestrator.sim import hardware
 from orchestrator.sim.borrowed import BorrowedSimWorker
-from orchestrator.sim.cluster import engine_costs
+from orchestrator.sim.cluster import borrowed_class, engine_costs
 from orchestrator.sim.costs import ACTIVATION_BYTES, MEMORY_SHARE, EngineCosts, Roofline
 from orchestrator.sim.draws import stream
 from orchestrator.sim.moving import Moves, MovingWorker
@@ -152,6 +152,8 @@ class BorrowedFleet:
 
     def __init__(self, config: Config) -> None:
         self._config, self.settings = config, config.sim.borrowed
+        named = self.settings.device
+        self._device = hardware.device(named or config.sim.device, "sim.borrowed.device" if named else "sim.device")
         self.moves = Moves()
         self.made: list[BorrowedSimWorker] = []
         self.cluster = self._serving()
@@ -171,26 +173,31 @@ class BorrowedFleet:
             fix = f"{settings.workers} workers are to be on them (sim.borrowed.workers): at least as many"
             raise ConfigError("sim.borrowed.serving", engines, fix)
         tenant = 0 if settings.how == "autoscale" else hardware.model(sim.model).weight_bytes
-        return ServingCluster(settings, engines, hardware.device(sim.device), sim.tensor_parallel, tenant)
+        return ServingCluster(settings, engines, self._device, sim.tensor_parallel, tenant)
 
     def dedicated(self) -> Callable[..., SimWorker]:
         """Makes the run's own workers: requests move between them and the borrowed ones."""
         return partial(MovingWorker, moves=self.moves)
 
-    def workers(self, first: int, weights: SimWeights, *others: Any) -> list[SimWorker]:
-        """The borrowed ones, numbered from ``first``. Arguments as those of :class:`~orchestrator.sim.worker.SimWorker`."""
+    def workers(self, first: int, weights: SimWeights, said: Any, traces: Any, speech: Any) -> list[SimWorker]:
+        """The borrowed ones, numbered from ``first``, of the class of their devices. Arguments as those of
+        :class:`~orchestrator.sim.worker.SimWorker`."""
         config, settings = self._config, self.settings
         sim, count = config.sim, settings.workers
         model = hardware.model(sim.model)
         kv_bytes = model.kv_bytes * max(1.0, sim.tensor_parallel / model.kv_heads) * sim.grain
-        costs = engine_costs(config)
+        name = borrowed_class(config)
+        costs = engine_costs(config, name)
         shared = settings.how in ("coserve", "multiplex")
         for number in range(first, first + count):
             worker = BorrowedSimWorker(
                 f"sim-{number}",
                 config,
                 weights,
-                *others,
+                said,
+                traces,
+                name,
+                speech,
                 moves=self.moves,
                 lease=0.0 if settings.how == "multiplex" else settings.lease_seconds if shared else math.inf,
                 activation=settings.activation_seconds if shared else 0.0,
@@ -336,8 +343,6 @@ def borrowed_of(config: Config) -> BorrowedFleet | None:
     wrong: list[tuple[str, object, str]] = [
         ("sim.costs", sim.costs, "borrowed devices are known by their hardware: set it to 'roofline'"),
         ("sim.fault_rate", sim.fault_rate, "faults are not played with borrowed workers: set it to 0"),
-        ("sim.degrees", list(sim.degrees), "borrowed workers have sim.tensor_parallel devices each: leave it out"),
-        ("sim.fleet", dict(sim.fleet), "borrowed workers are beside devices of one class: use sim.device"),
         ("rollout.colocation.enabled", True, "lends the run's own workers: not played with borrowed ones"),
         ("rollout.disaggregation.enabled", True, "not played with borrowed workers"),
         ("rollout.planner.enabled", True, "cuts the run's own workers: not played with borrowed ones"),
@@ -345,8 +350,6 @@ def borrowed_of(config: Config) -> BorrowedFleet | None:
     broken = (
         sim.costs != "roofline",
         sim.fault_rate > 0,
-        bool(sim.degrees),
-        bool(sim.fleet),
         rollout.colocation.enabled,
         rollout.disaggregation.enabled,
         rollout.reshapes,

@@ -37,6 +37,12 @@ def fleet(config: Config) -> list[str]:
     return [name for name, count in config.sim.fleet.items() for _ in range(count)]
 
 
+def borrowed_class(config: Config) -> str:
+    """The class of the borrowed workers; "" where no class was named at all: they are like the run's own, on ``sim.device``."""
+    sim = config.sim
+    return sim.borrowed.device or (sim.device if sim.fleet else "")
+
+
 def degree_of(config: Config, worker: str) -> int:
     """Devices of a worker by its name, ``sim-INDEX``."""
     degrees, index = config.sim.degrees, worker.rpartition("-")[2]

@@ -354,7 +354,7 @@ class _Simulation:
             make(f"sim-{index}", config, weights, *rest, name, self._speech) for index, name in enumerate(fleet(config))
         ]
         if borrowed is not None:
-            self._workers += borrowed.workers(len(self._workers), weights, *rest, "", self._speech)
+            self._workers += borrowed.workers(len(self._workers), weights, *rest, self._speech)
             borrowed.start()
         self._borrowed = borrowed
         seat(self._workers, cutter, self._watch_requests)
