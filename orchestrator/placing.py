@@ -7,9 +7,9 @@ one that is under way. The exact placement (:mod:`orchestrator.policies.loads`, 
 :mod:`orchestrator.policies.placement`) is solved again when enough has changed; between, ranks are scaled
 (:mod:`orchestrator.policies.migration`). Among workers that are alike a cut by length must pay: where the forecasts are so unsure
 that even shares end as soon, trajectories are spread evenly. Whatever was planned, a worker that will be done much sooner than
-another relieves it of what is in a gap there. Where KV can be sent it is, in the order of the transmission scheduler; what could
-not be is computed anew; a move that did not begin before the next turn is ready is given up. Workers that close take no part: the
-router's own rule serves what was placed on them, until it is in a gap.
+another relieves it of what is in a gap there (:mod:`orchestrator.relief`). Where KV can be sent it is, in the order of the
+transmission scheduler; what could not be is computed anew; a move that did not begin before the next turn is ready is given up.
+Workers that close take no part: the router's own rule serves what was placed on them, until it is in a gap.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from orchestrator.policies.migration import Move, Partition, Transmissions, deci
 from orchestrator.policies.prediction import Forecast
 from orchestrator.policies.profile import Layout, Profile
 from orchestrator.policies.routing import TurnRouter
+from orchestrator.relief import Relief
 from orchestrator.sections import PlacementSection
 
 _LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
-_RELIEF = 0.8  # of the time that a worker still takes: one that takes less relieves it
 _PAYS = 0.95  # a cut by length among workers that are alike must end by so much sooner than shares that are alike
 _CHANGED = 1.25  # a forecast by this factor is a change
 
@@ -110,7 +110,7 @@ class Placing:
         ] = {}  # worker -> heap of those that have not begun, longest first
         self._transmissions = Transmissions()
         self._moves: dict[str, Move] = {}
-        self._drains: dict[int, tuple[float, float]] = {}
+        self._relief: Relief[_Placed] = Relief(self._accounts, self._drain)
         self.moved = 0
         self.sent = 0  # of them with their KV
         self.solved = 0
@@ -267,8 +267,9 @@ class Placing:
         if group.partition is not None:
             target = group.partition.target(placed.worker, ranks[0], ranks[1], ranks[2], active)
         relief = math.inf
-        if target == placed.worker and (found := self._relief(placed, group)) is not None:
-            target, relief = found
+        if target == placed.worker:
+            found = self._relief.find(trajectory, placed, placed.worker, group.members)
+            target, relief = found or (target, relief)
         if target == placed.worker:
             self._drop(trajectory)
             return
@@ -283,38 +284,19 @@ class Placing:
             self._drop(trajectory)
         elif how == "recompute":
             source = placed.worker
+            self._drop(trajectory)  # a move that waits
             self._put(trajectory, placed, target)
+            self._relief.changed(source, target)
             self._admit(source)
             self.moved += 1
         else:
             self._moves[trajectory] = move = Move(trajectory, placed.worker, target, forecast.tokens)
             self._transmissions.ask(move)
+            self._relief.goes(trajectory, placed, move.source, target)
             self._begin_sending()
 
-    def _relief(self, placed: _Placed, group: _Group) -> tuple[int, float] | None:
-        """The worker that will be done first, where that is sooner than here even with this trajectory: and by how much."""
-        workers = [worker for worker in group.members if worker != placed.worker]
-        if not workers:
-            return None
-        target = min(workers, key=lambda worker: (self._done_in(worker), worker))
-        here = self._done_in(placed.worker)
-        if self._done_in(target) > _RELIEF * here:
-            return None
-        with_it = self._drain(target, placed)
-        return (target, here - with_it) if with_it <= _RELIEF * here else None
-
-    def _done_in(self, worker: int) -> float:
-        """Seconds until a worker has ended all that began there, looked at once a second at most."""
-        now = asyncio.get_running_loop().time()
-        known = self._drains.get(worker)
-        if known is None or now - known[0] >= 1.0:
-            known = self._drains[worker] = (now, self._drain(worker))
-        return known[1]
-
-    def _drain(self, worker: int, more: _Placed | None = None) -> float:
-        there = [*self._accounts.get(worker, {}).values(), *([] if more is None else [more])]
-        if not there:
-            return 0.0
+    def _drain(self, worker: int, there: Sequence[_Placed]) -> float:
+        """Seconds until a worker has ended these."""
         loads, _ = self._loads(there)
         return loads.seconds(self._rates_of(worker), 0, len(there))
 
@@ -423,11 +405,13 @@ class Placing:
         self.moved += 1
         self.sent += arrived
         self._put(move.trajectory, placed, move.target)  # without its KV it is computed anew there
+        self._relief.settled(move.trajectory)
         self._admit(move.source)
         self._begin_sending()
 
     def _drop(self, trajectory: str) -> None:
         """It is not to be moved any more."""
+        self._relief.settled(trajectory)
         if self._moves.pop(trajectory, None) is not None:
             self._transmissions.end(trajectory)
             self._begin_sending()
