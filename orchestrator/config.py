@@ -104,6 +104,12 @@ class Config(Section):
         for name, url in called.items():
             if url and (fix := urls.plain_mistake(url, self.tls.allow_plain_http)):
                 raise ValueError(f"{name} = {url!r}: {fix}")
+        kv = self.rollout.kv_transfer
+        if kv.enabled and not (self.tls.certificate or kv.allow_plain or urls.is_loopback(kv.host)):
+            raise ValueError(
+                f"rollout.kv_transfer.host = {kv.host!r}: others reach it, and KV would travel unencrypted: give "
+                "tls.certificate and tls.key, or rollout.kv_transfer.allow_plain on a network that you trust"
+            )
         if self.rollout.environments < self.rollout.group_size:
             raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
         if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:

@@ -6,13 +6,17 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.api import Completion, GenerationRequest, KvMove, KvWorker, RolloutWorker, Sampling
+from orchestrator.api.tls import SYSTEM, Tls
 from orchestrator.http_worker import HttpWorker
+from tests.test_kv_tls import OWN, elsewhere
+from tests.test_tls import Authority
 from vllm_rlplugin.kv_engines import Child
 from vllm_rlplugin.recompute_probe import VOCABULARY, write_tiny_qwen3
 
@@ -30,25 +34,41 @@ async def say(worker: RolloutWorker, name: str, tokens: tuple[int, ...], count: 
     return found[0]
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "mooncake"])
+@pytest.mark.parametrize(
+    ("carrier", "secure"),
+    [
+        pytest.param("tcp", False, id="tcp"),
+        pytest.param("mooncake", False, id="mooncake"),
+        pytest.param("tcp", True, id="tcp over TLS", marks=elsewhere),
+    ],
+)
 def test_a_prefix_goes_from_a_server_to_an_engine_of_the_run_and_back(
-    tmp_path: Path, vllm_serve: Callable[..., AbstractContextManager[Any]], carrier: str
+    tmp_path: Path, vllm_serve: Callable[..., AbstractContextManager[Any]], carrier: str, secure: bool
 ) -> None:
+    """``secure``: both at this machine's address of a network, the server with the certificate of its own https."""
     model = tmp_path / "model"
     write_tiny_qwen3(model, 1)
     plugin = {"kv_transfer": True}
-    child = Child(
-        "b", model=str(model), max_model_len=512, kv_cache_mb=4, plugin=plugin, kv={"token": TOKEN, "carrier": carrier}
-    )
+    flags = ("--rl-kv-transfer", "--rl-kv-carrier", carrier, "--max-model-len", "512")
+    kv: dict[str, Any] = {"token": TOKEN, "carrier": carrier}
+    trusted = SYSTEM
+    if secure:
+        tls = Authority(tmp_path, "authority").make("both", f"IP:127.0.0.1,IP:{OWN}")
+        flags += ("--rl-kv-host", OWN, "--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key)
+        flags += ("--ssl-ca-certs", tls.authority)
+        kv |= {"host": OWN, "tls": asdict(tls)}
+        trusted = Tls(authority=tls.authority)
+    child = Child("b", model=str(model), max_model_len=512, kv_cache_mb=4, plugin=plugin, kv=kv)
 
     async def scenario(url: str) -> None:
-        served = HttpWorker(url, TOKEN, "served")
+        served = HttpWorker(url, TOKEN, "served", tls=trusted)
         assert isinstance(served, KvWorker)
         await child.ready()
         rng = random.Random(5)
         context = tuple(rng.randrange(VOCABULARY) for _ in range(170))
         try:
             there, here = await served.kv_place(), await child.kv_place()
+            assert there.startswith("tls://") == here.startswith("tls://") == secure
             context = (*context, *(await say(served, "first", context, 30)).token_ids, 1, 2, 3)
             moved = await child.fetch_kv(KvMove("t", context, there, 60.0))
             assert (moved.moved, moved.why, moved.carrier) == ((len(context) - 4) // BLOCK * BLOCK, "", carrier)
@@ -75,6 +95,5 @@ def test_a_prefix_goes_from_a_server_to_an_engine_of_the_run_and_back(
             await served.close()
             await child.close()
 
-    flags = ("--rl-kv-transfer", "--rl-kv-carrier", carrier, "--max-model-len", "512")
     with vllm_serve(tmp_path, model, TOKEN, *flags) as server:
         asyncio.run(scenario(server.url))

@@ -445,6 +445,48 @@ def test_a_master_that_ends_or_never_answers_is_an_error_and_leaves_nothing(
     assert _ends(int((tmp_path / "pid").read_text()))
 
 
+# Healthy at once, and deaf to clients for a second: the real one does so for milliseconds, longer on a busy machine.
+DEAF = """
+import http.server, socket, sys, threading, time
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+flags = dict(text.lstrip("-").split("=") for text in sys.argv[1:] if "=" in text)
+server = http.server.HTTPServer((flags["metrics_host"], int(flags["metrics_port"])), Health)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+time.sleep(1.0)
+with socket.create_server((flags["rpc_address"], int(flags["rpc_port"]))) as listening:
+    while True:
+        listening.accept()[0].close()
+"""
+
+
+def test_a_stand_in_of_the_master_that_is_healthy_before_it_listens_to_clients_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deaf.py").write_text(DEAF)
+    _program(tmp_path, f"exec {sys.executable} -S {tmp_path}/deaf.py $*", monkeypatch)
+
+    async def scenario() -> None:
+        master = MooncakeMaster()
+        try:
+            await master.start()
+            host, port = master.address.split(":")
+            _, writer = await asyncio.open_connection(host, int(port))  # who was told the address is answered
+            writer.close()
+        finally:
+            await master.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_a_cancelled_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _program(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 100", monkeypatch)
 

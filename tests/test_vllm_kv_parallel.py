@@ -128,3 +128,75 @@ def test_a_prefix_goes_to_an_engine_cut_otherwise_and_back_and_decode_is_bit_for
             await single.close()
 
     asyncio.run(scenario())
+
+
+CUTS: dict[str, dict[str, int]] = {"TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeline_parallel_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "heads", "carrier"),
+    [
+        pytest.param("TP 2", "TP 2", 2, "tcp", id="TP 2 and TP 2, a KV head on each rank"),
+        pytest.param("TP 2", "TP 2", 1, "mooncake", id="TP 2 and TP 2, ranks that keep copies, over Mooncake"),
+        pytest.param("PP 2", "TP 2", 2, "tcp", id="PP 2 and TP 2, both ways"),
+        pytest.param("PP 2", "PP 2", 2, "mooncake", id="PP 2 and PP 2, over Mooncake"),
+    ],
+)
+def test_a_prefix_goes_between_two_engines_of_two_ranks_each(
+    tmp_path: Path, one: str, other: str, heads: int, carrier: str
+) -> None:
+    """Each is the source once, with contexts of its own. Between engines cut alike decode is bit for bit what it is without a
+    move; else the tokens are equal and log-probs within 1e-4, and what comes back to its source is bit for bit what it was."""
+    if heads == 2:
+        write_model(tmp_path / "model", 512)
+    else:
+        write_tiny_qwen3(tmp_path / "model", 1)
+
+    async def scenario() -> None:
+        engines = [
+            Child(
+                name,
+                model=str(tmp_path / "model"),
+                max_model_len=512,
+                kv_cache_mb=8,
+                plugin={"kv_transfer": True},
+                kv={"token": "token of this test", "carrier": carrier},
+                **CUTS[cut],
+            )
+            for name, cut in (("one", one), ("other", other))
+        ]
+        try:
+            await asyncio.gather(*(engine.ready() for engine in engines))
+            for turn, (source, target) in enumerate((engines, engines[::-1])):
+                for length in (70, 200):
+                    await there_and_back(source, target, prompt(1000 * turn + length, length), one == other, carrier)
+        finally:
+            for engine in engines:
+                await engine.close()
+
+    asyncio.run(scenario())
+
+
+async def there_and_back(source: Child, target: Child, asked: tuple[int, ...], alike: bool, carrier: str) -> None:
+    """The prefix of a turn goes to ``target``, which goes on with it; forgotten by ``source``, it comes back."""
+    name = f"{source.name} {len(asked)}"
+    first = await say(source, f"{name} first", asked, 30)
+    context = (*asked, *first.token_ids, 1, 2, 3)
+    stayed = await say(source, f"{name} stayed", context, 40)
+    blocks = (len(context) - 1) // BLOCK
+    counted = await target.computed()
+    moved = await target.fetch_kv(KvMove(name, context, await source.kv_place(), 60.0))
+    assert (moved.moved, moved.why, moved.carrier) == (blocks * BLOCK, "", carrier)
+    after = await say(target, f"{name} after", context, 40)
+    assert after.token_ids == stayed.token_ids
+    assert after.logprobs == pytest.approx(stayed.logprobs, abs=1e-4)
+    assert same(after, stayed) or not alike, "engines cut alike go on with the same bits"
+    assert await target.computed() - counted == len(context) - blocks * BLOCK + 39
+    await source.forget()
+    counted = await source.computed()
+    returned = await source.fetch_kv(KvMove(name, context, await target.kv_place(), 60.0))
+    assert (returned.moved, returned.why, returned.carrier) == (blocks * BLOCK, "", carrier)
+    assert same(await say(source, f"{name} again", context, 40), stayed), (
+        "the blocks that came back are those that went"
+    )
+    assert await source.computed() - counted == len(context) - blocks * BLOCK + 39

@@ -84,6 +84,8 @@ def _apply(args: argparse.Namespace) -> None:
     installed = check(VLLM)
     _check_token(FrontendOptions.of(args))
     options = _merged_options(args, given)
+    if options.kv_transfer:
+        FrontendOptions.of(args).check_kv(args)
     wanted = engine_arguments(options)
     _refuse_conflicts(args, wanted)
     if options.kv_pool_mps:

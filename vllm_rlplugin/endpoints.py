@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import secrets
+import ssl
 from argparse import Namespace
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
@@ -348,7 +349,7 @@ class ControlPlugin:
         control.start(engine_client, metrics, plugin)
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
-            control.mover = KvMover(_kv(config, options, token), worker.kv_command)
+            control.mover = KvMover(_kv(config, options, token, args), worker.kv_command)
             control.mover.load()
         guard = Guard(token, options.networks())
         setattr(state, STATE, Door(guard, _bytes(options), instance, lambda: worker.cycle.history.number))
@@ -356,7 +357,12 @@ class ControlPlugin:
         _warn(control)
 
 
-def _kv(config: Any, options: FrontendOptions, token: str) -> KvOptions:
+def _kv(config: Any, options: FrontendOptions, token: str, args: Namespace) -> KvOptions:
+    """With the certificate of the server itself."""
+    names = {"certificate": "ssl_certfile", "key": "ssl_keyfile", "authority": "ssl_ca_certs"}
+    tls: dict[str, Any] = {name: found for name, flag in names.items() if (found := getattr(args, flag, None))}
+    if tls and getattr(args, "ssl_cert_reqs", ssl.CERT_NONE) == ssl.CERT_REQUIRED:
+        tls["verify_clients"] = True
     return KvOptions(
         token=token,
         host=options.kv_host,
@@ -364,6 +370,8 @@ def _kv(config: Any, options: FrontendOptions, token: str) -> KvOptions:
         protocol=options.kv_protocol,
         device=options.kv_device,
         room_mb=PluginOptions.of(config).kv_staging_mb,
+        tls=tls,
+        allow_plain=options.kv_allow_plain,
     )
 
 

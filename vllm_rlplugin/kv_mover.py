@@ -6,6 +6,7 @@ Guarantees:
 * :meth:`KvMover.fetch` ends within the limit of its move (and one command of the engine), and raises nothing for what goes wrong:
   its ``why`` says what, and the prefix, or what is missing of it, is recomputed. Each kind of failure is logged once a process.
 * Nobody gets KV without the token, or KV of other weights than its own, or into another layout.
+* What leaves this machine goes over TLS, unless ``allow_plain`` says otherwise; on loopback it does not.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from orchestrator.api import ConfigError, KvMove, KvMoved, RetryableError
+from orchestrator.api.tls import SYSTEM, Tls, check_listener
+from orchestrator.api.urls import is_loopback
 from orchestrator.transfer.kv import Carrier, KvAsk, KvBlocks, KvRefused, KvServer, fetch
 from orchestrator.transfer.kv_mooncake import MooncakeCarrier, check_device
 
@@ -36,7 +40,8 @@ Command = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions:
     """Where a worker hands out KV, and the token that both sides need. ``limit``: seconds that it gives one client. ``carrier``:
-    what the bytes travel over, with ``room_mb`` of memory; ``protocol`` and ``device`` are Mooncake's."""
+    what the bytes travel over, with ``room_mb`` of memory; ``protocol`` and ``device`` are Mooncake's. ``tls``: of this machine,
+    for an address that is not loopback; ``allow_plain``: it may do without."""
 
     token: str
     host: str = "127.0.0.1"
@@ -46,6 +51,8 @@ class KvOptions:
     protocol: str = "tcp"
     device: str = ""  # names with commas between; empty: Mooncake chooses
     room_mb: int = 256
+    tls: Mapping[str, Any] = field(default_factory=dict)  # fields of orchestrator.api.tls.Tls
+    allow_plain: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KvOptions:
@@ -68,6 +75,11 @@ class KvOptions:
         """Of ``host``."""
         return socket.gethostbyname(socket.gethostname()) if self.host == NODE else self.host
 
+    @property
+    def listener(self) -> Tls:
+        """What is spoken at :attr:`address`: nothing of TLS on loopback, whose name a certificate need not have."""
+        return SYSTEM if is_loopback(self.address) else Tls(**self.tls)
+
 
 class KvMover:
     """Of one engine. Make it anywhere; :meth:`open` it inside the event loop that the commands belong to."""
@@ -77,23 +89,35 @@ class KvMover:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: KvServer | None = None
         self._carrier: Carrier | None = None
+        self._trust: ssl.SSLContext | None = None
         self._others: set[str] = set()  # sources that had no such carrier
         self.failures: Counter[str] = Counter()  # by kind; of this worker as a destination
         self.sent = 0  # blocks handed out
 
     def load(self) -> None:
-        """Start the carrier, when the engine's processes are started: it brings threads. Idempotent. Raises ConfigError."""
+        """Start the carrier, when the engine's processes are started: it brings threads; and read the files of TLS. Idempotent.
+        Raises ConfigError, also for an address of a network without TLS."""
         options = self._options
+        check_listener(options.address, options.listener, "kv_transfer.host", options.allow_plain)
+        if options.tls:
+            self._trust = Tls(**options.tls).client()
         if options.carrier == "mooncake" and self._carrier is None:
             self._carrier = MooncakeCarrier(options.address, options.protocol, options.device, options.room_mb << 20)
 
     def open(self) -> str:
-        """Begin to hand out. Returns the place, host:port. Idempotent."""
+        """Begin to hand out. Returns the place, host:port or tls://host:port. Idempotent."""
         if self._server is None:
             self._loop = asyncio.get_running_loop()
             options = self._options
             self._server = KvServer(
-                self._answer, options.token, options.address, options.port, options.limit, self._carrier
+                self._answer,
+                options.token,
+                options.address,
+                options.port,
+                options.limit,
+                self._carrier,
+                options.listener,
+                options.allow_plain,
             )
         return self._server.place
 
@@ -117,7 +141,14 @@ class KvMover:
             if have < asked["blocks"]:
                 ask = KvAsk(tokens, have, asked["facts"], move.limit)
                 found = await asyncio.to_thread(
-                    fetch, move.source, self._options.token, ask, block_bytes, self._carrier
+                    fetch,
+                    move.source,
+                    self._options.token,
+                    ask,
+                    block_bytes,
+                    self._carrier,
+                    self._trust,
+                    self._options.allow_plain,
                 )
                 carrier = found.carrier
                 self._note_carrier(carrier, move)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import ConfigError
+from orchestrator.api.urls import is_loopback
 
 if TYPE_CHECKING:
     from orchestrator.transfer import RelayEndpoint
@@ -197,6 +198,9 @@ class FrontendOptions:
     kv_host: str = _option(
         "127.0.0.1", "address", "where KV is handed out with --rl-kv-transfer; 'node': this machine's own address"
     )
+    kv_allow_plain: bool = _option(
+        False, "", "--rl-kv-host may be another address than loopback without --ssl-certfile: KV travels unencrypted"
+    )
     kv_carrier: str = _option("tcp", "", "what blocks of KV travel over: our own TCP, or Mooncake", ("tcp", "mooncake"))
     kv_protocol: str = _option(
         "tcp", "", "of Mooncake's transfer engine, with --rl-kv-carrier mooncake", ("tcp", "rdma")
@@ -227,6 +231,12 @@ class FrontendOptions:
         """
         names = [item.name for item in fields(cls)]
         return cls(**{name: getattr(args, f"rl_{name}") for name in names if hasattr(args, f"rl_{name}")})
+
+    def check_kv(self, args: Any) -> None:
+        """Whether KV may be handed out at ``kv_host`` with vLLM's own TLS flags. Raises ConfigError."""
+        if not (self.kv_allow_plain or is_loopback(self.kv_host) or getattr(args, "ssl_certfile", None)):
+            fix = "others reach it, and KV would travel unencrypted: give --ssl-certfile, or --rl-kv-allow-plain"
+            raise ConfigError("--rl-kv-host", self.kv_host, fix)
 
     def networks(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
         """``allow_clients``, read."""

@@ -79,8 +79,12 @@ def check_listener(host: str, tls: Tls, field: str, allow_plain: bool = False) -
     return context
 
 
-def refusal(error: BaseException) -> str:
-    """Why a connection failed for its certificates, in words with a fix; empty: for another reason."""
+PLAIN_FIX = "write the address as http://, or give the server a certificate"
+
+
+def refusal(error: BaseException, plain_fix: str = PLAIN_FIX) -> str:
+    """Why a connection failed for its certificates, in words with a fix; empty: for another reason. ``plain_fix``: where the
+    other side speaks no TLS."""
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]
     while todo and len(seen) < 16:
@@ -100,7 +104,7 @@ def refusal(error: BaseException) -> str:
             "RECORD_LAYER_FAILURE",
             "HTTP_REQUEST",
         ):
-            return "it does not speak TLS: write the address as http://, or give the server a certificate"
+            return f"it does not speak TLS: {plain_fix}"
         inner = (getattr(found, "os_error", None), getattr(found, "certificate_error", None))
         todo += [found.__cause__, found.__context__, *(item for item in inner if isinstance(item, BaseException))]
     return ""

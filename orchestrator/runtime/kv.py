@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import asdict
 from typing import Any
 
 from orchestrator.config import Config
@@ -27,6 +28,8 @@ def kv_arguments(config: Config) -> dict[str, Any]:
             "protocol": settings.protocol,
             "device": settings.device,
             "room_mb": settings.staging_mb,
+            "tls": asdict(config.tls.files()) if config.tls.certificate or config.tls.authority else {},
+            "allow_plain": settings.allow_plain,
         },
     }
 

@@ -57,6 +57,7 @@ class KvTransferSection(Section):
     limit: PositiveSeconds = 10.0  # of a move; then the prefix is computed
     staging_mb: Positive = 256  # of a worker's host memory, for KV that came and is not loaded yet
     host: str = "127.0.0.1"  # that the run's own workers hand KV out at; "node": the address of each one's machine
+    allow_plain: bool = False  # another host than loopback may do without tls.certificate; KV then travels unencrypted
     carrier: Literal["tcp", "mooncake"] = "tcp"  # of the blocks; who may have them is proved over TCP with either
     protocol: Literal["tcp", "rdma"] = "tcp"  # of Mooncake's transfer engine
     device: str = ""  # RDMA devices with commas between, as in /sys/class/infiniband; empty: Mooncake chooses

@@ -4,8 +4,9 @@ Guarantees:
 
 * Nothing is unpickled, nothing is read beyond what was announced, and nothing is announced beyond what was asked for.
 * The token never travels: both sides prove it by HMAC-SHA256 over a nonce of the other side and their own header. The header of
-  an answer holds the digest of every block (xxh3, 128 bits), so a block that was damaged on its way is never handed on. The
-  payload is not encrypted: keep it inside the cluster, as weights.
+  an answer holds the digest of every block (xxh3, 128 bits), so a block that was damaged on its way is never handed on.
+* With a certificate the server speaks TLS, and says so in its place (``tls://host:port``); the client then checks chain, dates
+  and host name before it says anything. In a network nobody listens or asks in the clear unless that is allowed.
 * Every call of :func:`fetch` ends within its time limit, with blocks or with :class:`KvRefused`, whatever the other side does.
 * A client that is slow, silent or hostile costs the server one thread for ``limit`` seconds, and at most ``CLIENTS`` of them.
 
@@ -20,6 +21,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -34,7 +36,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from orchestrator.api import ConfigError
+from orchestrator.api.tls import SYSTEM, Tls, check_listener, refusal
+from orchestrator.api.urls import is_loopback
 
+TLS = "tls://"  # before a place
 PROTOCOL = 1
 HEADER_BYTES = 4 << 20  # of a frame at most: a million token ids, or digests of 200,000 blocks
 GREETING_BYTES = 256
@@ -42,11 +47,13 @@ CLIENTS = 16  # at a time; further ones wait in the kernel's queue
 DIGEST_BYTES = 16
 _LENGTH = struct.Struct(">I")
 
+_PLAIN_FIX = "give the other side tls.certificate and tls.key, or allow_plain on a network that you trust"
+
 Bytes = NDArray[np.uint8]
 
 
 class KvRefused(Exception):
-    """No KV: ``reason`` is a word (unreachable, timeout, refused, damaged, ...), ``detail`` says more."""
+    """No KV: ``reason`` is a word (unreachable, timeout, untrusted, damaged, ...), ``detail`` says more."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -104,23 +111,43 @@ def digests(payload: Bytes) -> bytes:
 
 
 def parse_place(place: str) -> tuple[str, int]:
-    """host:port. Raises KvRefused."""
-    host, _, port = place.rpartition(":")
+    """host:port, with ``tls://`` before it or not. Raises KvRefused."""
+    host, _, port = place.removeprefix(TLS).rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise KvRefused("unreachable", f"{place!r} is not host:port")
     return host.strip("[]"), int(port)
 
 
-def fetch(place: str, token: str, ask: KvAsk, block_bytes: int, carrier: Carrier | None = None) -> KvBlocks:
+def fetch(
+    place: str,
+    token: str,
+    ask: KvAsk,
+    block_bytes: int,
+    carrier: Carrier | None = None,
+    context: ssl.SSLContext | None = None,
+    allow_plain: bool = False,
+) -> KvBlocks:
     """Ask the server at ``place``. ``block_bytes``: of a block, as the asker lays it out. ``carrier``: for the payload, where the
-    server has such a one too. Raises KvRefused, nothing else."""
+    server has such a one too. ``context``: of a client, for a server with TLS (None: it trusts the system's authorities);
+    ``allow_plain``: a server of a network may have none. Raises KvRefused, nothing else."""
     deadline = time.monotonic() + ask.limit
+    host, port = parse_place(place)
+    secure = place.startswith(TLS)
+    if not secure and not allow_plain and not is_loopback(host):
+        raise KvRefused("plain", f"{place} speaks no TLS, and KV would travel unencrypted: {_PLAIN_FIX}")
     try:
-        with socket.create_connection(parse_place(place), timeout=ask.limit) as sock:
-            return _fetch(_Stream(sock, deadline), token, ask, block_bytes, carrier)
+        with socket.create_connection((host, port), timeout=ask.limit) as sock:
+            if not secure:
+                return _fetch(_Stream(sock, deadline), token, ask, block_bytes, carrier)
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))  # of the whole handshake
+            context = context or SYSTEM.client()
+            with context.wrap_socket(sock, server_hostname=host) as safe:
+                return _fetch(_Stream(safe, deadline), token, ask, block_bytes, carrier)
     except TimeoutError as error:
         raise KvRefused("timeout", f"{place} did not answer within {ask.limit:g} s") from error
     except OSError as error:
+        if words := refusal(error, _PLAIN_FIX):
+            raise KvRefused("untrusted", f"{place}: {words}") from error
         raise KvRefused("unreachable", f"{place}: {error}") from error
 
 
@@ -162,7 +189,8 @@ def _fetch(stream: _Stream, token: str, ask: KvAsk, block_bytes: int, carrier: C
 
 
 class KvServer:
-    """Hands out blocks on ``host``:``port`` (0: a free one), from threads of its own. ``answer`` is called in them."""
+    """Hands out blocks on ``host``:``port`` (0: a free one), from threads of its own. ``answer`` is called in them. With a
+    certificate in ``tls`` over TLS; without, on loopback only, or where ``allow_plain`` says so. Raises ConfigError."""
 
     def __init__(
         self,
@@ -172,10 +200,13 @@ class KvServer:
         port: int = 0,
         limit: float = 30.0,
         carrier: Carrier | None = None,
+        tls: Tls = SYSTEM,
+        allow_plain: bool = False,
     ) -> None:
         if not token:
             raise ConfigError("kv_transfer.token", "", "KV is handed out to who has the token: give one")
         self._answer, self._token, self._limit, self._carrier = answer, token, limit, carrier
+        self._context = check_listener(host, tls, "kv_transfer.host", allow_plain)
         try:
             self._socket = socket.create_server((host, port), backlog=64)
         except OSError as error:
@@ -188,9 +219,9 @@ class KvServer:
 
     @property
     def place(self) -> str:
-        """host:port."""
+        """host:port, with ``tls://`` before it where TLS is spoken."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self._socket.getsockname()[1]}"
+        return f"{TLS if self._context else ''}{host}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
         """Take no more clients. Idempotent."""
@@ -216,9 +247,15 @@ class KvServer:
             threading.Thread(target=self._serve, args=(client,), name="kv client", daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
+        deadline = time.monotonic() + self._limit
         try:
             with client:
-                self._talk(_Stream(client, time.monotonic() + self._limit))
+                if self._context is None:
+                    self._talk(_Stream(client, deadline))
+                    return
+                client.settimeout(self._limit)  # of the whole handshake
+                with self._context.wrap_socket(client, server_side=True) as safe:
+                    self._talk(_Stream(safe, deadline))
         except (OSError, KvRefused):
             return  # a client that goes away or talks nonsense is told nothing
         finally:
