@@ -1,4 +1,5 @@
-"""The command line: ``rl-coserve train | sim | cost | profile | report | view | top | trace | bench | doctor``.
+"""The command line: ``rl-coserve train | sim | cost | model | profile | report | view | top | trace | bench | lend |
+reclaim | mps | doctor``.
 
 Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input (nothing was started), 130 interrupted.
 Heavy libraries are imported by the command that needs them.
@@ -11,6 +12,8 @@ import asyncio
 import datetime
 import importlib
 import json
+import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush says it again
+        return 0
+
+
+def _nobody_reads() -> bool:
+    """Whether the other end of our standard output is closed, as that of ``rl-coserve ... | head`` is."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sim = commands.add_parser("sim", help="run the same pipeline in virtual time with simulated engines")
     sim.add_argument("config", nargs="?", help="TOML file")
-    sim.add_argument("overrides", nargs="*", metavar="section.key=value")
+    sim.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     sim.add_argument("--events", metavar="FILE", help="write the event log here")
     sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
     sim.add_argument("--seeds", type=int, default=3, help="of --ablate (3)")
@@ -83,15 +98,21 @@ def _parser() -> argparse.ArgumentParser:
 
     cost = commands.add_parser("cost", help="estimate what a config costs: GPU-hours by pool, environments, rewards")
     cost.add_argument("config", nargs="?", help="TOML file")
-    cost.add_argument("overrides", nargs="*", metavar="section.key=value")
+    cost.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     cost.add_argument("--json", action="store_true")
     cost.set_defaults(run=_cost)
+
+    model = commands.add_parser("model", help="write the tiny model of a config: a MODEL to try servers with")
+    model.add_argument("folder", metavar="FOLDER", help="new or empty; becomes a Hugging Face folder")
+    model.add_argument("config", nargs="?", help="TOML file: sizes of [model], words of its task (default: FrozenLake)")
+    model.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
+    model.set_defaults(run=_model)
 
     profile = commands.add_parser(
         "profile", help="measure the config's model in this engine: prefill and decode over TP, batch and length"
     )
     profile.add_argument("config", nargs="?", help="TOML file")
-    profile.add_argument("overrides", nargs="*", metavar="section.key=value")
+    profile.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "sequences"), ("--length", "tokens")):
         profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=what)
     profile.add_argument(
@@ -140,6 +161,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
+    """The config that was named, or the default one; a first word like ``section.key=value`` is no file's name."""
+    file, overrides = arguments.config, [*arguments.overrides, *more]
+    if file and "=" in file and not Path(file).is_file():
+        file, overrides = None, [file, *overrides]
+    return load_config(file, overrides)
+
+
 def _mps(arguments: argparse.Namespace) -> int:
     from orchestrator.mps_watch import run
 
@@ -166,7 +195,7 @@ def _train(arguments: argparse.Namespace) -> int:
         folder = RunFolder.open(_run_path(arguments.resume))
         config = folder.config()
     else:
-        config = load_config(arguments.config, arguments.overrides)
+        config = _config(arguments)
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
     task = preflight.make_task(config)
@@ -233,7 +262,7 @@ def _sim(arguments: argparse.Namespace) -> int:
         return _ablate(arguments)
     from orchestrator.sim.run import simulate
 
-    result = simulate(load_config(arguments.config, arguments.overrides))
+    result = simulate(_config(arguments))
     if arguments.events:
         Path(arguments.events).write_bytes(result.events)
     print(json.dumps(result.summary, indent=None if arguments.json else 2, sort_keys=True))
@@ -249,7 +278,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     if arguments.config:
 
         def make(overrides: Sequence[str]) -> Config:
-            return load_config(arguments.config, [*arguments.overrides, *overrides])
+            return _config(arguments, overrides)
 
     rows = ablate.ablate(arguments.seeds, make=make, said=lambda text: print(text, file=sys.stderr))
     if arguments.svg:
@@ -264,8 +293,15 @@ def _ablate(arguments: argparse.Namespace) -> int:
 def _cost(arguments: argparse.Namespace) -> int:
     from orchestrator.cost import estimate
 
-    found = estimate(load_config(arguments.config, arguments.overrides))
+    found = estimate(_config(arguments))
     print(json.dumps(found.as_dict(), sort_keys=True) if arguments.json else found.text())
+    return 0
+
+
+def _model(arguments: argparse.Namespace) -> int:
+    from orchestrator.runtime import tiny
+
+    print(f"model: {tiny.make(_config(arguments), Path(arguments.folder))}")
     return 0
 
 
@@ -282,7 +318,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     from orchestrator.runtime import profile
     from orchestrator.runtime.train import start_ray
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
     versions.check(versions.VLLM)

@@ -19,9 +19,10 @@ from orchestrator.config import Config
 from orchestrator.policies.profile import Layout
 from orchestrator.profile import Prober, ProfileFile, ProfileKey, Progress, grid, load, measure, model_name, powers
 from orchestrator.runfolder import describe_machine
+from orchestrator.runtime import tiny
 from orchestrator.runtime.actors import Actor
 from orchestrator.runtime.cutting import IDENTITY
-from orchestrator.runtime.train import TINY_MODEL, engine_environment
+from orchestrator.runtime.train import engine_environment
 from orchestrator.tasks import registry
 
 PROFILER = "vllm_rlplugin.profiling:EngineProfiler"
@@ -136,7 +137,5 @@ async def _engine(config: Config, model: str, layout: Layout) -> AsyncIterator[P
 async def _tiny(actor: Actor, config: Config, folder: str) -> str:
     """The model that a run of this config would make; its cost does not depend on its weights."""
     task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
-    shape = config.model.model_dump(exclude={"path"})
-    sizes = {"vocabulary": list(task.vocabulary), "max_positions": config.rollout.engine.max_model_len}
-    await actor.ask("function", TINY_MODEL, {"folder": folder, **shape, **sizes, "seed": config.run.seed})
+    await actor.ask("function", tiny.TINY_MODEL, tiny.arguments(config, task, Path(folder)))
     return folder

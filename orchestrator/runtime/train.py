@@ -44,7 +44,7 @@ from orchestrator.progress import Progress
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.resume import Resumed, remember, rewind
 from orchestrator.runfolder import RunFolder
-from orchestrator.runtime import collector, hosts, pools, viewing
+from orchestrator.runtime import collector, hosts, pools, tiny, viewing
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
 from orchestrator.runtime.checkpoints import BesideTheLoop
@@ -61,7 +61,6 @@ from orchestrator.transfer.signing import KEY_FILE, Signer
 WORKER_CLASS = "vllm_rlplugin.worker:EngineWorker"
 TRAINER_CLASS = "megatron_rlplugin.trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.colocated:ColocatedTrainer"
-TINY_MODEL = "megatron_rlplugin.tiny:create_qwen3"
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
 _START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
 
@@ -382,9 +381,7 @@ class _Assembly:
         if config.model.path:
             return config.model.path
         if not (folder / "config.json").exists():
-            shape = config.model.model_dump(exclude={"path"})
-            sizes = {"vocabulary": list(self.task.vocabulary), "max_positions": config.rollout.engine.max_model_len}
-            await trainer.function(TINY_MODEL, {"folder": str(folder), **shape, **sizes, "seed": config.run.seed})
+            await trainer.function(tiny.TINY_MODEL, tiny.arguments(config, self.task, folder))
         return str(folder)
 
 
