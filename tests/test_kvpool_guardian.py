@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.policies.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.guardian import Guardian
-from vllm_rlplugin.kvpool.ledger import PagePool, TenantView
+from vllm_rlplugin.kvpool.ledger import PagePool, PoolView, TenantView
 
 RULES = SharingRules(pages=100, headroom=0.2, watermark=0.25, deadline=2.0)
 
@@ -171,3 +171,24 @@ def test_several_rollout_engines_share_what_there_is(setup: Setup) -> None:
         setup.tick()
     setup.guardian.open()
     assert setup.tenant("one").budget == setup.tenant("two").budget == 40
+
+
+def test_a_rollout_engine_that_leaves_while_it_is_looked_at_ends_no_serving_engine(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        setup.rollout(name, polite)
+    look = setup.pool.view
+
+    def looked() -> PoolView:
+        """The first one is gone, and was taken back by another process, before its budget is written."""
+        seen = look()
+        if seen.tenant("one") is not None:
+            os.kill(setup.children[0], signal.SIGKILL)
+            wait_for(lambda: setup.pool.reap() + (look().tenant("one") is None) > 0)
+        return seen
+
+    monkeypatch.setattr(setup.pool, "view", looked)
+    setup.tick()
+    setup.tick()
+    assert setup.tenant("two").budget == 80

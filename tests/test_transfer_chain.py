@@ -231,6 +231,18 @@ def test_a_subscriber_for_whom_no_chain_leads_anywhere_gets_a_snapshot_with_the_
 # --- retention
 
 
+def test_who_speaks_in_an_epoch_before_its_first_version_holds_up_no_publication() -> None:
+    """The thread of a fetch outlives the run that began it: the run comes back, opens an epoch, and then the thread speaks."""
+    rig = twins.Rig()
+    chained(rig, 0, 1)
+    subscriber = rig.subscriber("engine")
+    assert rig.publishers[0].rollback(1) == 2
+    subscriber.hold(1, fetching=1)
+    rig.subscriber("newcomer").ask_snapshot()
+    rig.publish(1, twins.weights(1))
+    assert rig.versions() == [(1, "full")]
+
+
 def entry(version: int, base: int = FULL, size: int = 1) -> Published:
     return Published(Attempt(1, version, 0, 1, base), 1, 1, size)
 

@@ -13,13 +13,14 @@ lives (the pages of its null block) is on top of its budget. ``now``: seconds, m
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from orchestrator.policies.kv_sharing import Budget, KvSharing, SharingRules
-from vllm_rlplugin.kvpool.ledger import PagePool, PoolView, TenantView
+from vllm_rlplugin.kvpool.ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
 from vllm_rlplugin.kvpool.processes import holds, kill
 from vllm_rlplugin.kvpool.words import Control, Rolled
 
@@ -77,8 +78,11 @@ class Guardian:
 
         def run() -> None:
             while not self._over.wait(WATCH_SECONDS):
-                self.tick()
-                also()
+                try:
+                    self.tick()
+                    also()
+                except PoolError as error:  # a process is stopped inside the ledger; the next look may find it gone
+                    _logger.warning("the pool could not be looked at: %s", error)
 
         threading.Thread(target=run, name="kv pool guardian", daemon=True).start()
 
@@ -147,7 +151,8 @@ class Guardian:
             key = (tenant.slot, tenant.generation)
             told[key] = pages = share + self._least(tenant)
             if self._known.get(key) != pages:
-                self._pool.set_budget(tenant.slot, pages, tenant.revision + 1)
+                with contextlib.suppress(TenantGone):  # it left since it was looked at: the next look knows
+                    self._pool.set_budget(tenant.slot, pages, tenant.revision + 1)
         self._known = told
 
     def _end(self, view: PoolView, budget: Budget) -> Budget:

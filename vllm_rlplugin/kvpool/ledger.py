@@ -46,6 +46,10 @@ class PoolError(RunError):
     """The pool refused what no correct tenant asks for: pages that are not its own, or still mapped; or the tenant is gone."""
 
 
+class TenantGone(PoolError):
+    """It left, or was taken for dead: what was seen of it a moment ago holds no more."""
+
+
 @dataclass(frozen=True, slots=True)
 class TenantView:
     """One tenant. ``used`` and ``budget`` in pages; ``generation``: of its slot, one more at each join."""
@@ -202,7 +206,7 @@ class PagePool:
         return words if self._call("rlc_pool_read", slot, words.ctypes.data) else None
 
     def set_budget(self, slot: int, pages: int, revision: int) -> bool:
-        """Pages that a tenant may own from now on; False: a newer revision is there already. Raises PoolError: nobody is."""
+        """Pages that a tenant may own from now on; False: a newer revision is there already. Raises TenantGone: nobody is."""
         code = self._try("rlc_pool_budget", slot, pages, revision)
         return code != native.OLD and self._checked(code) == 0
 
@@ -276,7 +280,8 @@ class PagePool:
             return code
         if code == native.SYSTEM:
             raise native.system_error()
-        raise PoolError(f"{self.path}: {_TENANT.get(code, f'refused ({code})')}")
+        kind = TenantGone if code == native.GONE else PoolError
+        raise kind(f"{self.path}: {_TENANT.get(code, f'refused ({code})')}")
 
 
 _TENANT = {

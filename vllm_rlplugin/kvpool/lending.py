@@ -9,6 +9,7 @@ once, whatever they do, by their process, which must have the pool's file open; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool.engine import pool_path
-from vllm_rlplugin.kvpool.ledger import PagePool
+from vllm_rlplugin.kvpool.ledger import PagePool, TenantGone
 from vllm_rlplugin.kvpool.processes import kill
 from vllm_rlplugin.kvpool.words import Control, Rolled, Served
 
@@ -83,7 +84,8 @@ def _share(pool: PagePool, pages: int) -> None:
     told = [(tenant, Rolled.unpack(pool.read(tenant.slot)) or Rolled()) for tenant in found]
     active = [(tenant, said) for tenant, said in told if not said.inactive]
     for tenant, said in active:
-        pool.set_budget(tenant.slot, pages // len(active) + said.minimum, tenant.revision + 1)
+        with contextlib.suppress(TenantGone):  # it left since it was looked at
+            pool.set_budget(tenant.slot, pages // len(active) + said.minimum, tenant.revision + 1)
 
 
 def _plain(values: Any) -> Any:
