@@ -114,7 +114,7 @@ def setup() -> Iterator[Setup]:
 
 
 def test_what_is_said_comes_out_as_it_went_in_and_is_not_taken_for_something_else() -> None:
-    state = ServingState(123.456789, -0.25, math.inf, 5.5, True, -math.inf, 99, 3)
+    state = ServingState(123.456789, -0.25, math.inf, 5.5, True, -math.inf, 99, 3, True)
     said = Served(state, "tpot", 1, 2, 3, 4, 5, 6)
     assert Served.unpack(said.pack()) == said
     rolled = Rolled(True, False, 1.5, 2.25, 0.003, 9, 1, 2, 3, 4, 5, 6, 7)
@@ -190,6 +190,7 @@ def test_a_prefiller_counts_no_decodes_and_a_decoder_no_first_tokens(setup: Setu
         meter.ended()
         state = meter.state(setup.at)
         assert (state.ttft_slack < math.inf, state.tpot_slack < math.inf) == (ttft, tpot)
+        assert state.waiting == ttft, "a decoder's prompts have their first tokens from elsewhere"
 
 
 def test_nothing_is_lent_of_what_was_never_measured(setup: Setup) -> None:
@@ -217,8 +218,15 @@ def test_no_step_runs_before_serving_has_said_anything_and_each_is_cut_to_what_i
     assert setup.step().total_num_scheduled_tokens == 0, "one at a time"
     setup.at += 0.07
     setup.turns.ended(output)
-    setup.meter.arrived(request("a", 800, arrival=setup.at))
-    expected = 0.2 - 0.09 - 0.09 - 0.002
+    prompt = request("a", 800, arrival=setup.at)
+    setup.meter.arrived(prompt)
+    assert setup.step().total_num_scheduled_tokens == 0
+    assert setup.turns.reason == "a prompt of serving waits"
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 800}))
+    assert setup.step().total_num_scheduled_tokens == 0, "it is prefilled, and has no token yet"
+    prompt.num_computed_tokens, prompt.num_output_tokens = 800, 1
+    setup.meter.ended()
+    expected = 0.05 - 0.006 - 0.002
     output = setup.step()
     assert 0 < output.total_num_scheduled_tokens < 512
     assert Known().prefill(output.total_num_scheduled_tokens) <= expected

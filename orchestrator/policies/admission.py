@@ -2,16 +2,20 @@
 
 Guarantees:
 
+* No rollout step is admitted while a prompt of serving waits for its first token. Whatever ran then would delay every prompt
+  that arrives until the queue is empty, one step each: in a burst that is many. Device time is not lost by it, as serving
+  computes meanwhile. So a prompt waits for one admitted step at most, the one under way when the first of its burst came.
 * No rollout step is admitted whose cost exceeds the least slack of serving, less the guard; and of one slack that serving
-  published, all steps together take no more than the whole. So serving is delayed by no more than it can spare, and a request
-  that arrives meanwhile by one admitted step at most.
+  published, all steps together take no more than the whole. So serving is delayed by no more than it can spare.
 * What serving published is believed for ``stale_seconds`` after its running step should have ended: older, and there is no slack
   where it had requests.
 * The guard grows with every near miss and decays slowly: a profile that is wrong costs rollout speed, never an SLO twice.
 
-Deviations, on the safe side: a queued prefill also waits for those before it in the queue (equation 1); and where serving says
-what a request that arrives now could spare (``arriving``), a step takes no more than that, even beside an idle engine.
-A serving step that runs is no reason to wait: what is published then is how much later it may end.
+Deviations, on the safe side: equation 1 admits a step beside prompts that can spare it, which is the first line here; a queued
+prefill also waits for those before it in the queue; a request whose tokens came slower than its SLO in the mean has no slack
+(equation 2 looks at its latest token only); and where serving says what a request that arrives now could spare (``arriving``),
+a step takes no more than that, even beside an idle engine. A decode step that runs is no reason to wait: what is published then
+is how much later it may end.
 
 Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrator.policies.costs`.
 """
@@ -19,7 +23,7 @@ Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrato
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +31,7 @@ Mode = Literal["dual", "ttft", "tpot", "none"]
 MODES: tuple[Mode, ...] = ("dual", "ttft", "tpot", "none")
 CHUNK = 512  # tokens of a rollout's prefill at a time (ROSE 4.1)
 STALL_SECONDS = 2.0
+PROMPTS = 64  # of the latest ones, by which one that arrives is judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,8 @@ class Slo:
 class ServingState:
     """What a serving engine publishes every tick. ``at``: when; slacks: seconds, infinite where no request is concerned;
     ``step_end``: when the step that runs is expected to end; ``busy``: it has requests; ``arriving``: the TTFT slack of a request
-    that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack."""
+    that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack; ``waiting``: a prompt
+    waits for its first token, or is being prefilled."""
 
     at: float
     ttft_slack: float = math.inf
@@ -55,6 +61,7 @@ class ServingState:
     arriving: float = math.inf
     tick: int = 0
     sharers: int = 1
+    waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +86,19 @@ def ttft_slack(
     return least
 
 
-def tpot_slack(last: Sequence[float], now: float, slo: Slo, decode: Callable[[int], float]) -> float:
-    """Equation 2, the least of all: ``last``: when each active decode had its newest token; ``decode``: seconds of a step."""
-    return min(last) + slo.tpot - now - decode(len(last)) if last else math.inf
+def tpot_slack(decoding: Iterable[tuple[float, float, float]], now: float, slo: Slo, ready: float) -> float:
+    """Equation 2, the least of all, of the latest token and of the mean. ``decoding``: of each active decode, when it had its
+    first and its newest token, and how many after the first; ``ready``: seconds until they have their next ones."""
+    due = min((min(last, first + made * slo.tpot) for first, last, made in decoding), default=math.inf)
+    return due + slo.tpot - now - ready
+
+
+def arriving_slack(prompts: Iterable[int], ahead: float, slo: Slo, prefill: Callable[[int], float]) -> float:
+    """Equation 1 of a request that arrives now, with a prompt longer than nine of ten of these latest ones; ``ahead``: seconds of
+    what is before it. Where costs are not known: half of the SLO."""
+    lengths = sorted(prompts)
+    cost = prefill(lengths[9 * len(lengths) // 10]) if lengths else math.inf
+    return slo.ttft - (ahead + cost if cost < math.inf else slo.ttft / 2)
 
 
 def floor(slo: Slo, prompt: int, batch: int, prefill: Callable[[int], float], decode: Callable[[int], float]) -> str:
@@ -124,6 +141,8 @@ class Admission:
         """Seconds that serving can spare from now on, guard included; infinite when there is nothing to consider."""
         if self.mode == "none":
             return math.inf
+        if self.yields(state):
+            return -math.inf
         least = state.arriving if self.mode in ("dual", "ttft") else math.inf
         if not state.busy:  # holds until serving says otherwise, however old
             return least / state.sharers - self.guard
@@ -133,6 +152,10 @@ class Admission:
         least = min(least, self.considered(state))
         spent = self._spent[1] if self._spent[0] == state.tick else 0.0
         return (least - max(0.0, late)) / state.sharers - spent - self.guard
+
+    def yields(self, state: ServingState) -> bool:
+        """Whether the device is serving's until the prompts that are there have their first tokens."""
+        return state.waiting and self.mode in ("dual", "ttft")
 
     def considered(self, state: ServingState) -> float:
         """The least slack of requests that are there, of those that this mode looks at."""
@@ -145,6 +168,8 @@ class Admission:
         memory; a chunk of prefill joins it when all of it fits."""
         if not decoding and not prefill_left:
             return Admitted(reason="nothing to do")
+        if self.yields(state):
+            return Admitted(reason="a prompt of serving waits")
         slack = self.slack(state, now)
         if slack == -math.inf:
             return Admitted(reason="serving has not said anything for too long")

@@ -5,8 +5,8 @@ and 2) before their steps, :mod:`orchestrator.policies.kv_sharing` for their pag
 of its own (ROSE 6). Prompts are played one by one; decoding is played from one change of its batch to the next, at the pace that
 the batch has meanwhile.
 
-One of both computes at a time (ROSE 4.1, temporal sharing). An admitted rollout step runs before each step of serving, never two:
-serving is held up by one step at most. A device that is nobody's but serving's is a stock one.
+One of both computes at a time (ROSE 4.1, temporal sharing). An admitted rollout step runs before each step of serving, never two;
+prompts that wait admit none. A device that is nobody's but serving's is a stock one.
 
 Not modelled: chunks of serving's prefill, prefixes that requests share, the transfer of KV from prefill to decode.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from orchestrator.policies.admission import Admission, ServingState, Slo, tpot_slack, ttft_slack
+from orchestrator.policies.admission import PROMPTS, Admission, ServingState, Slo, arriving_slack, tpot_slack, ttft_slack
 from orchestrator.policies.kv_sharing import KvSharing, SharingRules
 from orchestrator.sim.costs import Roofline
 
@@ -109,6 +109,7 @@ class ServingEngine:
     _own: float = 0.0  # of them serving's
     _tick: int = 0
     _given: int = -1  # pages the tenant was told
+    _prompts: deque[int] = field(default_factory=lambda: deque(maxlen=PROMPTS))
 
     def __post_init__(self) -> None:
         self._sharing = KvSharing(self.rules)
@@ -146,6 +147,7 @@ class ServingEngine:
             self.look()
             return
         self._queue.append(request)
+        self._prompts.append(request.prompt)
         if self._running is None and self.up:
             self._prefill(self.tenant.residual() if self.tenant is not None else 0.0)
         else:
@@ -296,13 +298,16 @@ class ServingEngine:
         """What it publishes."""
         now = _now()
         self._tick += 1
-        arriving = self.slo.ttft - self.prefill_seconds(2048) if self.role == "prefill" else math.inf
         if self.role == "prefill":
             queued = [(one.arrived, one.prompt) for one in self._queue]
             least = ttft_slack(queued, now, self.slo, self.prefill_seconds)
-            return ServingState(now, least, busy=bool(queued), arriving=arriving, tick=self._tick)
+            ahead = sum(self.prefill_seconds(tokens) for _, tokens in queued)
+            arriving = arriving_slack(self._prompts, ahead, self.slo, self.prefill_seconds)
+            waiting = bool(queued)
+            return ServingState(now, least, busy=waiting, arriving=arriving, tick=self._tick, waiting=waiting)
         batch = len(self._active)
-        least = tpot_slack([now] * batch, now, self.slo, self.decode_seconds)
+        times = [(one.first, now, one.answer - 1 - one.left) for one in self._active]
+        least = tpot_slack(times, now, self.slo, self.decode_seconds(batch) if batch else 0.0)
         return ServingState(now, tpot_slack=least, busy=bool(batch), tick=self._tick)
 
     def _grant(self, share: float) -> None:

@@ -18,12 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.policies.admission import Mode, ServingState, Slo
+from orchestrator.policies.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack, tpot_slack
 from orchestrator.policies.costs import Costs
 from vllm_rlplugin.kvpool.ledger import PagePool
 from vllm_rlplugin.kvpool.words import Rolled, Served
 
-PROMPTS = 64  # of the latest ones, by which one that arrives is judged
 _CROWD = 256  # requests without a token: more than these, and there is no slack to compute
 
 Phase = str  # "both", "prefill", "decode"
@@ -35,6 +34,7 @@ class _Request:
     since: float  # when it arrived, or had its latest token
     rolled: float  # seconds that rollouts had run by then
     outputs: int = 0
+    first: float = 0.0  # when it had its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,7 @@ class ServingMeter:
             self._counts[at] += 1 if first else new
             self._counts[at + 1] += over > 0
             self._counts[at + 2] += 0 < over <= rolled - found.rolled
+        found.first = now if first else found.first
         found.since, found.rolled, found.outputs = now, rolled, found.core.num_output_tokens
 
     def tune(self, slo: Slo, mode: Mode) -> None:
@@ -170,23 +171,21 @@ class ServingMeter:
         if waiting > _CROWD:
             ttft = -math.inf
         step = self._costs.decode(decoding) + self._costs.prefill(min(queued, self._most))
-        for name, found in self._requests.items():
-            if found.outputs:
-                ready = running + (0.0 if name in flight else step)
-                tpot = min(tpot, found.since + self._slo.tpot - now - ready)
-        arriving = self._arriving(ahead)
+        for under_way, ready in ((True, running), (False, running + step)):
+            times = [
+                (found.first, found.since, found.outputs - 1)
+                for name, found in self._requests.items()
+                if found.outputs and (name in flight) is under_way
+            ]
+            tpot = min(tpot, tpot_slack(times, now, self._slo, ready))
+        arriving = arriving_slack(self._prompts, ahead, self._slo, self._costs.prefill)
         if self._phase == "decode":
             ttft = arriving = math.inf
+            waiting = 0
         elif self._phase == "prefill":
             tpot = math.inf
         busy = bool(self._requests) or bool(self._steps)
-        return ServingState(now, ttft, tpot, end, busy, arriving, self._tick, sharers)
-
-    def _arriving(self, ahead: float) -> float:
-        """TTFT slack of a request that arrives now, with a prompt longer than nine of ten were lately."""
-        prompts = sorted(self._prompts)
-        cost = self._costs.prefill(prompts[9 * len(prompts) // 10]) if prompts else math.inf
-        return self._slo.ttft - (ahead + cost if cost < math.inf else self._slo.ttft / 2)
+        return ServingState(now, ttft, tpot, end, busy, arriving, self._tick, sharers, waiting > 0)
 
     def _rolled_until(self, now: float) -> float:
         """Seconds that rollout engines have run, all together, since they were first seen."""

@@ -48,7 +48,8 @@ class Served:
     def pack(self) -> Words:
         """For :meth:`vllm_rlplugin.kvpool.ledger.PagePool.publish`."""
         state = self.state
-        head = _SERVING | MODES.index(self.mode) << 16 | state.busy << 24 | min(state.sharers, 255) << 32
+        head = _SERVING | MODES.index(self.mode) << 16 | state.busy << 24 | state.waiting << 25
+        head |= min(state.sharers, 255) << 32
         times = (state.at, state.ttft_slack, state.tpot_slack, state.arriving, state.step_end)
         counts = (self.firsts, self.late_first, self.blamed_first, self.nexts, self.late_next, self.blamed_next)
         return _words([head, *map(_nanoseconds, times), state.tick, *counts])
@@ -59,8 +60,8 @@ class Served:
         if words is None or (head := int(words[0])) & 0xFFFF != _SERVING:
             return None
         at, ttft, tpot, arriving, end = (_seconds(int(word)) for word in words[1:6])
-        busy, sharers = bool(head >> 24 & 1), max(1, head >> 32 & 255)
-        state = ServingState(at, ttft, tpot, end, busy, arriving, int(words[6]), sharers)
+        busy, waiting, sharers = bool(head >> 24 & 1), bool(head >> 25 & 1), max(1, head >> 32 & 255)
+        state = ServingState(at, ttft, tpot, end, busy, arriving, int(words[6]), sharers, waiting)
         return cls(state, MODES[(head >> 16 & 255) % len(MODES)], *(int(word) for word in words[7:13]))
 
 
