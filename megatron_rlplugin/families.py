@@ -6,6 +6,7 @@ Megatron.
 
 | architecture         | attention                      | feed forward                                                  |
 | -------------------- | ------------------------------ | ------------------------------------------------------------- |
+| LlamaForCausalLM     | plain; "llama3" RoPE also      | SwiGLU                                                        |
 | Qwen2ForCausalLM     | bias on q, k, v (Qwen2.5 also) | SwiGLU                                                        |
 | Qwen3ForCausalLM     | RMSNorm of q and k             | SwiGLU                                                        |
 | Qwen3MoeForCausalLM  | RMSNorm of q and k             | top-k of softmax over experts, each a SwiGLU, in every layer  |
@@ -30,14 +31,22 @@ class Family:
     qk_norm: bool
     mixture: bool = False
     head_dim_required: bool = False  # else hidden_size / num_attention_heads where the config has none
+    kv_heads_required: bool = True  # else num_attention_heads where the config has none
+    rope_theta: float = 1e6  # where the config has none
+    rope_types: tuple[str, ...] = ("default",)
 
 
 FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(
+        qkv_bias=False, qk_norm=False, kv_heads_required=False, rope_theta=1e4, rope_types=("default", "llama3")
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False),
     "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True, head_dim_required=True),
     "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, mixture=True),
 }
 ARCHITECTURES = tuple(FAMILIES)
+# What Megatron-Core's own "llama3" scaling of RoPE computes with; only the factor is an argument of it.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,7 @@ class ModelShape:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # of one expert
     norm_topk_prob: bool = False  # the chosen experts' probabilities are scaled to a sum of one
+    rope_factor: float | None = None  # of "llama3" scaling; None: RoPE is not scaled
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -89,7 +99,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         raise ConfigError("model.architectures", architecture, fix)
     # transformers 5 writes rope_parameters; before, rope_theta and rope_scaling were keys of their own.
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    _refuse(data, rope)
+    _refuse(data, rope, family)
 
     def integer(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -111,11 +121,11 @@ def read_shape(folder: str | Path) -> ModelShape:
         intermediate_size=integer("intermediate_size"),
         num_hidden_layers=integer("num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=integer("num_key_value_heads"),
+        num_key_value_heads=integer("num_key_value_heads", default=None if family.kv_heads_required else heads),
         head_dim=integer("head_dim", default=None if family.head_dim_required else hidden // heads),
         max_position_embeddings=integer("max_position_embeddings"),
         rms_norm_eps=data.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta", data.get("rope_theta", 1e6)),
+        rope_theta=rope.get("rope_theta", data.get("rope_theta", family.rope_theta)),
         tie_word_embeddings=data.get("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -124,6 +134,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         num_experts_per_tok=integer("num_experts_per_tok") if family.mixture else 0,
         moe_intermediate_size=integer("moe_intermediate_size") if family.mixture else 0,
         norm_topk_prob=bool(data.get("norm_topk_prob", False)) if family.mixture else False,
+        rope_factor=float(rope["factor"]) if _rope_type(rope) == "llama3" else None,
     )
     if heads % shape.num_key_value_heads:
         fix = f"must divide num_attention_heads ({heads})"
@@ -134,11 +145,17 @@ def read_shape(folder: str | Path) -> ModelShape:
     return shape
 
 
-def _refuse(data: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _refuse(data: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> None:
     """Options that change the arithmetic and are not computed. Raises ConfigError."""
+    kind = _rope_type(rope)
     refused = {
-        "rope_type": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "rope_type": kind not in family.rope_types,
         "attention_bias": bool(data.get("attention_bias", False)),
+        "mlp_bias": bool(data.get("mlp_bias", False)),
         "hidden_act": data.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(data.get("use_sliding_window", False)),
         "layer_types": set(data.get("layer_types") or ()) - {"full_attention"},
@@ -150,3 +167,12 @@ def _refuse(data: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     for name, wrong in refused.items():
         if wrong:
             raise ConfigError(f"model.{name}", rope if name == "rope_type" else data[name], "is not supported")
+    if (part := rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))) not in (1.0, None):
+        raise ConfigError("model.partial_rotary_factor", part, "is not supported: RoPE turns all of a head")
+    if kind == "llama3":
+        if not isinstance(rope.get("factor"), int | float) or rope["factor"] < 1:
+            raise ConfigError("model.rope_parameters.factor", rope.get("factor"), "must be a number from 1 on")
+        for name, computed in LLAMA3.items():
+            if rope.get(name) != computed:
+                fix = f"is not supported: Megatron-Core computes llama3 scaling with {computed:g} only"
+                raise ConfigError(f"model.rope_parameters.{name}", rope.get(name), fix)

@@ -148,6 +148,8 @@ def build_model(
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
+            rope_scaling=shape.rope_factor is not None,
+            rope_scaling_factor=shape.rope_factor or 1.0,
             vp_stage=stage,
         )
         _mark_shards(model)

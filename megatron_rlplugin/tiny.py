@@ -1,4 +1,4 @@
-"""Makes a tiny Qwen2.5, Qwen3 or Qwen3-MoE: a Hugging Face folder (config, weights, word-level tokenizer) that
+"""Makes a tiny Qwen2.5, Qwen3, Qwen3-MoE or Llama: a Hugging Face folder (config, weights, word-level tokenizer) that
 transformers, vLLM and the trainer all load.
 
 Guarantees: the same arguments give the same bytes of weights and tokenizer; nothing is downloaded; token id ``i`` is the
@@ -67,6 +67,30 @@ def create_qwen2(
     for name in ("attention_bias", "head_dim"):  # keys that Qwen2 does not have
         del config[name]
     return _create(folder, vocabulary, seed, config)
+
+
+def create_llama(
+    folder: str,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocabulary: Sequence[str],
+    max_positions: int,
+    dtype: str,
+    seed: int,
+    tied: bool = False,
+) -> str:
+    """The same with the layers of Llama: no biases, no norms of q and k."""
+    config = _config(
+        "LlamaForCausalLM", "llama", hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, len(vocabulary),
+        max_positions, dtype, tied,
+    )  # fmt: skip
+    del config["use_sliding_window"]  # a key that Llama does not have
+    return _create(folder, vocabulary, seed, config | {"mlp_bias": False})
 
 
 def create_qwen3_moe(
@@ -194,7 +218,7 @@ def _write_weights(path: Path, config: dict[str, Any], dtype: torch.dtype, seed:
             tensors[f"{at}self_attn.{name}_proj.weight"] = draw(size, hidden)
             if config["model_type"] == "qwen2":
                 tensors[f"{at}self_attn.{name}_proj.bias"] = draw(1, size)[0]
-            elif name != "v":
+            elif name != "v" and config["model_type"] != "llama":
                 tensors[f"{at}self_attn.{name}_norm.weight"] = ones(head_dim)
         tensors[f"{at}self_attn.o_proj.weight"] = draw(hidden, heads * head_dim, 1 / math.sqrt(depth))
         tensors[f"{at}post_attention_layernorm.weight"] = ones(hidden)

@@ -54,14 +54,14 @@ def make_family(path: Path, family: str, **changes: Any) -> Path:
     if family == "qwen2":
         del shape["head_dim"]
         return Path(tiny.create_qwen2(str(path), **shape))
-    if family == "qwen3":
-        return Path(tiny.create_qwen3(str(path), **shape))
+    if family in ("qwen3", "llama"):
+        return Path(getattr(tiny, f"create_{family}")(str(path), **shape))
     del shape["intermediate_size"]
     experts = {"expert_intermediate_size": 24, "experts": 5, "experts_per_token": 2}
     return Path(tiny.create_qwen3_moe(str(path), **shape, **experts, normalize=family == "moe"))
 
 
-FAMILIES = ("qwen2", "qwen3", "moe", "moe-unscaled")
+FAMILIES = ("qwen2", "qwen3", "llama", "moe", "moe-unscaled")
 
 
 def make(folder: Path, dtype: str = "float32") -> Any:
@@ -115,7 +115,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model(tmp_path: Path, fami
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES[:3])
+@pytest.mark.parametrize("family", FAMILIES[:4])
 def test_weights_come_back_bit_for_bit(tmp_path: Path, dtype: str, tied: bool, family: str) -> None:
     folder = make_family(tmp_path / "model", family, dtype=dtype, tied=tied)
     before = load_file(folder / "model.safetensors")
@@ -168,11 +168,14 @@ def test_files_that_do_not_fit_are_refused_before_a_weight_changes(folder: Path,
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "model.architectures"),
+        ({"architectures": ["GemmaForCausalLM"]}, "model.architectures"),
         ({"architectures": []}, "model.architectures"),
         ({"attention_bias": True}, "model.attention_bias"),
         ({"hidden_act": "gelu"}, "model.hidden_act"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "model.rope_type"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "model.rope_type"),  # a Qwen3 has none
+        ({"mlp_bias": True}, "model.mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, "model.partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "model.quantization_config"),
         ({"head_dim": None}, "model.head_dim"),
         ({"vocab_size": 0}, "model.vocab_size"),
@@ -202,6 +205,56 @@ def test_a_mixture_that_cannot_be_computed_is_refused_by_name(
     edit_config(folder, **changes)
     with pytest.raises(ConfigError, match=f"^{field} = "):
         model.read_shape(folder)
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_the_scaled_rope_of_llama_3_agrees_with_transformers_in_fp32(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = make_family(tmp_path / "model", "llama", head_dim=64, max_positions=16384)
+    tokens_BS = torch.randint(len(WORDS), (1, 700), generator=torch.Generator().manual_seed(1))
+    unscaled = logits_of(make(folder), tokens_BS)
+    edit_config(folder, rope_parameters=LLAMA3, rope_theta=500000.0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(tokens_BS).logits
+    got = logits_of(make(folder), tokens_BS)
+    assert (got - expected).abs().max() <= LOGITS_TOLERANCE
+    assert (got - unscaled).abs().max() > 100 * LOGITS_TOLERANCE, "the scaling is not seen by this test"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope_type": "linear"}, "model.rope_type"),
+        ({"factor": None}, "model.rope_parameters.factor"),
+        ({"high_freq_factor": 8.0}, "model.rope_parameters.high_freq_factor"),
+        ({"original_max_position_embeddings": 4096}, "model.rope_parameters.original_max_position_embeddings"),
+        ({"partial_rotary_factor": 0.5}, "model.partial_rotary_factor"),
+    ],
+)
+def test_a_scaling_of_rope_that_cannot_be_computed_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], field: str
+) -> None:
+    folder = make_family(tmp_path / "model", "llama")
+    edit_config(folder, rope_parameters=LLAMA3 | changes)
+    with pytest.raises(ConfigError, match=f"^{field} = "):
+        model.read_shape(folder)
+
+
+def test_an_old_llama_folder_is_read_with_the_defaults_of_its_family(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "llama", kv_heads=6, head_dim=8)
+    expected = model.read_shape(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters"):
+        del config[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert model.read_shape(folder) == expected
+    assert (expected.num_key_value_heads, expected.head_dim, expected.rope_theta) == (6, 8, 10000.0)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, folder: Path) -> None:

@@ -125,6 +125,7 @@ def make_folders(path: Path) -> dict[str, str]:
         folders["qwen2" + suffix] = tiny.create_qwen2(str(path / f"qwen2{suffix}"), **qwen2)
         qwen3 = {**qwen2, "head_dim": 16}
         folders["qwen3" + suffix] = tiny.create_qwen3(str(path / f"qwen3{suffix}"), **qwen3)
+        folders["llama" + suffix] = tiny.create_llama(str(path / f"llama{suffix}"), **qwen3)
     for normalize in (True, False):
         name = "moe" if normalize else "moe-unscaled"
         folders[name] = tiny.create_qwen3_moe(str(path / name), **SHAPE, **MIXTURE, normalize=normalize)
@@ -205,6 +206,7 @@ DENSE = [
     ("tensor-qwen2", "qwen2", {"tensor": 2}),
     ("tensor-qwen3", "qwen3", {"tensor": 2}),
     ("sequence-qwen2-tied", "qwen2-tied", {"tensor": 2, "sequence": True}),
+    ("tensor-llama-tied", "llama-tied", {"tensor": 2}),
     ("pipeline-qwen3", "qwen3", {"pipeline": 2}),
     ("pipeline-qwen2-tied", "qwen2-tied", {"pipeline": 2}),
     ("virtual-qwen3-tied", "qwen3-tied", {"pipeline": 2, "virtual": 2}),
@@ -221,7 +223,7 @@ FOUR = [
     ("tensor-expert-moe", "moe", {"tensor": 2, "expert": 2, "sequence": True}),
     ("pipeline-expert-moe", "moe", {"pipeline": 2, "expert": 2}),
 ]
-OTHER = [DENSE[2], DENSE[5], MIXTURES[0], MIXTURES[2]]
+OTHER = [DENSE[2], DENSE[3], DENSE[6], MIXTURES[0], MIXTURES[2]]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def make_folders(path: Path) -> dict[str, str]:
     return {
         "qwen2": tiny.create_qwen2(str(path / "qwen2"), **SHAPE, intermediate_size=48, tied=True),
         "qwen3": tiny.create_qwen3(str(path / "qwen3"), **SHAPE, intermediate_size=48, head_dim=8),
+        "llama": tiny.create_llama(str(path / "llama"), **SHAPE, intermediate_size=48, head_dim=8, tied=True),
         "moe": tiny.create_qwen3_moe(
             str(path / "moe"), **SHAPE, head_dim=8, expert_intermediate_size=24, experts=4, experts_per_token=2
         ),
