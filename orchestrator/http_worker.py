@@ -45,6 +45,7 @@ from orchestrator.api import (
 )
 from orchestrator.api import http as wire
 from orchestrator.api.tls import SYSTEM, Tls, refusal
+from orchestrator.lease import LEASE_SECONDS, Lease
 from orchestrator.transfer import RelayEndpoint
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
@@ -64,6 +65,8 @@ class HttpWorker:
 
     ``url``: http(s)://host:port of the server. ``relay``: the one that it is to fetch weights from; None: what it
     was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it.
+    ``lease``: seconds for which the server's GPU is this job's alone, renewed while this object lives; a server that another
+    job has refuses with a CommandError ``leased``. ``key``: proves that the lease is this life's; the same for all its workers.
     ``priority``: added to every request's, so that users of the server (0) go first. ``tls``: whom https trusts, and what is
     shown to a server that asks for a certificate. Raises ConfigError for a URL over which the token must not go, and for
     files of ``tls`` that cannot be used; a call of a server whose certificate is not right raises ConfigError too.
@@ -80,6 +83,8 @@ class HttpWorker:
         deactivate: bool = False,
         priority: int = 0,
         tls: Tls = SYSTEM,
+        lease: float = LEASE_SECONDS,
+        key: str = "",
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
             raise ConfigError("worker.url", url, mistake)
@@ -98,6 +103,9 @@ class HttpWorker:
         self._life = ""  # before our request ids on the wire
         self._tls = tls.client() if url.startswith("https:") else None
         self._headers = {"Authorization": f"Bearer {token}", wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
+        self._lease = None if relay is None else Lease(self._post_lease, relay.job, relay.metadata, lease)
+        if self._lease is not None:
+            self._headers[wire.LEASE_HEADER] = key or secrets.token_hex(16)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self._instance = ""  # of the server that has our requests
@@ -182,8 +190,19 @@ class HttpWorker:
         """Take up the server for a run: activate it if it is not, tell it of our relay. Requests of an earlier life of the
         same job are aborted; for those of others it waits a while. Raises CommandError, ``requests_in_flight`` among them, and
         RetryableError."""
+        await self._there()
+        await self.hold()
         await self.activate_if_needed(await self._there())
         await self._take()
+
+    async def hold(self) -> None:
+        """Take the lease of the server's GPU, renewed from now on. Idempotent. Raises CommandError ``leased``, RetryableError."""
+        if self._lease is not None:
+            await self._lease.hold()
+
+    async def _post_lease(self, path: str, body: dict[str, Any] | None) -> None:
+        """Of whatever instance the server is now: a lease outlives a history."""
+        await self._ask("POST", path, body=body, any_instance=True)
 
     async def activate_if_needed(self, status: Mapping[str, Any]) -> None:
         """By its status. Raises RetryableError while its device has no pages for it."""
@@ -224,8 +243,10 @@ class HttpWorker:
         place = _read(_place, status, wire.STATUS)
         if self._relay is not None and place[0] == self._place[0] and not self._is_our_job(status):
             raise RetryableError(f"{self.name}: job {place[1]} has taken this server since")
+        await self.hold()
         await self._clear()
         if self._relay is not None:
+            await self.activate_if_needed(status)
             await self._connect()
             self._joined.set()
         try:
@@ -277,6 +298,8 @@ class HttpWorker:
         except (RetryableError, CommandError, ConfigError) as error:
             _logger.warning("%s was not left as it was found: %s", self.name, error)
         finally:
+            if self._lease is not None:
+                await self._lease.give_back()
             self._closed, self._session = True, None
             self._joined.set()
             if session is not None:
@@ -286,6 +309,8 @@ class HttpWorker:
         """Close, and leave the server as it is: for who only asked."""
         self._closed, session, self._session = True, self._session, None
         self._joined.set()
+        if self._lease is not None:
+            self._lease.stop()
         if session is not None:
             await session.close()
 
@@ -321,12 +346,13 @@ class HttpWorker:
         body: dict[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
         limit: float = COMMAND_SECONDS,
+        any_instance: bool = False,
     ) -> dict[str, Any]:
-        """One call; see the module for what is raised."""
+        """One call; see the module for what is raised. ``any_instance``: it is no matter of requests and weights."""
         session = self._connected()
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        if self._instance:
+        if self._instance and not any_instance:
             headers[wire.INSTANCE_HEADER] = self._instance
         try:
             async with (
@@ -355,9 +381,10 @@ class HttpWorker:
             )
             raise ConfigError("worker.url", self._url, fix)
         instance = seen.get(wire.INSTANCE_HEADER, "")
-        if self._instance and instance != self._instance:
-            raise RetryableError(f"{self.name}: {_ANOTHER}")
-        self._instance = instance
+        if not any_instance:
+            if self._instance and instance != self._instance:
+                raise RetryableError(f"{self.name}: {_ANOTHER}")
+            self._instance = instance
         if answer is None:
             raise RetryableError(f"{self.name}: the answer to {path} is no JSON object")
         return answer

@@ -58,6 +58,12 @@ async def answered(worker: HttpWorker, name: str) -> Completion:
     return found
 
 
+async def gone(worker: HttpWorker) -> None:
+    """Its lease is given back, and nothing else of it."""
+    assert worker._lease is not None
+    await worker._lease.give_back()
+
+
 async def refusal(call: Awaitable[Any]) -> str:
     with pytest.raises(CommandError) as caught:
         await call
@@ -131,6 +137,9 @@ def test_with_requests_in_flight_another_relay_is_refused_and_nothing_changes() 
         await worker.add([a_request("a")])
         before = await worker.status()
         other = client(server, "second")
+        assert await refusal(other.start()) == "leased"
+        await gone(worker)
+        before["lease"] = None
         body = {"init_info": {"endpoint": relay("second")}}
         assert await refusal(other._post(wire.CONNECT, body)) == "requests_in_flight"
         assert await worker.status() == before
@@ -179,8 +188,10 @@ def test_a_client_of_before_is_told_that_the_server_is_anothers_and_none_of_its_
         worker, other = client(server, "first"), client(server, "second")
         await worker.start()
         await updated(worker, 2)
+        await gone(worker)
         await other.start()
         await updated(other, 1)
+        await gone(other)
         calls = list(server.client.calls)
         for call in (
             worker.add([a_request("a")]),
@@ -196,6 +207,7 @@ def test_a_client_of_before_is_told_that_the_server_is_anothers_and_none_of_its_
         assert server.client.calls == calls
         with pytest.raises(RetryableError, match="job second has taken this server"):
             await worker.restart()
+        await other.hold()
         await worker.close()
         assert (await answered(other, "a")).versions == ((1, 5),)
         await other.close()
@@ -250,11 +262,13 @@ def test_a_run_waits_for_requests_of_another_one_for_a_while_and_then_says_what_
         await worker.start()
         await updated(worker, 2)
         await worker.add([a_request("a", 200)])
+        await gone(worker)
         other = client(server, "second")
         await other.start()  # they end by themselves
         await updated(other, 0)
         await other.suspend()
         await other.add([a_request("b")])
+        await gone(other)
         monkeypatch.setattr(http_worker, "OTHERS_SECONDS", 0.0)
         third = client(server, "third")
         with pytest.raises(CommandError, match="1 rollout requests are unfinished"):

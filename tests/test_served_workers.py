@@ -74,7 +74,7 @@ def test_a_runs_requests_stand_behind_users_unless_its_config_says_otherwise(mon
     request = GenerationRequest("r", "t", 0, (1, 2), Sampling(4), "test", priority=-40)
     cases: tuple[tuple[dict[str, Any], int], ...] = (({}, 999_960), ({"served_priority": 0}, -40))
     for settings, expected in cases:
-        (worker,) = served.workers(config_of(URL, **settings), ENDPOINT)
+        (worker,) = served.workers(config_of(URL, **settings), RelayEndpoint.from_dict(ENDPOINT))
         assert worker._sent(request).priority == expected
 
 
@@ -376,6 +376,12 @@ def test_a_server_that_another_run_uses_ends_the_start_with_its_url_and_the_way_
         await fleet.proxy.suspend()
         await fleet.workers[0].add([GenerationRequest("a", "a", 0, (1,), Sampling(5), "test")])
         other = HttpWorker(server.url, TOKEN, server.url, relay=relay("other"))
+        with pytest.raises(RunError, match="job fleet has this GPU") as caught:
+            await served.start([other])
+        assert server.url in str(caught.value)
+        assert "rollout.borrowed.most" in str(caught.value)
+        assert fleet.workers[0]._lease is not None
+        await fleet.workers[0]._lease.give_back()  # as that of a run of before leases
         with pytest.raises(RunError, match="job fleet") as caught:
             await served.start([other])
         assert server.url in str(caught.value)

@@ -110,6 +110,15 @@ class KvFetchBody(Body):
     limit: Annotated[float, Field(gt=0, le=wire.MAX_POLL_SECONDS, allow_inf_nan=False)]
 
 
+class LeaseBody(Body):
+    """POST /rl/lease: who asks, by the name of its job and the metadata store that the name is of, and for how long. What
+    proves that it is the same one is in the header."""
+
+    job: Name
+    place: Annotated[str, Field(max_length=4096)]
+    seconds: Annotated[float, Field(gt=0, le=wire.MAX_LEASE_SECONDS)]
+
+
 # The bodies of vLLM's own routes.
 
 

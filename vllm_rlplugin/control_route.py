@@ -1,7 +1,8 @@
 """``ControlRoute``: what every control endpoint does, whatever its handler is. A route class, so that none can forget it.
 
 In this order: the caller's address and token (403, 401), the protocol version and the server instance if the caller names
-them (400, 409), the size of the body (413, before it is read whole, chunked bodies too), its shape (400). Every error is
+them (400, 409), whether another job has the GPU (409), the size of the body (413, before it is read whole, chunked bodies too),
+its shape (400). Every error is
 vLLM's ``ErrorResponse``; a CommandError has the status of COMMAND_STATUS, a RetryableError is 503. Every answer says
 protocol and server instance, which is another one after a restart and in another history of weights.
 """
@@ -19,9 +20,11 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException  # the base of FastAPI's own, which its routing raises
 
 from orchestrator.api import CommandError, RetryableError
+from orchestrator.api import http as wire
 from orchestrator.api.http import (
     INSTANCE_HEADER,
     INSTANCE_MISMATCH,
+    LEASE_HEADER,
     PROTOCOL,
     PROTOCOL_HEADER,
     PROTOCOL_MISMATCH,
@@ -31,6 +34,23 @@ from orchestrator.api.http import (
 from vllm_rlplugin.auth import Denied, Guard
 
 STATE = "rl_coserve_door"  # in the app's state, set before the server takes connections
+# What is refused to everybody but the job that has the lease, while one has it. Who has the token may look at a server, activate
+# it, and end requests: they come back to their run, which goes on with them elsewhere.
+LEASED = frozenset(
+    {
+        *(
+            wire.ADD,
+            wire.PRIORITIZE,
+            wire.COMPLETIONS,
+            wire.SUSPEND,
+            wire.PREPARE,
+            wire.UPDATE,
+            wire.RESUME,
+            wire.CONNECT,
+        ),
+        *("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    }
+)
 _SHOWN = 5  # mistakes of one body
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -43,6 +63,7 @@ class Door:
     max_body: int  # bytes
     server: str  # of this process
     history: Callable[[], int]  # the present one of its weights
+    leased: Callable[[str], str] = lambda key: ""  # why who shows this key may not use the engine; "": it may
 
     @property
     def instance(self) -> str:
@@ -80,6 +101,8 @@ async def _answer(handler: Handler, request: Request, door: Door) -> Response:
         if meant is not None and meant != door.instance:
             message = "this server was started anew, or was given another relay: it has no requests of before"
             return error_response(409, INSTANCE_MISMATCH, message)
+        if request.url.path in LEASED and (taken := door.leased(request.headers.get(LEASE_HEADER, ""))):
+            return error_response(409, "leased", taken)
         return await handler(_limited(request, door.max_body))
     except Denied as denied:
         response = error_response(denied.status, denied.kind, str(denied))

@@ -16,6 +16,7 @@ import ssl
 from argparse import Namespace
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
@@ -32,6 +33,7 @@ from vllm_rlplugin.kv_mover import KvMover, KvOptions
 from vllm_rlplugin.kvpool.engine import pool_path
 from vllm_rlplugin.kvpool.keeping import PoolKeeper
 from vllm_rlplugin.kvpool.ledger import PagePool
+from vllm_rlplugin.leasing import LeaseBook, LeaseKeeper, lease_path
 from vllm_rlplugin.live import LiveEngine
 from vllm_rlplugin.metrics import Metrics, keep_fresh
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
@@ -49,8 +51,12 @@ router = APIRouter(route_class=ControlRoute)
 class Control:
     """What the handlers use. Plain attributes; lives in ``app.state``."""
 
-    def __init__(self, worker: ServedWorker, facts: dict[str, Any], activation: Activation) -> None:
+    def __init__(
+        self, worker: ServedWorker, facts: dict[str, Any], activation: Activation, pool: Path | None = None
+    ) -> None:
         self.worker, self.activation = worker, activation
+        # One for all engines of the device.
+        self.lease = LeaseKeeper(LeaseBook(str(facts["instance"]), None if pool is None else lease_path(pool)), worker)
         self.outbox = Outbox(worker)
         self.mover: KvMover | None = None  # where KV moves
         self.facts = facts  # for /rl/status: what does not change while the server runs
@@ -60,6 +66,7 @@ class Control:
 
     def start(self, client: Any, metrics: Metrics, options: PluginOptions) -> None:
         """What goes on by itself, until the engine dies."""
+        self.tasks.append(asyncio.create_task(self.lease.watch(), name="rl-coserve lease"))
         if options.kv_pool:
             self.device = PoolMetrics(PagePool.open(pool_path(options.kv_pool)))
             self.pool = PoolKeeper(LiveEngine(client))
@@ -129,7 +136,9 @@ async def completions(
 @router.post(wire.SUSPEND)
 async def suspend(request: Request) -> JSONResponse:
     """Stop between two engine steps; in-flight requests keep their tokens."""
+    control = _control(request)
     async with _used(request) as worker:
+        control.lease.stopped = control.lease.stopped or wire.LEASE_HEADER in request.headers
         await worker.suspend()
     return JSONResponse({"suspended": True, "version": worker.cycle.version})
 
@@ -154,6 +163,7 @@ async def resume(request: Request) -> JSONResponse:
     """Go on; in-flight requests recompute their KV under the new weights."""
     async with _used(request) as worker:
         await worker.resume()
+        _control(request).lease.stopped = False
     return JSONResponse({"suspended": False, "version": worker.cycle.version})
 
 
@@ -167,6 +177,26 @@ async def activate(request: Request) -> JSONResponse:
 async def deactivate(request: Request, body: bodies.DeactivateBody | None = None) -> JSONResponse:
     """Of an idle rollout engine: no pages, no weights in memory. Not ``kept``, an update must follow. Idempotent; 409: busy."""
     return JSONResponse(await _control(request).activation.deactivate(True if body is None else body.kept))
+
+
+@router.post(wire.LEASE)
+async def lease(request: Request, body: bodies.LeaseBody) -> JSONResponse:
+    """Take the GPU for a job, or renew that; 409 ``leased`` while another job has it. The header RL-Coserve-Lease has the key."""
+    seconds = _control(request).lease.take(body.job, body.place, _key(request), body.seconds)
+    return JSONResponse({"seconds": seconds})
+
+
+@router.post(wire.GIVE_BACK)
+async def give_back(request: Request) -> JSONResponse:
+    """The job does not use this server any more. Idempotent."""
+    return JSONResponse({"given_back": _control(request).lease.give_back(_key(request))})
+
+
+def _key(request: Request) -> str:
+    key = request.headers.get(wire.LEASE_HEADER, "")
+    if not 16 <= len(key) <= wire.MAX_ID_LENGTH:
+        raise CommandError("invalid_request", f"{wire.LEASE_HEADER}: give a key of at least 16 characters")
+    return key
 
 
 @router.get(wire.KV_PLACE)
@@ -209,6 +239,7 @@ async def status(request: Request) -> JSONResponse:
             "unfinished": len(worker.unfinished_ids),
             "held": worker.held,
             "activation": control.activation.told(),
+            "lease": control.lease.told(),
             "pool": None if control.pool is None else control.pool.said(),  # by the engine's process
             "broken": worker.broken,
             "device": None if control.device is None else control.device.recent,
@@ -345,14 +376,16 @@ class ControlPlugin:
             fix = "only a rollout engine of a pool is deactivated: leave it out"
             raise ConfigError("--rl-deactivate-after", options.deactivate_after, fix)
         activation = Activation(worker, LiveEngine(engine_client), rollout=rollout, after=options.deactivate_after)
-        control = Control(worker, _facts(config, worker, instance, options), activation)
+        pool = pool_path(plugin.kv_pool) if plugin.kv_pool else None
+        control = Control(worker, _facts(config, worker, instance, options), activation, pool)
         control.start(engine_client, metrics, plugin)
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
             control.mover = KvMover(_kv(config, options, token, args), worker.kv_command)
             control.mover.load()
         guard = Guard(token, options.networks())
-        setattr(state, STATE, Door(guard, _bytes(options), instance, lambda: worker.cycle.history.number))
+        door = Door(guard, _bytes(options), instance, lambda: worker.cycle.history.number, control.lease.book.refusal)
+        setattr(state, STATE, door)
         setattr(state, CONTROL, control)
         _warn(control)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_network
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,6 +305,7 @@ class TwinServer:
         networks: str = "127.0.0.0/8",
         max_body: int = 1 << 20,
         deactivate_after: float = 0.0,
+        pool: Path | None = None,
     ) -> TwinServer:
         self.client = TwinAsyncLLM()
         self.registry = CollectorRegistry()
@@ -321,10 +323,12 @@ class TwinServer:
         app.include_router(endpoints.router)
         server, worker = f"instance-{time.monotonic_ns()}", self.worker
         guard = auth.Guard(TOKEN, (ip_network(networks),))
-        setattr(app.state, STATE, Door(guard, max_body, server, lambda: worker.cycle.history.number))
         activation = Activation(worker, LiveEngine(self.client), rollout=True, after=deactivate_after)
-        self.control = endpoints.Control(worker, {**FACTS, "instance": server}, activation)
+        self.control = endpoints.Control(worker, {**FACTS, "instance": server}, activation, pool)
         self.control.tasks.append(asyncio.create_task(activation.watch()))
+        self.control.tasks.append(asyncio.create_task(self.control.lease.watch()))
+        book = self.control.lease.book
+        setattr(app.state, STATE, Door(guard, max_body, server, lambda: worker.cycle.history.number, book.refusal))
         setattr(app.state, endpoints.CONTROL, self.control)
         listening = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
         self.port = listening.getsockname()[1]

@@ -83,4 +83,5 @@ COMMAND_STATUS: dict[str, int] = {
     "no_sleep_mode": 409,  # RELEASE on a worker that was started without sleep mode
     "no_relay": 409,  # UPDATE on a worker that was not told where the relay is
     "requests_in_flight": 409,  # another relay while requests of the present one are unfinished
+    "leased": 409,  # another job has the serving GPU
 }

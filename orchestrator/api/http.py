@@ -21,11 +21,12 @@ from orchestrator.api.types import (
     WorkerStats,
 )
 
-PROTOCOL = 2  # raised with every change that the other side would notice
+PROTOCOL = 3  # raised with every change that the other side would notice
 PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
 # In every answer: another value means that the server was started anew, or was given another relay, and has no requests
 # of before. A call that names another value than the present one is refused.
 INSTANCE_HEADER = "RL-Coserve-Instance"
+LEASE_HEADER = "RL-Coserve-Lease"  # the key of the caller's lease; who has none sends none
 
 ADD = "/rl/add"
 ABORT = "/rl/abort"
@@ -39,6 +40,8 @@ STATS = "/rl/stats"
 STATUS = "/rl/status"
 ACTIVATE = "/rl/activate"
 DEACTIVATE = "/rl/deactivate"
+LEASE = "/rl/lease"
+GIVE_BACK = "/rl/lease/give_back"
 KV_PLACE = "/rl/kv/place"
 KV_FETCH = "/rl/kv/fetch"
 CONNECT = "/init_weight_transfer_engine"  # vLLM's own name
@@ -60,6 +63,7 @@ MAX_PROMPT_TOKENS = 1 << 20  # of one request; the model's own limit is smaller
 MAX_STOP_TOKENS = 256
 MAX_COMPLETIONS = 1024  # of one answer
 MAX_POLL_SECONDS = 60.0  # that an ask for completions may wait
+MAX_LEASE_SECONDS = 3600.0  # that a lease may run without being renewed
 
 # Types of errors that are not commands' (those are in COMMAND_STATUS), with their statuses.
 UNAUTHORIZED = "unauthorized"  # 401: no bearer token, or a wrong one

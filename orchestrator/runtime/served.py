@@ -153,6 +153,8 @@ async def start(served: Sequence[HttpWorker], events: EventLog | None = None) ->
             fix = ""
             if error.code == "requests_in_flight":
                 fix = f'; another run uses it, or one that was killed left them: POST {wire.ABORT} {{"all": true}} ends them'
+            elif error.code == "leased":
+                fix = "; name another server, or several and rollout.borrowed.most, or wait: a run that died loses it by itself"
             raise RunError(f"{_FIELD}: {worker.url}: {error.detail}{fix}") from error
         except (RetryableError, ConfigError) as error:
             raise RunError(f"{_FIELD}: {worker.url} did not take the run's relay: {error}") from error
