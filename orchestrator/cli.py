@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--list", action="store_true", help="list the benchmarks")
     bench.add_argument("--quick", action="store_true", help="under 45 seconds")
     bench.add_argument("--json", action="store_true")
+    bench.add_argument("--model", default="", metavar="FOLDER", help="measure kv-migrate with this Hugging Face model")
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
 
@@ -363,7 +364,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         for name, about in bench.describe():
             print(f"{name:18} {about}")
         return 0
-    result = bench.run(arguments.name, quick=arguments.quick, nonce=arguments.nonce)
+    result = bench.run(arguments.name, quick=arguments.quick, nonce=arguments.nonce, model=arguments.model)
     if arguments.json:
         print(json.dumps(result, sort_keys=True))
     else:

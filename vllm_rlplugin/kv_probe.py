@@ -6,6 +6,8 @@ the first; the second then answers the next turn three times: computing the cont
 (``move``), and with it in its own cache (``cached``: what is left of a turn when nothing has to come). Seconds are from the
 decision to the turn's first token, medians of the rounds. The tokens and log-probs of ``move`` must be those of the first engine
 itself, bit for bit, and the context must not have been computed; else it fails. Prints one JSON object on the last line.
+
+``--model FOLDER`` takes a real model (a Hugging Face folder, in fp32) instead: its computing, and its KV, are of a real size.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import Completion, GenerationRequest, KvMove, Sampling
+from orchestrator.api import Completion, ConfigError, GenerationRequest, KvMove, Sampling
 from vllm_rlplugin.kv_engines import Child
 from vllm_rlplugin.kv_mover import CARRIERS
 
 NEW_TOKENS = 8  # of the turn after the move
 OBSERVATION = 16  # tokens between the turns
 SAID = 16  # tokens of the turn before
+ROOM = 64  # tokens behind the longest context
 BLOCK = 32
 VOCABULARY = 512
 
@@ -79,7 +82,7 @@ async def measure(
             blocks, size = moved.moved // BLOCK, moved.bytes
             if moved.why or moved.moved < length - 2 * BLOCK or moved.carrier != carrier:
                 raise RuntimeError(f"{name}: {moved}")
-            if computed != len(context) - moved.moved + NEW_TOKENS - 1:
+            if computed != len(context) - moved.moved + len(after.token_ids) - 1:
                 raise RuntimeError(f"{name}: {computed} tokens were computed, though {moved.moved} were moved")
             if (after.token_ids, after.logprobs) != (stayed.token_ids, stayed.logprobs):
                 raise RuntimeError(f"{name}: another continuation after the move")
@@ -115,26 +118,62 @@ def write_model(folder: Path, positions: int) -> None:
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
 
 
-async def _main(options: argparse.Namespace, model: str) -> dict[str, Any]:
+def describe_model(folder: Path) -> dict[str, Any]:
+    """Of a Hugging Face folder: what a figure must say of it. Raises ConfigError."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = f"no Hugging Face folder ({error}): give one with config.json and weights"
+        raise ConfigError("--model", str(folder), fix) from error
+    heads = int(config["num_attention_heads"])
+    size, kv_heads = int(config["hidden_size"]), int(config.get("num_key_value_heads") or heads)
+    width = int(config.get("head_dim") or size // heads)
+    layers = int(config["num_hidden_layers"])
+    return {
+        "architecture": ", ".join(config.get("architectures", ())),
+        "name": Path(str(config.get("_model_name_or_path") or folder.resolve().name)).name,
+        "layers": layers,
+        "hidden_size": size,
+        "kv_heads": kv_heads,
+        "head_dim": width,
+        "vocabulary": int(config["vocab_size"]),
+        "positions": int(config["max_position_embeddings"]),
+        "dtype": "float32",
+        "kv_bytes_per_token": 2 * 4 * layers * kv_heads * width,
+    }
+
+
+async def _main(options: argparse.Namespace, made_up: Path) -> dict[str, Any]:
     lengths = [int(text) for text in options.lengths.split(",")]
-    write_model(Path(model), max(lengths) + 64)
+    longest = max(lengths) + ROOM
+    if not options.model:
+        write_model(made_up, longest)
+    about = describe_model(Path(options.model or made_up))
+    if longest > about["positions"]:
+        fix = (
+            f"the model takes {about['positions']} positions, {ROOM} of them for the turn: give lengths up to the rest"
+        )
+        raise ConfigError("--lengths", max(lengths), fix)
+    kv_mb = max(options.kv_cache_mb, 2 * longest * about["kv_bytes_per_token"] >> 20)  # source: context and a turn on
     shared: dict[str, Any] = {
-        "model": model,
-        "max_model_len": max(lengths) + 64,
+        "model": options.model or str(made_up),
+        "max_model_len": longest,
         "max_num_seqs": 4,
-        "kv_cache_mb": options.kv_cache_mb,
-        "plugin": {"kv_transfer": True, "kv_staging_mb": options.kv_cache_mb},
+        "kv_cache_mb": kv_mb,
+        "plugin": {"kv_transfer": True, "kv_staging_mb": kv_mb},
         "kv": {
             "token": secrets.token_hex(16),
             "limit": 60.0,
             "carrier": options.carrier,
-            "room_mb": 2 * options.kv_cache_mb,
+            "room_mb": 2 * kv_mb,
         },
     }
     engines = [Child(name, **shared) for name in ("source", "target")]
     try:
         await asyncio.gather(*(engine.ready() for engine in engines))
-        return await measure(engines[0], engines[1], lengths, options.rounds, VOCABULARY, options.carrier)
+        vocabulary = about["vocabulary"]
+        found = await measure(engines[0], engines[1], lengths, options.rounds, vocabulary, options.carrier)
+        return {**found, "model": about}
     finally:
         for engine in engines:
             await engine.close()
@@ -146,9 +185,10 @@ def main() -> int:
     parser.add_argument("--lengths", default="256,512,1024,2048")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-cache-mb", type=int, default=256)
+    parser.add_argument("--model", default="", help="a Hugging Face folder instead of a made-up model")
     parser.add_argument("--carrier", default="tcp", choices=CARRIERS)
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(_main(parser.parse_args(), folder))
+        found = asyncio.run(_main(parser.parse_args(), Path(folder)))
     print(json.dumps({**found, "pid": os.getpid()}))
     return 0
 

@@ -64,9 +64,14 @@ def describe() -> list[tuple[str, str]]:
     return rows
 
 
-def run(name: str, *, quick: bool, nonce: str) -> dict[str, Any]:
-    """Measure. Raises ConfigError for an unknown name."""
+def run(name: str, *, quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
+    """Measure. ``model``: a Hugging Face folder, where the benchmark can take one (``TAKES_MODEL``). Raises ConfigError for an
+    unknown name, or a model that it does not take."""
     if name not in _MODULES:
         raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(_MODULES))}")
-    result: dict[str, Any] = importlib.import_module(_MODULES[name]).run(quick=quick, nonce=nonce)
+    module = importlib.import_module(_MODULES[name])
+    if model and not getattr(module, "TAKES_MODEL", False):
+        raise ConfigError("bench --model", model, f"{name} is not measured with a model of yours: leave it out")
+    more = {"model": model} if model else {}
+    result: dict[str, Any] = module.run(quick=quick, nonce=nonce, **more)
     return result

@@ -4,16 +4,20 @@ Two real engines, a process each, loopback TCP: ``vllm_rlplugin.kv_probe``. The 
 detail has all lengths and the break-even, as the run's own policy (:class:`orchestrator.policies.kv_transfer.BreakEven`) derives
 it from these figures; and some lengths over Mooncake's transfer engine, TCP too. Every move is compared bit for bit
 with the engine that the trajectory came from.
-``--quick``: 256 and 1,024 tokens.
+``--quick``: 256 and 1,024 tokens. ``--model FOLDER``: a real model (a Hugging Face folder), over TCP only; to its last position
+in about 10 minutes for one of 135 million parameters.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
+from orchestrator.api import ConfigError
 from orchestrator.bench.probe import run_probe
 from orchestrator.policies.kv_transfer import BreakEven
 from orchestrator.runfolder import describe_machine
@@ -25,31 +29,45 @@ _FULL = [  # (lengths, rounds, carrier), each in processes of its own
     ("256,8192", 1, "tcp"),
     ("256,1024,4096", 3, "mooncake"),
 ]
+_REAL = [("256,1024", 3, "tcp"), ("256,4096", 1, "tcp")]  # and its longest
+TAKES_MODEL = True
 
 
-def run(quick: bool, nonce: str) -> dict[str, Any]:
+def longest(folder: Path) -> int:
+    """Tokens of the longest context that a model takes with a turn behind it. Raises ConfigError."""
+    try:
+        return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]) - 64
+    except (OSError, ValueError, KeyError) as error:
+        fix = f"no Hugging Face folder ({error}): give one with config.json and weights"
+        raise ConfigError("bench --model", str(folder), fix) from error
+
+
+def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails, as it does for a move that changed anything."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     parts = _QUICK if quick else _FULL
+    if model:
+        parts = _QUICK[:1] if quick else [*_REAL, (f"256,{longest(Path(model))}", 1, "tcp")]
+    more = ["--model", str(Path(model).resolve())] if model else []
     probes = [
-        run_probe("kv", ["--lengths", lengths, "--rounds", str(rounds), "--carrier", carrier])
+        run_probe("kv", ["--lengths", lengths, "--rounds", str(rounds), "--carrier", carrier, *more])
         for lengths, rounds, carrier in parts
     ]
     plain = [probe for probe, (_, _, carrier) in zip(probes, parts, strict=True) if carrier == "tcp"]
     found = {row["tokens"]: row for probe in reversed(plain) for row in probe["rows"]}
     rows = [found[tokens] for tokens in sorted(found)]
-    mooncake = probes[-1]["rows"]
+    mooncake = [] if model else probes[-1]["rows"]
     policy = BreakEven()
     for row in rows:
         policy.saw(True, row["tokens"], row["move"])
         policy.saw(False, row["tokens"], row["recompute"])
-    longest = rows[-1]
-    value = longest["move"] / longest["recompute"]
+    last = rows[-1]
+    value = last["move"] / last["recompute"]
     return {
         "name": NAME,
         "kind": "real",
         "value": value,
-        "unit": f"seconds to the first token with {longest['tokens']} tokens moved, over computing them",
+        "unit": f"seconds to the first token with {last['tokens']} tokens moved, over computing them",
         "reference": "recomputation",
         "reference_value": 1.0,
         "bar": "< 1 at the longest prefix, every move bit for bit",
@@ -57,6 +75,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         **describe_machine(),
         "detail": {
             "quick": quick,
+            "model": probes[0]["model"],
             "rows": rows,
             "break_even_tokens": policy.tokens if math.isfinite(policy.tokens) else None,
             "shortest_that_paid": next((row["tokens"] for row in rows if row["move"] < row["recompute"]), None),
