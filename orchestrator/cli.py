@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import orchestrator
+from orchestrator import usage
 from orchestrator.api import ConfigError, CoserveError
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.view import commands as looking
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -70,7 +73,9 @@ def _nobody_reads() -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rl-coserve", description="Agentic RL beside stock vLLM and stock Megatron-Core."
+        prog="rl-coserve",
+        description="Agentic RL beside stock vLLM and stock Megatron-Core. New here: docs/start.md.",
+        epilog=usage.EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"rl-coserve {orchestrator.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -93,13 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--ablate", action="store_true", help="simulate without each feature in turn, over seeds")
     sim.add_argument("--seeds", type=int, default=3, help="of --ablate (3)")
     sim.add_argument("--svg", metavar="FILE", help="draw what --ablate found")
-    sim.add_argument("--json", action="store_true")
+    sim.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     sim.set_defaults(run=_sim)
 
     cost = commands.add_parser("cost", help="estimate what a config costs: GPU-hours by pool, environments, rewards")
     cost.add_argument("config", nargs="?", help="TOML file")
     cost.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
-    cost.add_argument("--json", action="store_true")
+    cost.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     cost.set_defaults(run=_cost)
 
     model = commands.add_parser("model", help="write the tiny model of a config: a MODEL to try servers with")
@@ -114,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("config", nargs="?", help="TOML file")
     profile.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the config")
     for name, what in (("--tp", "tensor-parallel sizes"), ("--batch", "sequences"), ("--length", "tokens")):
-        profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=what)
+        profile.add_argument(name, type=_sizes, default=(), metavar="N,N,...", help=f"{what} to measure")
     profile.add_argument(
         "--out", metavar="FILE", help="default: one in profiles/, named after model, engine and device"
     )
@@ -127,10 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     bench = commands.add_parser("bench", help="measure one figure of docs/results")
-    bench.add_argument("name", nargs="?", metavar="NAME")
+    bench.add_argument("name", nargs="?", metavar="NAME", help="one of --list")
     bench.add_argument("--list", action="store_true", help="list the benchmarks")
     bench.add_argument("--quick", action="store_true", help="under 45 seconds")
-    bench.add_argument("--json", action="store_true")
+    bench.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     bench.add_argument("--model", default="", metavar="FOLDER", help="measure kv-migrate with this Hugging Face model")
     bench.add_argument("--nonce", default="", help="returned in the result, to prove that it is fresh")
     bench.set_defaults(run=_bench)
@@ -145,20 +150,21 @@ def _parser() -> argparse.ArgumentParser:
     reclaim.add_argument("--kill", action="store_true", help="end all rollout engines of the pool")
     for command, name in ((lend, "lend"), (reclaim, "reclaim")):
         command.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
-        command.add_argument("--json", action="store_true")
+        command.add_argument("--json", action="store_true", help="print the pool's state as JSON")
         command.set_defaults(run=_lend, command=name)
     mps = commands.add_parser("mps", help="NVIDIA's MPS for the engines of a KV pool: start it and watch it")
     mps.add_argument("--pool", required=True, metavar="NAME", help="as in --rl-kv-pool")
     mps.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the daemon; without: all")
     mps.add_argument("--status", action="store_true", help="only say whether it is up, and for whom")
-    mps.add_argument("--json", action="store_true")
+    mps.add_argument("--json", action="store_true", help="print the state as JSON")
     mps.set_defaults(run=_mps)
 
     doctor = commands.add_parser("doctor", help="check this installation")
     doctor.add_argument("config", nargs="?", default="", help="TOML file: what it needs is looked at, too")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
+    usage.explain(commands.choices)
     return parser
 
 
@@ -308,7 +314,10 @@ def _model(arguments: argparse.Namespace) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     """1,2,4"""
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers; write 1,2,4") from error
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -383,7 +392,8 @@ def _run_path(name: str) -> Path:
     """A run folder by path, or `latest`."""
     path = Path("runs/latest") if name == "latest" else Path(name)
     if not (path / "config.json").is_file():
-        raise ConfigError("run", name, "is no run folder (it has no config.json); see `ls runs`")
+        fix = "see `ls runs`" if Path("runs").is_dir() else "there is no folder runs here; give the path of a run"
+        raise ConfigError("run", name, f"is no run folder (it has no config.json); {fix}")
     return path.resolve()
 
 

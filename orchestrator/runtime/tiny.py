@@ -40,4 +40,6 @@ def make(config: Config, folder: Path) -> Path:
     except ModuleNotFoundError as error:
         fix = "is needed to write weights: use the environment that has vLLM or Megatron-Core"
         raise ConfigError(str(error.name), "not installed", fix) from error
+    except OSError as error:
+        raise ConfigError("FOLDER", str(folder), f"cannot be written ({error.strerror})") from error
     return folder.resolve()

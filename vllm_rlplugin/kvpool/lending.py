@@ -98,7 +98,13 @@ def _plain(values: Any) -> Any:
 def _open(name: str) -> PagePool:
     path = pool_path(name)
     if not path.exists():
-        raise ConfigError("--pool", name, f"there is no such pool of this user ({path}); only its owner may lend it")
+        prefix = pool_path("").name
+        files = [file for file in path.parent.glob(f"{prefix}*") if file.suffix not in (".pages", ".log")]
+        there = sorted(file.name.removeprefix(prefix) for file in files)
+        known = (
+            f"yours are: {', '.join(there)}" if there else "you have none: a `vllm serve` with --rl-kv-pool makes it"
+        )
+        raise ConfigError("--pool", name, f"there is no such pool of this user; {known}; only its owner may lend it")
     return PagePool.open(path)
 
 

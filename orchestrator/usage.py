@@ -1,0 +1,106 @@
+"""What ``rl-coserve COMMAND --help`` says beyond the options: what the command does, examples that run, where to read on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+EXIT_CODES = "Exit codes: 0 done, 1 the run failed (it says how to resume), 2 bad input and nothing was started, 130 interrupted."
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """``about``: sentences. ``examples``: command lines, without the program's name. ``page``: under docs/."""
+
+    about: str
+    examples: tuple[str, ...]
+    page: str
+
+
+USAGE: Mapping[str, Usage] = {
+    "train": Usage(
+        "Train a model from a TOML config, or go on with a run. Any value can be given as section.key=value; without a\n"
+        "config the defaults hold. Writes everything into runs/NAME-001, and at the end a report.",
+        (
+            "train examples/frozenlake.toml --dry-run",
+            "train examples/frozenlake.toml rollout.alpha=2 run.steps=40",
+            "train --resume latest",
+        ),
+        "config.md",
+    ),
+    "sim": Usage(
+        "Run the same pipeline in virtual time with simulated engines: seconds for what takes GPUs days. Prints a summary;\n"
+        "one seed gives one history.",
+        ("sim examples/sim.toml", "sim examples/sim.toml rollout.workers=4 sim.fault_rate=0"),
+        "simulator.md",
+    ),
+    "cost": Usage(
+        "Estimate what a config costs: GPU-hours by pool, environments, rewards. Prices are assumptions.",
+        ("cost examples/frozenlake.toml rollout.environments=128",),
+        "cost.md",
+    ),
+    "model": Usage(
+        "Write the tiny model that a run of this config would make: a Hugging Face folder with random weights and the\n"
+        "words of the config's task, for servers and recipes to be tried without a model of yours. Nothing is downloaded.",
+        ("model MODEL", "model MODEL examples/frozenlake.toml model.layers=3 run.seed=2"),
+        "recipes/lend.md",
+    ),
+    "profile": Usage(
+        "Measure the config's model in this engine: prefill and decode over tensor parallelism, batch and length.",
+        ("profile examples/frozenlake.toml --tp 1 --batch 1,8 --length 16,64",),
+        "profile.md",
+    ),
+    "report": Usage(
+        "Write the HTML report of a run, or compare several.",
+        ("report", "report runs/frozenlake-001 runs/frozenlake-002", "report --json"),
+        "seeing.md",
+    ),
+    "bench": Usage(
+        "Measure one figure of docs/results afresh.",
+        ("bench --list", "bench delta-bytes --quick"),
+        "results/README.md",
+    ),
+    "view": Usage(
+        "A live web page of a run, or of one that has ended.", ("view", "view latest --port 8971"), "seeing.md"
+    ),
+    "top": Usage("A run, live in the terminal.", ("top", "top latest --once"), "seeing.md"),
+    "trace": Usage(
+        "Write what a run did as a trace for Perfetto (ui.perfetto.dev).",
+        ("trace latest --out trace.json", "trace latest --steps 3-5"),
+        "seeing.md",
+    ),
+    "lend": Usage(
+        "For the serving team: say what the KV pool of a serving engine lends to rollouts. What is said holds until\n"
+        "something else is said, for engines that join later too.",
+        ("lend --pool gpu0 --status", "lend --pool gpu0 --dry-run", "lend --pool gpu0 --no-dry-run --max 0.3"),
+        "recipes/lend.md",
+    ),
+    "reclaim": Usage(
+        "For the serving team: take back, at once, what a KV pool lends. Nothing is lent afterwards, until\n"
+        "`rl-coserve lend --max` says so.",
+        ("reclaim --pool gpu0", "reclaim --pool gpu0 --kill"),
+        "recipes/lend.md",
+    ),
+    "mps": Usage(
+        "NVIDIA's MPS for the engines of a KV pool: start its daemon and watch it. Never run on a GPU yet.",
+        ("mps --pool gpu0", "mps --pool gpu0 --status"),
+        "coserving.md",
+    ),
+    "doctor": Usage(
+        "Check this installation, and with a config what its run needs of it. One line a check, with a fix below each\n"
+        "failure. Exit code 1 when something that is needed is missing.",
+        ("doctor --quick", "doctor examples/frozenlake.toml"),
+        "install.md",
+    ),
+}
+
+
+def explain(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Add it to the commands of the command line."""
+    for name, parser in commands.items():
+        usage = USAGE[name]
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.description = usage.about
+        lines = "\n".join(f"  rl-coserve {example}" for example in usage.examples)
+        parser.epilog = f"examples:\n{lines}\n\nmore: docs/{usage.page}"

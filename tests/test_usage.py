@@ -1,0 +1,133 @@
+"""What a stranger types first: help with examples that are taken, a model out of nothing, one clear error for a slip."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import _parser, main
+from orchestrator.usage import USAGE
+from vllm_rlplugin.kvpool import engine as pools
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = next(action.choices for action in _parser()._actions if action.choices)
+
+
+def test_every_command_is_explained() -> None:
+    assert set(USAGE) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_the_help_of_a_command_has_examples_that_are_taken_and_a_page_that_exists(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert (ROOT / "docs" / USAGE[name].page).is_file()
+    assert f"docs/{USAGE[name].page}" in said
+    for example in USAGE[name].examples:
+        assert f"  rl-coserve {example}\n" in said
+        assert example.split()[0] == name
+        _parser().parse_args(example.split())
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_every_option_and_argument_says_what_it_is(name: str) -> None:
+    silent = [action.dest for action in COMMANDS[name]._actions if not action.help]
+    assert silent == []
+
+
+def test_a_first_word_with_an_equals_sign_is_an_override_of_the_default_config(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "run.seed=7", "run.steps=3", "--dry-run"]) == 0
+    found = json.loads(capsys.readouterr().out)["run"]
+    assert (found["seed"], found["steps"]) == (7, 3)
+
+
+def test_a_model_is_written_that_has_the_tasks_words_and_the_configs_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    folder = tmp_path / "model"
+    assert main(["model", str(folder), str(ROOT / "examples/frozenlake.toml"), "model.hidden_size=96"]) == 0
+    assert capsys.readouterr().out == f"model: {folder}\n"
+    shape = json.loads((folder / "config.json").read_text())
+    words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert (shape["hidden_size"], shape["vocab_size"]) == (96, len(words))
+    assert main(["train", str(ROOT / "examples/frozenlake.toml"), f"model.path={folder}", "--dry-run"]) == 0
+    again = tmp_path / "again"
+    assert main(["model", str(again), str(ROOT / "examples/frozenlake.toml"), "model.hidden_size=96"]) == 0
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("{used}",), "is there already"),
+        (("/proc/nothing",), "cannot be written"),
+        (("{new}", "model.path=/x"), "this config has a model"),
+        (("{new}", "model.dtype='float16'"), "model.dtype"),
+    ],
+)
+def test_a_model_that_cannot_be_written_is_one_error(
+    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    words = [word.format(used=tmp_path / "used", new=tmp_path / "new") for word in more]
+    assert main(["model", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_pool_that_is_not_there_is_told_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pools, "_FOLDER", tmp_path)
+    assert main(["lend", "--pool", "gpu1", "--status"]) == 2
+    assert "you have none" in capsys.readouterr().err
+    pools.pool_path("gpu0").touch()
+    assert main(["reclaim", "--pool", "gpu1"]) == 2
+    assert "yours are: gpu0" in capsys.readouterr().err
+
+
+def test_no_run_yet_is_told_apart_from_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    assert "there is no folder runs here" in capsys.readouterr().err
+    (tmp_path / "runs").mkdir()
+    assert main(["report", "other"]) == 2
+    assert "see `ls runs`" in capsys.readouterr().err
+
+
+def test_a_list_that_is_none_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--tp", "x"])
+    assert ended.value.code == 2
+    assert "write 1,2,4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("train", "--dry-run"), ("doctor", "--quick")], ids=["long", "short"])
+def test_output_that_nobody_reads_any_more_is_no_traceback(words: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.cli", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert (process.wait(timeout=60), "Traceback" in said, "BrokenPipe" in said) == (0, False, False)
