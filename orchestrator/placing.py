@@ -283,6 +283,7 @@ class Placing:
             self._drop(trajectory)
         elif how == "recompute":
             source = placed.worker
+            self._drop(trajectory)  # of a transfer that it still waits for
             self._put(trajectory, placed, target)
             self._admit(source)
             self.moved += 1
