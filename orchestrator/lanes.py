@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from orchestrator.api import (
     BorrowedWorker,
@@ -14,6 +15,7 @@ from orchestrator.api import (
     ReleaseResult,
     ReleasingWorker,
     RetryableError,
+    RunError,
     UpdateResult,
 )
 from orchestrator.policies.routing import TurnRouter
@@ -138,6 +140,18 @@ class Lane:
         self.outbox.clear()
         self.aborts.clear()
         return had
+
+
+def spawn(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:
+    """A task that serves workers. One that ends by what nobody foresaw ends the run: requests would wait for it for ever."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            on_fatal(RunError(f"{name} failed: {error!r}"))
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task
 
 
 def rest_from(

@@ -284,7 +284,7 @@ class Placing:
             self._drop(trajectory)
         elif how == "recompute":
             source = placed.worker
-            self._drop(trajectory)  # a move that waits
+            self._drop(trajectory)  # of a transfer that it still waits for
             self._put(trajectory, placed, target)
             self._relief.changed(source, target)
             self._admit(source)

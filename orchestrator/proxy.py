@@ -37,7 +37,7 @@ from orchestrator.continuation import joined, rest
 from orchestrator.events import EventLog
 from orchestrator.heartbeat import Heartbeat
 from orchestrator.kv_moves import KvMoves
-from orchestrator.lanes import Lane, Loan, Pending, others_live, rest_from, waits
+from orchestrator.lanes import Lane, Loan, Pending, others_live, rest_from, spawn, waits
 from orchestrator.policies.routing import Seat, TurnRouter
 
 _LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
@@ -95,7 +95,7 @@ class LLMProxy:
         """Begin to pump completions. The workers are up."""
         for lane in self.lanes:
             self._open_lane(lane)
-        self._watch = asyncio.create_task(self._heartbeat.run(), name="proxy heartbeat")
+        self._watch = spawn(self._heartbeat.run(), "proxy heartbeat", self._on_fatal)
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
@@ -290,7 +290,7 @@ class LLMProxy:
             if lane.alive:
                 self._lost(lane, why)
             elif lane.reviver is None or lane.reviver.done():
-                lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
+                lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
         lane.wake.set()
         return Loan(lane.worker.name, why, loop.time() - begun, update=result)
 
@@ -329,8 +329,8 @@ class LLMProxy:
         lane.alive = True
         self._seat(lane)
         lane.last_progress, lane.unanswered = asyncio.get_running_loop().time(), 0.0
-        lane.pump = asyncio.create_task(self._pump(lane), name=f"pump {lane.worker.name}")
-        lane.sender = asyncio.create_task(self._send(lane), name=f"send {lane.worker.name}")
+        lane.pump = spawn(self._pump(lane), f"pump {lane.worker.name}", self._on_fatal)
+        lane.sender = spawn(self._send(lane), f"send {lane.worker.name}", self._on_fatal)
 
     async def _pump(self, lane: Lane) -> None:
         """Deliver completions to the waiting environments as they come."""
@@ -397,7 +397,7 @@ class LLMProxy:
         for pending in lane.give_up():
             self._requeue(pending)
         if not lane.lent:  # its device is the trainer's
-            lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
+            lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
         self._dispatch()
 
     async def _revive(self, lane: Lane) -> None:

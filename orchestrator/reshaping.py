@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
-from orchestrator.lanes import Lane
+from orchestrator.lanes import Lane, spawn
 from orchestrator.policies.profile import Layout
 from orchestrator.proxy import _LOST, LLMProxy
 
@@ -166,7 +166,7 @@ class ReshapingProxy(LLMProxy):
             if failure and not give_up:
                 lane.lent = False
                 self.note_fault(f"worker {lane.worker.name}", failure)
-                lane.reviver = asyncio.create_task(self._revive(lane), name=f"revive {lane.worker.name}")
+                lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
         for lane in lanes:
             if not ranks_of(lane):
                 lane.lent = False

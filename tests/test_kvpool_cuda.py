@@ -390,6 +390,7 @@ def test_what_is_no_request_ends_the_connection_and_nothing_else_with_a_fake_dri
         keeper._ASK.pack(epoch, 2) + bytes(8),
         keeper._ASK.pack(epoch, 1) + (99).to_bytes(8, "little"),
         keeper._ASK.pack(epoch, 0),
+        keeper._ASK.pack(epoch, 1) + b"no page",
     ):
         with keeper._connect(keeper.socket_path(path)) as client:
             client.send(wrong)

@@ -89,9 +89,10 @@ class Wire:
     def __init__(self, took: float, fails: int = 0) -> None:
         self.took, self.fails = took, fails
         self.calls: list[tuple[str, int, int]] = []
+        self.closed = False  # nothing can be sent
 
     def seconds(self, source: int, target: int, tokens: int) -> float | None:
-        return self.took
+        return None if self.closed else self.took
 
     async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
         self.calls.append((trajectory, source, target))
@@ -160,7 +161,7 @@ def test_kv_is_sent_in_the_gap_and_waited_for_only_when_it_is_under_way() -> Non
         placing, router, _ = fleet(wire)
         await settled(placing, router)
         told(placing, "t8", 5000.0, 1000)
-        told(placing, "t7", 4000.0, 1000)  # the same ends: it has to wait for the other
+        told(placing, "t7", 6000.0, 1000)  # the same ends: it has to wait for the other
         began = asyncio.get_running_loop().time()
         await placing.before("t7")  # its turn is ready: the move is given up
         assert asyncio.get_running_loop().time() == began
@@ -170,6 +171,24 @@ def test_kv_is_sent_in_the_gap_and_waited_for_only_when_it_is_under_way() -> Non
         assert granted(router, "t8") == 0
         assert wire.calls == [("t8", 2, 0)]
         assert placing.stats() == {"moved": 1, "sent": 1, "solved": 1}
+
+    run(scenario())
+
+
+def test_a_trajectory_that_moved_without_its_kv_is_not_moved_again_by_the_transfer_that_it_waited_for() -> None:
+    async def scenario() -> None:
+        wire = Wire(0.001)
+        placing, router, _ = fleet(wire)
+        await settled(placing, router)
+        told(placing, "t8", 5000.0, 100)
+        told(placing, "t7", 6000.0, 100)  # waits: t8 is under way between the same workers
+        wire.closed = True
+        placing.update("t7", forecast(7000.0))  # in the same gap: it goes at once, as no KV can be sent
+        assert granted(router, "t7") == 0
+        wire.closed = False
+        await asyncio.sleep(1)
+        assert wire.calls == [("t8", 2, 0)]
+        assert placing.stats()["moved"] == 2
 
     run(scenario())
 

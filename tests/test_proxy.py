@@ -272,6 +272,35 @@ def test_when_no_worker_is_left_the_run_ends_with_the_reason() -> None:
     assert worker.restarts == 2
 
 
+@pytest.mark.parametrize("where", ["restart", "add", "completions"])
+def test_what_nobody_foresaw_of_a_worker_ends_the_run_instead_of_waiting_for_ever(where: str) -> None:
+    worker = ScriptedWorker("w", auto=False)
+
+    async def broken(*_: object) -> None:
+        raise ValueError("nobody foresaw this")
+
+    async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
+        if where != "completions":
+            setattr(worker, where, broken)
+        waiting = [asyncio.ensure_future(proxy.generate(request("r0")))]
+        await asyncio.sleep(0.05)
+        if where == "completions":  # the one under way ends as ever, the next one does not
+            worker.completions = broken  # type: ignore[method-assign,assignment]
+            worker.answer("r0")
+            waiting.append(asyncio.ensure_future(proxy.generate(request("r1"))))
+        elif where == "restart":
+            worker.die()
+        async with asyncio.timeout(1):
+            while not fatal:
+                await asyncio.sleep(0.01)
+        assert isinstance(fatal[0], RunError)
+        assert "nobody foresaw this" in str(fatal[0])
+        for one in waiting:
+            one.cancel()
+
+    play([worker], scenario)
+
+
 def test_a_stalled_worker_is_restarted() -> None:
     worker = ScriptedWorker("w", auto=False)
 

@@ -262,7 +262,10 @@ class Keeper:
         self._driver.release(self._handles)
 
     def _greet(self) -> None:
-        found, _ = self._socket.accept()
+        try:
+            found, _ = self._socket.accept()
+        except OSError:  # it went away, or no file may be opened just now: it waits in the kernel's queue
+            return
         if _peer(found) != os.geteuid():
             found.close()
             return
@@ -274,7 +277,7 @@ class Keeper:
         descriptors: list[int] = []
         try:
             asked = client.recv(_ASK.size + 8 * BATCH)
-            if len(asked) < _ASK.size:
+            if len(asked) < _ASK.size or len(asked) % 8 != _ASK.size % 8:
                 return False
             epoch, count = _ASK.unpack_from(asked)
             pages = np.frombuffer(asked, "<u8", offset=_ASK.size)
@@ -282,7 +285,7 @@ class Keeper:
             if right:
                 descriptors += [self._driver.export(int(self._handles[int(page)])) for page in pages]
             socket.send_fds(client, [b"pages" if right else b"other"], descriptors)
-        except OSError:  # it went away, or does not read
+        except (OSError, PoolError):  # it went away, does not read, or the driver has no descriptor for it
             return False
         finally:
             for descriptor in descriptors:
