@@ -20,7 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from orchestrator.policies.admission import PROMPTS, Admission, ServingState, Slo, arriving_slack, tpot_slack, ttft_slack
+from orchestrator.policies.admission import (
+    PROMPTS,
+    Admission,
+    ServingState,
+    Slo,
+    arriving_slack,
+    tpot_slack,
+    ttft_slack,
+)
 from orchestrator.policies.kv_sharing import KvSharing, SharingRules
 from orchestrator.sim.costs import Roofline
 
