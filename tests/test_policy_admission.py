@@ -233,4 +233,4 @@ def test_what_makes_no_sense_is_refused(make: object) -> None:
         make()  # type: ignore[operator]
     for wrong in ({"mode": "both"}, {"guard": 0.1}, {"chunk": 0}):
         with pytest.raises(ValueError, match=r"no such admission|one of"):
-            Admission(prefill, decode, **wrong)  # type: ignore[arg-type]
+            Admission(prefill, decode, **wrong)
