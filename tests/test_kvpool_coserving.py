@@ -112,8 +112,8 @@ def test_a_trace_is_squeezed_to_the_rate_with_a_burst_in_the_middle() -> None:
 
 def test_the_summary_counts_over_all_replays_and_says_what_of_the_idle_share_was_used() -> None:
     rows = [
-        {"ttft": [0.1, 0.2], "tpot": [0.01, 0.02], "late": 1, "busy": 0.3, "seconds": 2.0},
-        {"ttft": [0.3], "tpot": [0.03], "late": 0, "busy": 0.5, "seconds": 2.0},
+        {"ttft": [0.1, 0.2], "tpot": [0.01, 0.02], "late": 1, "busy": 0.3, "seconds": 2.0, "pages": 7},
+        {"ttft": [0.3], "tpot": [0.03], "late": 0, "busy": 0.5, "seconds": 2.0, "pages": 9},
     ]
     found = summary(rows, 100.0)
     assert (found["requests"], found["late"], found["ttft_p99"], found["busy"]) == (3, 1, 0.3, 0.4)

@@ -231,6 +231,6 @@ def test_an_slo_that_serving_alone_cannot_keep_is_told() -> None:
 def test_what_makes_no_sense_is_refused(make: object) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         make()  # type: ignore[operator]
-    for settings in ({"mode": "both"}, {"guard": 0.1}, {"chunk": 0}):
+    for wrong in ({"mode": "both"}, {"guard": 0.1}, {"chunk": 0}):
         with pytest.raises(ValueError, match=r"no such admission|one of"):
-            Admission(prefill, decode, **settings)  # type: ignore[arg-type]
+            Admission(prefill, decode, **wrong)

@@ -3,12 +3,14 @@
 ``Driven`` starts it; ``python -m vllm_rlplugin.coserve_engine JSON`` is it. Commands, each with one answer:
 
 * ``replay`` {"arrivals": [[seconds, prompt tokens, answer tokens], ...]}: each request at its time, as users send them; answers
-  with ``ttft`` (seconds from that time to the first token) and ``tpot`` (the mean between its tokens) of each, and ``busy``: the
-  share of the time in which a step ran.
+  with ``ttft`` (seconds from that time to the first token) and ``tpot`` (the mean between its tokens) of each, ``busy``: the
+  share of the time in which a step ran, and ``pages``: the most that it held.
 * ``roll`` {"seconds", "prompt", "answer", "turns", "sequences"}: so many trajectories at a time, multi-turn, new ones as they
   end; what is handed back goes on with its tokens after ``REST`` seconds, as a scheduler with other workers would have it.
   Answers with ``tokens`` made, ``ended`` turns, ``returned`` requests. What is unfinished is dropped.
-* ``tune`` {"ttft", "tpot", "mode"}: other SLOs, of a serving engine. ``look`` {"opened"}: the scheduler's ``page_pool``.
+  With ``cached`` false no prefix is found again and pages go back as soon as nobody uses them.
+* ``tune`` {"ttft", "tpot", "mode", "partition"}: other SLOs, of a serving engine. ``look`` {"opened"}: the scheduler's
+  ``page_pool``.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class Child:
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._random = random.Random(5)
         self._number = 0
+        self._keep = float(plugin.get("kv_pool_keep", 10.0))
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """One command."""
@@ -73,18 +76,24 @@ class Child:
         """See the module."""
         return dict(self._core.rl_coserve("page_pool", {"opened": opened}))
 
-    def tune(self, ttft: float, tpot: float, mode: str) -> dict[str, Any]:
+    def tune(self, ttft: float, tpot: float, mode: str, partition: float = 0.0) -> dict[str, Any]:
         """See the module."""
-        self._core.scheduler._rl_pages.tune(Slo(ttft, tpot), mode)
+        self._core.scheduler._rl_pages.tune(Slo(ttft, tpot), mode, partition)
         return {}
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(self._vocabulary) for _ in range(tokens)]
 
-    def _add(self, prompt: list[int], tokens: int, arrival: float | None = None) -> str:
+    def _add(self, prompt: list[int], tokens: int, arrival: float | None = None, cached: bool = True) -> str:
         self._number += 1
         name = f"q{self._number}"
-        sampling = self._sampling(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+        sampling = self._sampling(
+            max_tokens=tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            detokenize=False,
+            skip_reading_prefix_cache=not cached,
+        )
         self._engine.add_request(name, self._tokens_input(prompt), sampling, arrival_time=arrival)
         return name
 
@@ -96,7 +105,7 @@ class Child:
         asked: dict[str, tuple[float, int]] = {}
         first: dict[str, float] = {}
         rows: list[tuple[float, float]] = []
-        at, busy = 0, 0.0
+        at, busy, pages = 0, 0.0, 0
         while at < len(queue) or engine.has_unfinished_requests():
             now = time.monotonic()
             while at < len(queue) and queue[at][0] <= now:
@@ -109,6 +118,7 @@ class Child:
             outputs = engine.step()
             ended = time.monotonic()
             busy += ended - now
+            pages = max(pages, self._core.scheduler._rl_pages.pages)
             for output in outputs:
                 name = output.request_id
                 first.setdefault(name, ended)
@@ -121,11 +131,15 @@ class Child:
             "tpot": [row[1] for row in rows],
             "busy": busy / seconds,
             "seconds": seconds,
+            "pages": pages,
         }
 
-    def roll(self, seconds: float, prompt: int, answer: int, turns: int, sequences: int) -> dict[str, Any]:
+    def roll(
+        self, seconds: float, prompt: int, answer: int, turns: int, sequences: int, cached: bool = True
+    ) -> dict[str, Any]:
         """See the module."""
         engine, begun = self._engine, time.monotonic()
+        self._core.scheduler._rl_pages.keep(self._keep if cached else 0.0)
         end, most = begun + seconds, int(engine.model_config.max_model_len)
         waiting: list[tuple[float, list[int], int, int]] = [
             (begun, self._prompt(prompt), answer, turns) for _ in range(sequences)
@@ -136,7 +150,7 @@ class Child:
         while (now := time.monotonic()) < end:
             for item in [item for item in waiting if item[0] <= now]:
                 waiting.remove(item)
-                asked[self._add(item[1], item[2])] = item[1:]
+                asked[self._add(item[1], item[2], cached=cached)] = item[1:]
             if not engine.has_unfinished_requests():
                 time.sleep(0.005)
                 continue

@@ -7,7 +7,9 @@ processes, and nothing but admission protects serving. The parent runs elsewhere
 ``FILE`` is a JSON array of [milliseconds, prompt tokens, answer tokens]. Its arrivals are squeezed until serving alone is busy
 for ``--busy`` of the time, its lengths divided (``LENGTHS``), with one second in the middle of four times the mean rate. The same
 arrivals are replayed alone and with rollouts under each mode, in turn, ``--rounds`` times; SLOs are 1.5 x the P99 of a replay
-alone that precedes them. Rollouts: ``SEQUENCES`` multi-turn trajectories at a time. Prints one JSON object on the last line.
+alone that precedes them. Modes are ROSE's ladder (table 2, figure 9): "static": each engine has its half of the pool, steps run
+as they come, no prefix is kept; "preempt": with pages that move to serving; "none": and with prefixes kept; then with admission
+by "ttft", "tpot", "dual". Rollouts: ``SEQUENCES`` multi-turn trajectories at a time. Prints one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -27,7 +29,16 @@ from vllm_rlplugin.kvpool.engine import pool_path
 LENGTHS = (8, 640, 1, 24)  # prompts divided by, at most; answers divided by, at most
 SEQUENCES = 8
 TRAJECTORY = {"prompt": 100, "answer": 60, "turns": 4, "sequences": SEQUENCES}
-MODES = ("none", "ttft", "tpot", "dual")
+MODES: dict[str, tuple[str, float, bool]] = {  # ROSE, table 2 and figure 9: admission, rollouts' own part, prefix cache
+    "static": ("none", 0.5, False),
+    "preempt": ("none", 0.0, False),
+    "none": ("none", 0.0, True),
+    "ttft": ("ttft", 0.0, True),
+    "tpot": ("tpot", 0.0, True),
+    "dual": ("dual", 0.0, True),
+}
+PAGE_KIB = 128
+POOL_MIB = 32  # so small that a burst wants more than half of it
 FACTOR = 1.5  # of P99 alone
 BURST = 4.0
 _SHAPES: dict[str, dict[str, int]] = {
@@ -74,12 +85,17 @@ class Pair:
     """The two engines."""
 
     def __init__(self, folder: Path, name: str, core: int) -> None:
-        shared: dict[str, Any] = {"kv_pool": name, "kv_pool_page_kib": 128, "kv_pool_keep": 1.0, "kv_pool_mib": 128}
+        shared: dict[str, Any] = {
+            "kv_pool": name,
+            "kv_pool_page_kib": PAGE_KIB,
+            "kv_pool_keep": 1.0,
+            "kv_pool_mib": POOL_MIB,
+        }
         common = {"max_num_seqs": 16, "max_model_len": 1088, "block_size": 32, "kv_cache_memory_bytes": 256 << 20}
         common |= {"num_gpu_blocks_override": 512, "cpu": core}
         roles: dict[str, dict[str, Any]] = {
             "serving": {"kv_pool_role": "serving", "kv_pool_window": 5.0},
-            "rollout": {"kv_pool_budget_mib": 32},
+            "rollout": {"kv_pool_budget_mib": POOL_MIB // 4},
         }
         models = {role: write_model(folder, role) for role in roles}
         made = {
@@ -96,19 +112,21 @@ class Pair:
         self.rollout.close()
 
     def replay(self, arrivals: list[list[float]], mode: str, slo: tuple[float, float]) -> dict[str, Any]:
-        """Once, under a mode of admission; "alone": without rollouts."""
-        self.serving.do("tune", ttft=slo[0], tpot=slo[1], mode="none" if mode == "alone" else mode)
+        """Once, under one of ``MODES``; "alone": without rollouts."""
+        admission, partition, cached = MODES.get(mode, ("none", 0.0, True))
+        self.serving.do("tune", ttft=slo[0], tpot=slo[1], mode=admission, partition=partition)
         if mode == "alone":
             return self._judged(self.serving.do("replay", arrivals=arrivals), slo)
-        self.serving.do("look", opened=True)
+        opened = self.serving.do("look", opened=True)
         before = self.rollout.do("look")
-        self.rollout.tell("roll", seconds=arrivals[-1][0] + 0.5, **TRAJECTORY)
+        self.rollout.tell("roll", seconds=arrivals[-1][0] + 0.5, cached=cached, **TRAJECTORY)
         served = self._judged(self.serving.do("replay", arrivals=arrivals), slo)
         rolled, after = self.rollout.answer(), self.rollout.do("look")
         said = self.serving.do("look")
         names = ("steps", "refused", "stalls", "returned", "misses", "busy")
         served |= {f"rollout_{key}": after[key] - before[key] for key in names}
-        served |= {key: said[key] for key in ("blamed_first", "blamed_next", "cuts", "kills")}
+        served |= {key: said[key] for key in ("blamed_first", "blamed_next")}
+        served |= {key: said[key] - opened[key] for key in ("cuts", "kills")}
         return {**served, "rollout_tokens": rolled["tokens"], "rollout_seconds": rolled["seconds"]}
 
     @staticmethod
@@ -127,6 +145,7 @@ def summary(rows: list[Mapping[str, Any]], idle: float) -> dict[str, Any]:
         **{f"ttft_p{at}": percentile(ttft, at / 100) for at in (50, 99)},
         **{f"tpot_p{at}": percentile(tpot, at / 100) for at in (50, 99)},
         "busy": sum(row["busy"] for row in rows) / len(rows),
+        "pages": max(row["pages"] for row in rows),
     }
     if "rollout_tokens" in rows[0]:
         speed = sum(row["rollout_tokens"] for row in rows) / sum(row["rollout_seconds"] for row in rows)
@@ -160,6 +179,7 @@ def measure(pair: Pair, trace: list[list[int]], options: argparse.Namespace) -> 
         "modes": {mode: summary(rows[mode], idle) for mode in modes},
         "slo": {"ttft": slo[0], "tpot": slo[1]},
         "rate": rate,
+        "pool_pages": POOL_MIB * 1024 // PAGE_KIB,
         "arrivals": len(arrivals),
         "rollout_alone_tokens_per_s": alone,
         "idle_share_tokens_per_s": idle,

@@ -4,8 +4,9 @@ Two real vLLM engines of different models and KV layouts in one pool of host mem
 priority: ``vllm_rlplugin.coserve_probe`` says how. Arrivals and lengths are an excerpt of Azure's code trace
 (``azure_code.json`` has its source and licence), squeezed and shortened to what the core serves. The value is the worse
 of the two ratios under dual admission; the detail has serving alone and each mode, with requests beyond 1.5 x the P99
-of serving alone, and those late because of rollouts. ``--quick``: one round of serving alone, no admission and dual
-admission.
+of serving alone, and those late because of rollouts. Modes are the ladder of ROSE's table 2 and figure 9: static
+partition of the KV memory, memory preemption, prefix cache, then admission by each SLO and by both. ``--quick``: one round of
+serving alone, static partition, no admission and dual admission.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     source = json.loads(TRACE.read_text(encoding="utf-8"))
-    how = ["--seconds", "4", "--rounds", "1", "--modes", "none,dual"] if quick else ["--seconds", "6", "--rounds", "2"]
+    how = (
+        ["--seconds", "4", "--rounds", "1", "--modes", "static,none,dual"]
+        if quick
+        else ["--seconds", "6", "--rounds", "2"]
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(source["rows"], file)
         file.flush()

@@ -50,8 +50,8 @@ class Slo:
 class ServingState:
     """What a serving engine publishes every tick. ``at``: when; slacks: seconds, infinite where no request is concerned;
     ``step_end``: when the step that runs is expected to end; ``busy``: it has requests; ``arriving``: the TTFT slack of a request
-    that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack; ``waiting``: a prompt
-    waits for its first token, or is being prefilled."""
+    that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack;
+    ``waiting``: a prompt waits for its first token, or is being prefilled."""
 
     at: float
     ttft_slack: float = math.inf

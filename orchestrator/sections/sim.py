@@ -64,7 +64,13 @@ class SimBorrowedSection(Section):
     serving: Annotated[int, Field(ge=0)] = 0  # serving engines that they are chosen of; 0: as many as workers
     device: str = ""  # class of their devices, which the affinity of tasks goes by; empty: sim.device
     model: str = "Qwen2.5-7B"  # that is served, of orchestrator/sim/hardware.py
-    prefill: Annotated[float, Field(gt=0, lt=1)] = 0.25  # of serving engines; the others decode
+    phases: Literal["disaggregated", "collocated"] = (
+        "disaggregated"  # collocated: each engine prefills and decodes (ROSE 4.3)
+    )
+    chunk: Positive = (
+        2048  # collocated: tokens of a step; ASSUMED: vLLM's 8192 of these devices take longer than ROSE's TPOT
+    )
+    prefill: Annotated[float, Field(gt=0, lt=1)] = 0.25  # disaggregated: of serving engines; the others decode
     trace: str = "azure_code"  # packed arrivals (orchestrator/sim/served_NAME.json.xz), or a JSON file with such rows
     speed: Annotated[float, Field(gt=0)] = 1.0  # at which they are played; the trace begins anew at its end
     ttft: PositiveSeconds = 0.5

@@ -27,6 +27,7 @@ from orchestrator.sections.sim import SimBorrowedSection
 from orchestrator.sim import hardware
 from orchestrator.sim.borrowed import BorrowedSimWorker
 from orchestrator.sim.cluster import borrowed_class, engine_costs
+from orchestrator.sim.collocated import CollocatedEngine
 from orchestrator.sim.costs import ACTIVATION_BYTES, MEMORY_SHARE, EngineCosts, Roofline
 from orchestrator.sim.draws import stream
 from orchestrator.sim.moving import Moves, MovingWorker
@@ -66,7 +67,7 @@ def _when(row: Row) -> float:
 
 class ServingCluster:
     """Engines that serve a trace, each on a device of its own: prompts to the least busy one that prefills, then on to the least
-    busy one that decodes."""
+    busy one that decodes; where each engine does both, they stay."""
 
     def __init__(
         self, settings: SimBorrowedSection, engines: int, device: hardware.Device, degree: int, tenant: int
@@ -77,14 +78,20 @@ class ServingCluster:
         rules = _rules(settings, device, degree, model.weight_bytes + tenant)
         slo = Slo(settings.ttft, settings.tpot)
         every = max(2, round(1 / settings.prefill))
-        if engines < 2:
+        together = settings.phases == "collocated"
+        if engines < 2 and not together:
             fix = "one serving engine prefills and another decodes: at least 2"
             raise ConfigError("sim.borrowed.serving", engines, fix)
         self.engines: list[ServingEngine] = []
         for number in range(engines):
-            role: Role = "prefill" if number % every == 0 else "decode"
             name = f"serving-{number}"
+            if together:
+                given = (name, "both", costs, slo, rules, self.served, self._decode)
+                self.engines.append(CollocatedEngine(*given, chunk=settings.chunk))
+                continue
+            role: Role = "prefill" if number % every == 0 else "decode"
             self.engines.append(ServingEngine(name, role, costs, slo, rules, self.served, self._decode))
+        self._entry: Role = "both" if together else "prefill"
         self._speed = settings.speed
         self._rows = read_trace(settings.trace)
         self._span = self._rows[-1][0] + 1.0
@@ -120,7 +127,7 @@ class ServingCluster:
         self._arm()
 
     def _prefill(self, request: Request) -> None:
-        min(self.of("prefill"), key=_load).add(request)
+        min(self.of(self._entry), key=_load).add(request)
 
     def _decode(self, request: Request) -> None:
         min(self.of("decode"), key=_load).add(request)
@@ -169,6 +176,9 @@ class BorrowedFleet:
         if settings.how in ("spot", "serverless"):
             return None
         engines = settings.serving or settings.workers
+        if settings.how == "autoscale" and settings.phases == "collocated":
+            fix = "autoscaling is played with engines that prefill and others that decode: set it to 'disaggregated'"
+            raise ConfigError("sim.borrowed.phases", settings.phases, fix)
         if engines < settings.workers:
             fix = f"{settings.workers} workers are to be on them (sim.borrowed.workers): at least as many"
             raise ConfigError("sim.borrowed.serving", engines, fix)
@@ -318,7 +328,7 @@ class BorrowedFleet:
             found["requests"] = self.cluster.requests
             found["ttft_p99"], found["ttft_late"] = _tail(served.ttft, self.settings.ttft)
             found["tpot_p99"], found["tpot_late"] = _tail(served.tpot, self.settings.tpot)
-            for role in ("prefill", "decode"):
+            for role in dict.fromkeys(engine.role for engine in engines):
                 busy = [engine.busy_seconds for engine in engines if engine.role == role]
                 found[f"{role}_busy"] = round(sum(busy) / max(1e-9, seconds * len(busy)), 4)
         if self._scaler is not None:

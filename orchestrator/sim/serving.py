@@ -2,8 +2,8 @@
 
 What rollouts may have of a device is decided by the policies of a real one: :mod:`orchestrator.policies.admission` (equations 1
 and 2) before their steps, :mod:`orchestrator.policies.kv_sharing` for their pages. Prefill and decode are apart, each on devices
-of its own (ROSE 6). Prompts are played one by one; decoding is played from one change of its batch to the next, at the pace that
-the batch has meanwhile.
+of its own (ROSE 6); both in one engine: :mod:`orchestrator.sim.collocated`. Prompts are played one by one; decoding is played
+from one change of its batch to the next, at the pace that the batch has meanwhile.
 
 One of both computes at a time (ROSE 4.1, temporal sharing). An admitted rollout step runs before each step of serving, never two;
 prompts that wait admit none. A device that is nobody's but serving's is a stock one.
@@ -20,15 +20,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from orchestrator.policies.admission import PROMPTS, Admission, ServingState, Slo, arriving_slack, tpot_slack, ttft_slack
+from orchestrator.policies.admission import (
+    PROMPTS,
+    Admission,
+    ServingState,
+    Slo,
+    arriving_slack,
+    tpot_slack,
+    ttft_slack,
+)
 from orchestrator.policies.kv_sharing import KvSharing, SharingRules
 from orchestrator.sim.costs import Roofline
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "both"]  # both: :mod:`orchestrator.sim.collocated`
 PAGE = 2 << 20  # bytes (ROSE 4.1)
 PEAK_SECONDS = 60.0  # over which serving's peak counts: the default of --rl-kv-pool-window
 NEVER = 1e-9  # share of a device that is as good as none
-_DONE = 1e-6  # of a token
+DONE = 1e-6  # of a token
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +134,10 @@ class ServingEngine:
     def pages(self) -> int:
         """Of KV that its requests hold."""
         tokens = sum(one.prompt + one.answer - one.left for one in self._active)
-        tokens += self._running.prompt if self._running else 0
+        return self.pages_of(tokens + (self._running.prompt if self._running else 0))
+
+    def pages_of(self, tokens: float) -> int:
+        """Of the KV of so many tokens, of those that there are."""
         return min(self.rules.pages, math.ceil(tokens * self.costs.model.kv_bytes / PAGE))
 
     def prefill_seconds(self, tokens: int) -> float:
@@ -204,7 +215,7 @@ class ServingEngine:
         self._pass()
         now, left = _now(), []
         for one in self._active:
-            if one.left > _DONE:
+            if one.left > DONE:
                 left.append(one)
             else:
                 self.served.tpot.append((now - one.first) / (one.answer - 1))
@@ -234,14 +245,18 @@ class ServingEngine:
 
     def look(self) -> None:
         """Something changed, here or in the tenant: pages and time anew."""
-        self._note()
-        if self.tenant is not None:
-            self._sharing.observe(_now(), self.pages, self.tenant.pages)
-            self._tell()
+        self.look_at_pages()
         if self.role == "decode":
             self._pace()
         elif self._running is None:
             self._grant(1.0 if self._admitted()[0] else 0.0)
+
+    def look_at_pages(self) -> None:
+        """The tenant's budget anew."""
+        self._note()
+        if self.tenant is not None:
+            self._sharing.observe(_now(), self.pages, self.tenant.pages)
+            self._tell()
 
     @property
     def budget(self) -> int:

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from orchestrator.policies.kv_sharing import Budget, KvSharing, SharingRules
 from vllm_rlplugin.kvpool.ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
@@ -37,6 +38,7 @@ class Guardian:
         self._pool = pool
         self._now = now
         self._window = window
+        self._own = rules
         self._sharing = KvSharing(rules)
         self._peaks: deque[tuple[float, int]] = deque()  # falling maxima of the window
         self._known: dict[tuple[int, int], int] = {}  # (slot, generation) -> pages it was told
@@ -64,6 +66,18 @@ class Guardian:
         """An RL step begins: budgets anew, from serving's recent peak."""
         with self._lock:
             return self._open(self._pool.view(), self._now())
+
+    def partition(self, share: float) -> int:
+        """From now on rollouts have this share of the pool, whatever serving needs, and serving the rest, which the caller sees
+        to; 0: by the rules again. Returns the pages that serving may have. For comparisons: nobody gives way to anybody."""
+        with self._lock:
+            rules = replace(self._own, headroom=0.0, lent=share) if share else self._own
+            self._flag, self._said = rules.lent, 0
+            self._sharing = KvSharing(rules)
+            self._pool.control(Control.LENT, 0)
+            self._pool.set_headroom(rules.headroom_pages)
+            self._known.clear()
+            return rules.pages - int(share * rules.pages)
 
     def tick(self) -> None:
         """Before a step, and when there is nothing to do. A look that another thread is at is not waited for."""

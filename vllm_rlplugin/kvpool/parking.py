@@ -52,6 +52,7 @@ class Parking:
         self._now = now
         self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
         self._leaving: dict[int, int] = {}  # parked, still mapped -> steps left
+        self.most = geometry.groups  # that may have pages: less in a static partition
         self.asleep = False  # nothing has pages; no step may run
         for group in range(geometry.groups):
             if group not in self._used:
@@ -85,6 +86,7 @@ class Parking:
         if missing <= 0 or self.asleep:
             return not self.asleep
         count = -(-missing // self.geometry.group_blocks)
+        count = min(count, max(0, self.most - len(self._used)))
         coming = list(self._leaving)[:count]  # these have their pages still
         for group in coming:
             del self._leaving[group]

@@ -63,6 +63,7 @@ class PagedScheduling:
         )
         self._block_tokens = scheduler.block_size
         self._looked = 0.0
+        self._partition = 0.0
         self._guardian, self._meter, self._turns = guardian, meter, turns
         self._flights = 0  # steps under way
         self._displaced: set[str] = set()  # to be handed back
@@ -172,10 +173,27 @@ class PagedScheduling:
             self._turns.note(weights, activation)
         return {}
 
-    def tune(self, slo: Slo, mode: Mode) -> None:
-        """Other SLOs, and which of them count, from now on; of a serving engine."""
-        if self._meter is not None:
-            self._meter.tune(slo, mode)
+    def tune(self, slo: Slo, mode: Mode, partition: float = 0.0) -> None:
+        """Other SLOs, and which of them count, from now on; of a serving engine without requests. ``partition``: the share of the
+        pool that is rollouts', and the rest serving's, without exchange; 0: as the flags say."""
+        if self._meter is None or self._guardian is None:
+            return
+        self._meter.tune(slo, mode)
+        if partition == self._partition:
+            return
+        self._partition = partition
+        pages = self._guardian.partition(partition)
+        self._parking.most = min(self._pool.geometry.groups, pages // self._pool.geometry.pages_a_group)
+        self._parking.shrink(self._parking.backed - self._parking.most)
+
+    @property
+    def pages(self) -> int:
+        """That this engine holds."""
+        return self._parking.held * self._pool.geometry.pages_a_group
+
+    def keep(self, seconds: float) -> None:
+        """Pages that nobody used for so long go back, from now on."""
+        self._parking.keep = seconds
 
     def stop(self) -> None:
         """The engine ends."""
