@@ -7,32 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import socket
 from pathlib import Path
 
 from orchestrator import needs
+from orchestrator.agents.chat import ModelChat
 from orchestrator.agents.choice import outcome_scores
 from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
+from orchestrator.named import named_function
 from orchestrator.runtime import cutting, judge, kv, pools, served, viewing
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
+from orchestrator.tasks.chat import ChatTask
 from orchestrator.tasks.memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, open_relay
 from orchestrator.transfer.redis import PASSWORD_FILE, RedisMetadata
 
-_ARCHITECTURES = ("Qwen3ForCausalLM",)
+_SHAPE = "megatron_rlplugin.families:read_shape"  # what the trainer computes; the engines compute more
 
 
 def make_task(config: Config) -> Task:
     """The task that the config names. Raises ConfigError."""
     task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
-    memory = config.task.memory
+    memory, chat = config.task.memory, config.task.chat
+    if chat.tokenizer:
+        return ChatTask(task, ModelChat(chat.tokenizer, "task.chat.tokenizer"), chat.system, chat.response_tokens)
     return MemoryTask(task, **memory.model_dump()) if memory.turns else task
 
 
@@ -41,7 +45,7 @@ def check(config: Config, task: Task) -> None:
     for component in needs.components(config):
         versions.check(component)
     needs.require_packages(config)
-    _model(config)
+    _model(config, task)
     _function(config, task)
     _task(config, task)
     _environments(config, task)
@@ -104,24 +108,13 @@ def check_port(config: Config) -> None:
             raise ConfigError("relay.port", config.relay.port, fix) from error
 
 
-def _model(config: Config) -> None:
+def _model(config: Config, task: Task) -> None:
     if not config.model.path:
         return
-    file = Path(config.model.path) / "config.json"
-    fix = "give a Hugging Face folder of a Qwen3 model, or leave it empty to make a tiny one"
-    if not file.is_file():
-        raise ConfigError("model.path", config.model.path, f"is not a model folder (no config.json); {fix}")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["none"]
-    except (OSError, json.JSONDecodeError, AttributeError) as error:
-        raise ConfigError(
-            "model.path", config.model.path, f"its config.json cannot be read ({error}); {fix}"
-        ) from error
-    if found[0] not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise ConfigError(
-            "model.path", config.model.path, f"its architecture {found[0]} is not supported ({known}); {fix}"
-        )
+    shape = named_function("model.path", _SHAPE)(config.model.path)
+    if shape.vocab_size < len(task.vocabulary):
+        fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its own tokenizer"
+        raise ConfigError("model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer)")
 
 
 def _environments(config: Config, task: Task) -> None:

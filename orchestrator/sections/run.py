@@ -53,16 +53,26 @@ class MemorySection(Section):
     notes: Positive = 64  # that are kept; then the oldest goes
 
 
+class ChatSection(Section):
+    """A pretrained model's own words, around a task in text: see docs/tasks.md."""
+
+    tokenizer: str = ""  # a Hugging Face folder with a chat template, often model.path; empty: the task's closed vocabulary
+    system: str = ""  # instructions that every episode begins with; empty: the template's own, where it has some
+    response_tokens: Positive | None = None  # of an answer, at most; None: as many as the task has ids for
+
+
 class TaskSection(Section):
     """What is trained on: see docs/tasks.md."""
 
     name: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")] = "frozenlake"  # or module:Class of your own
     heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct held-out prompts (maps, problems) to evaluate on
     dataset: str = ""  # of reasoning_gym
+    dataset_options: dict[str, int | float | bool | str] = {}  # of that data set's own, `max_digits = 2` for example
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
     mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
     memory: MemorySection = MemorySection()
+    chat: ChatSection = ChatSection()
     agent: AgentSection = AgentSection()  # of name = "agent"
 
     @model_validator(mode="after")
@@ -87,6 +97,13 @@ class TaskSection(Section):
             raise ValueError("agent: only for name = 'agent'")
         if self.name == "agent" and self.memory.turns:
             raise ValueError("memory: not for name = 'agent': the agent keeps what it wants to keep")
+        if self.chat.tokenizer and self.name in ("mixture", "agent"):
+            more = "; task.agent.tokenizer is its own" if self.name == "agent" else ""
+            raise ValueError(f"chat.tokenizer: for a single task in text, not for name = {self.name!r}{more}")
+        if self.chat.tokenizer and self.memory.turns:
+            raise ValueError("chat.tokenizer: not together with memory, whose words no tokenizer has")
+        if not self.chat.tokenizer and self.chat != ChatSection():
+            raise ValueError("chat.tokenizer: name the folder of a tokenizer, or leave the rest of chat out")
         return self
 
     @property
@@ -99,8 +116,9 @@ class TaskSection(Section):
         return dict(self._gym)
 
     @property
-    def _gym(self) -> dict[str, str | int]:
+    def _gym(self) -> dict[str, Any]:
         given = {"dataset": self.dataset, "prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens}
+        given |= {"dataset_options": self.dataset_options}
         return {name: value for name, value in given.items() if value}
 
 

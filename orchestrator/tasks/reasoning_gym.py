@@ -3,8 +3,9 @@
     [task]
     name = "reasoning_gym"
     dataset = "chain_sum"
+    dataset_options = { max_terms = 3, max_digits = 2 } # the data set's own; empty: the library's defaults
 
-Guarantees: an item follows from the data set's name and its index; questions decide the split, so that no question of the
+Guarantees: an item follows from the data set's name, its options and its index; questions decide the split, so that no question of the
 held-out ones is ever trained on, even where the library draws it twice; items that do not fit ``prompt_tokens``, or are not
 printable ASCII, are never drawn. The reward is the library's own score, 0 to 1.
 
@@ -17,10 +18,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -44,19 +46,26 @@ class ReasoningGymTask(TextTask):
     max_reply_tokens = 0
 
     def __init__(
-        self, heldout: int = 300, dataset: str = "chain_sum", prompt_tokens: int = 256, response_tokens: int = 32
+        self,
+        heldout: int = 300,
+        dataset: str = "chain_sum",
+        prompt_tokens: int = 256,
+        response_tokens: int = 32,
+        dataset_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.dataset = dataset
+        options = json.dumps(dict(dataset_options), sort_keys=True) if dataset_options else ""
+        self._behind = f"/{options}" if options else ""
         self.max_prompt_tokens = prompt_tokens
         self.max_response_tokens = response_tokens
-        load(dataset)
-        self.version = f"{version('reasoning-gym')} {dataset}"
+        load(dataset, options)
+        self.version = f"{version('reasoning-gym')} {dataset}{options}"
         super().__init__(heldout)
 
     def draw(self, chance: random.Random) -> str:
-        """``DATASET/INDEX`` of an item that fits. Raises ValueError when there seems to be none."""
+        """``DATASET/INDEX`` of an item that fits, and ``/OPTIONS`` where there are some, as JSON. Raises ValueError when there seems to be none."""
         for _ in range(_PATIENCE):
-            payload = f"{self.dataset}/{chance.randrange(ITEMS)}"
+            payload = f"{self.dataset}/{chance.randrange(ITEMS)}{self._behind}"
             question, answer = question_of(payload), str(item_of(payload)["answer"])
             fits = len(question) <= self.max_prompt_tokens and len(answer) < self.max_response_tokens
             if fits and printable(question + answer) == question + answer:
@@ -109,7 +118,8 @@ def question_of(payload: str) -> str:
 def score(payload: str, answer: str) -> float:
     """The library's score of an answer, 0 to 1; 0 for one that its scorer cannot read. Nothing of the answer is run: raises
     ValueError when the scorer wanted to."""
-    return _score(load(payload.partition("/")[0]), item_of(payload), answer)
+    name, _, options = _parts(payload)
+    return _score(load(name, options), item_of(payload), answer)
 
 
 # RuntimeError: the hook below stopped it, which is told; RecursionError is one.
@@ -129,17 +139,25 @@ def _score(dataset: Any, item: Any, answer: str) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def item_of(payload: str) -> Any:
-    """The item. Raises ValueError when the payload is not ``DATASET/INDEX``."""
-    name, _, index = payload.partition("/")
+    """The item. Raises ValueError when the payload is not ``DATASET/INDEX``, or that and ``/OPTIONS``."""
+    name, index, options = _parts(payload)
+    load(name, options)
+    more = json.loads(options) if options else {}
+    return importlib.import_module("reasoning_gym").create_dataset(name, seed=index, size=1, **more)[0]
+
+
+def _parts(payload: str) -> tuple[str, int, str]:
+    name, _, rest = payload.partition("/")
+    index, _, options = rest.partition("/")
     if not index.isdigit() or int(index) >= ITEMS:
         raise ValueError(f"not an item: {payload!r}")
-    load(name)
-    return importlib.import_module("reasoning_gym").create_dataset(name, seed=int(index), size=1)[0]
+    return name, int(index), options
 
 
 @functools.cache
-def load(name: str) -> Any:
-    """A data set of the library. Raises ConfigError when it is not there, or not one to be scored in this process."""
+def load(name: str, options: str = "") -> Any:
+    """A data set of the library; ``options``: its own, as JSON. Raises ConfigError when it is not there, or not one to be
+    scored in this process, or has no such options."""
     try:
         library = importlib.import_module("reasoning_gym")
         known = importlib.import_module("reasoning_gym.factory").DATASETS
@@ -150,7 +168,13 @@ def load(name: str) -> Any:
         raise ConfigError(
             "task.dataset", name, f"no such data set of reasoning-gym; there are: {', '.join(sorted(known))}"
         )
-    dataset = library.create_dataset(name, seed=0, size=1)
+    more = json.loads(options) if options else {}
+    if own := {"seed", "size"} & more.keys():
+        raise ConfigError("task.dataset_options", sorted(own)[0], "is the run's to choose: leave it out")
+    try:
+        dataset = library.create_dataset(name, seed=0, size=1, **more)
+    except (TypeError, AssertionError, ValueError) as error:  # how the library says that an option is none of its own, or bad
+        raise ConfigError("task.dataset_options", more, f"{name} does not take them: {error}") from error
     fix = "its scorer runs answers as code, which happens in a sandbox only"
     if _EVALUATES.search(inspect.getsource(type(dataset).score_answer)):
         raise ConfigError("task.dataset", name, fix)

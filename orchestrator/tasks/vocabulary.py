@@ -23,13 +23,13 @@ class Vocabulary:
         unused = -len(listed) % _MULTIPLE
         self.words: tuple[str, ...] = (*listed, *(f"<unused{n}>" for n in range(unused)))
         self.pad_id, self.end_id = 0, 1
-        self._joiner = joiner
+        self.joiner = joiner
         self._ids = {word: token for token, word in enumerate(listed)}
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text. Raises ValueError for a word outside the vocabulary."""
         try:
-            return tuple(self._ids[word] for word in (text.split() if self._joiner else text))
+            return tuple(self._ids[word] for word in (text.split() if self.joiner else text))
         except KeyError as error:
             raise ValueError(f"not in the vocabulary: {error.args[0]!r}") from None
 
@@ -38,7 +38,7 @@ class Vocabulary:
         for token in token_ids:
             if not 0 <= token < len(self.words):
                 raise ValueError(f"token id {token} is outside the vocabulary of {len(self.words)}")
-        return self._joiner.join(self.words[token] for token in token_ids)
+        return self.joiner.join(self.words[token] for token in token_ids)
 
     def said(self, action_ids: Sequence[int]) -> str | None:
         """The text of a turn without its ``<end>``; None when it is not ended, or ended in its midst, or holds padding."""
