@@ -18,7 +18,7 @@ from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
-from orchestrator.runtime import cutting, judge, kv, pools, served, viewing
+from orchestrator.runtime import borrowing, cutting, judge, kv, pools, viewing
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -56,7 +56,7 @@ def check(config: Config, task: Task) -> None:
     kv.check(config)
     pools.check(config)
     viewing.check(config)
-    served.check(config, task)
+    borrowing.check(config, task)
 
 
 def _heldout(config: Config) -> None:
