@@ -35,6 +35,12 @@ class BorrowedCaps:
         self._patience = patience
         self._contexts: dict[int, float] = {}  # blocks of a turn, when it last had some
 
+    def join(self, lane: Lane) -> None:
+        """One more, whose cap the router knows already."""
+        if cap := self._router.cap(lane.index):
+            self._most[lane.index] = cap
+            self.lanes.append(lane)
+
     async def look(self) -> None:
         """Ask every borrowed worker what it has room for, all at once."""
         changed = await asyncio.gather(*(self._one(lane) for lane in self.lanes if lane.usable))

@@ -19,15 +19,15 @@ from typing import Any
 
 from orchestrator.api import Completion, GenerationRequest
 from orchestrator.continuation import joined, rest
+from orchestrator.elastic import ElasticProxy
 from orchestrator.policies.routing import DECODE, PREFILL
-from orchestrator.proxy import LLMProxy
 from orchestrator.sections import DisaggregationSection
 
 _CUT = ("abort", "error")  # finish reasons after which nothing goes on
 
 
-class DisaggregatingProxy(LLMProxy):
-    """An LLMProxy that serves the turns of some tasks in two parts. ``served`` and ``whole`` count the turns."""
+class DisaggregatingProxy(ElasticProxy):
+    """An ElasticProxy that serves the turns of some tasks in two parts. ``served`` and ``whole`` count the turns."""
 
     def __init__(self, *arguments: Any, disaggregation: DisaggregationSection, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -36,7 +36,7 @@ class DisaggregatingProxy(LLMProxy):
         self.served = self.whole = 0
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """See :meth:`LLMProxy.generate`."""
+        """See :meth:`ElasticProxy.generate`."""
         if not self._applies(request):
             self.whole += 1
             return await super().generate(request)
@@ -85,6 +85,6 @@ class DisaggregatingProxy(LLMProxy):
         self._dispatch()
 
 
-def proxy(settings: DisaggregationSection) -> Callable[..., LLMProxy]:
+def proxy(settings: DisaggregationSection) -> Callable[..., ElasticProxy]:
     """The kind of proxy that the config asks for."""
-    return partial(DisaggregatingProxy, disaggregation=settings) if settings.enabled else LLMProxy
+    return partial(DisaggregatingProxy, disaggregation=settings) if settings.enabled else ElasticProxy

@@ -33,7 +33,7 @@ class Heartbeat:
         caps: BorrowedCaps | None = None,
     ) -> None:
         self._lanes = lanes
-        self._caps = caps
+        self.caps = caps
         self._lost = lost
         self._paused = paused
         self._interval = interval
@@ -41,7 +41,7 @@ class Heartbeat:
         self._stall_timeout = stall_timeout
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._room: asyncio.Task[None] | None = None
-        self._heard = [0.0] * len(lanes)  # when it last answered
+        self._heard: dict[int, float] = {}  # when it last answered
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -49,15 +49,15 @@ class Heartbeat:
         try:
             while True:
                 await asyncio.sleep(min(self._interval, self._stall_timeout / 4))
-                if self._caps is not None and self._caps.lanes and (self._room is None or self._room.done()):
-                    self._room = asyncio.create_task(self._caps.look(), name="room of borrowed workers")
+                if self.caps is not None and self.caps.lanes and (self._room is None or self._room.done()):
+                    self._room = asyncio.create_task(self.caps.look(), name="room of borrowed workers")
                 for lane in self._lanes:
                     if not self._should_work(lane):
                         continue
                     silent = loop.time() - lane.last_progress
                     if silent > self._stall_timeout:
                         self._lost(lane, f"{len(lane.sent)} requests, no completion for {self._stall_timeout} s")
-                    elif loop.time() - max(lane.last_progress, self._heard[lane.index]) > self._interval:
+                    elif loop.time() - max(lane.last_progress, self._heard.get(lane.index, 0.0)) > self._interval:
                         self._begin(lane)
         finally:
             asking = [*self._asking.values(), *([self._room] if self._room is not None else [])]

@@ -93,7 +93,7 @@ class HttpWorker:
         self.name = name or urlsplit(url).netloc
         self.url = self._url = url.rstrip("/")
         self._relay = relay
-        self._deactivate = deactivate
+        self.deactivate = deactivate
         self._priority = priority
         self.activation: dict[str, Any] = {}  # what the server said of it, if ``start`` had to activate it
         self._joined = asyncio.Event()  # the relay was connected after its job had begun its epoch
@@ -293,7 +293,7 @@ class HttpWorker:
                 await self._clear()
                 if self._suspended:
                     await self.resume()
-                if self._deactivate:
+                if self.deactivate:
                     await self._post(wire.DEACTIVATE, {"kept": True}, WEIGHTS_SECONDS)
         except (RetryableError, CommandError, ConfigError) as error:
             _logger.warning("%s was not left as it was found: %s", self.name, error)

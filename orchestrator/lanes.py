@@ -59,6 +59,7 @@ class Lane:
     index: int
     alive: bool = True
     removed: bool = False
+    parked: bool = False  # its server was given back, and is another's, or nobody's
     full: bool = False  # its device has no memory for requests of ours
     lent: bool = False  # its device belongs to the trainer, or is about to
     stuck: str = ""  # it did not answer when it was to be lent: it is restarted when its device is taken back
@@ -179,7 +180,7 @@ def others_live(lanes: Sequence[Lane], lane: Lane) -> bool:
 
 def waits(lanes: Sequence[Lane], suspended: bool, preparing: int) -> str:
     """What generation waits for, "" when nothing is unusual. ``preparing``: the version that workers fetch, -1: none."""
-    reviving = [lane.worker.name for lane in lanes if not lane.alive and not lane.removed]
+    reviving = [lane.worker.name for lane in lanes if not (lane.alive or lane.removed or lane.parked)]
     if reviving:
         return f"worker {', '.join(reviving)} to come back"
     if suspended:

@@ -10,6 +10,7 @@ from orchestrator.api import ManagedWorker, RewardFunction, Task, Trainer, Traje
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.environments.source import EnvironmentSource
 from orchestrator.events import EventLog
+from orchestrator.exchange import Market
 from orchestrator.foresight import Foresight
 from orchestrator.ledger import Ledger
 from orchestrator.occupancy import Gpus
@@ -67,6 +68,7 @@ class Parts:
     foresight: Foresight = field(default_factory=Foresight)  # what predicts lengths, and what moves trajectories
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
     reallocation: Reallocation | None = None  # the same, of rollout.placement.degrees
+    market: Market | None = None  # of servers to borrow, exchanged between steps; None: workers stay
 
 
 @dataclass

@@ -29,6 +29,7 @@ from orchestrator.checkpoint import RunState
 from orchestrator.config import Config
 from orchestrator.delivery import Delivery
 from orchestrator.evaluation import evaluate
+from orchestrator.exchange import exchange_of
 from orchestrator.feeding import Fed, Feeder
 from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parts import Parts, Position
@@ -90,6 +91,9 @@ class Pipeline:
             asyncio.create_task(self.feeder.run(), name="feed"),
             asyncio.create_task(self._report_waiting(), name="report waiting"),
         ]
+        if self.parts.market is not None:
+            exchange = exchange_of(self.config, self.parts.market, self.rollout.proxy, self.parts.events)
+            helpers.append(asyncio.create_task(exchange.run(), name="borrowing"))
         if self.turns is not None:
             helpers.append(asyncio.create_task(self.turns.run(self._open_feeder), name="stream trigger"))
         for helper in helpers:

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
+from orchestrator.elastic import ElasticProxy
 from orchestrator.lanes import Lane, spawn
 from orchestrator.policies.profile import Layout
-from orchestrator.proxy import _LOST, LLMProxy
+from orchestrator.proxy import _LOST
 
 NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
 
@@ -41,8 +42,8 @@ class Reshaped:
     ep: int = 1
 
 
-class ReshapingProxy(LLMProxy):
-    """An LLMProxy, with :meth:`reshape`."""
+class ReshapingProxy(ElasticProxy):
+    """An ElasticProxy, with :meth:`reshape`."""
 
     def __init__(self, workers: Sequence[ManagedWorker], *arguments: Any, **keywords: Any) -> None:
         super().__init__(workers, *arguments, **keywords)

@@ -4,7 +4,9 @@ clients, proxy, endpoints and workers on a twin of vLLM's engine client."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +21,24 @@ from orchestrator.fleet import plan
 from orchestrator.http_worker import HttpWorker
 from orchestrator.proxy import LLMProxy
 from orchestrator.runtime import served
+from orchestrator.runtime.borrowing import Market, read_candidates
+from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
 from vllm_rlplugin.twin import ENDPOINT, TOKEN, TwinServer
 
+URL = "http://127.0.0.1:8000"
 NOBODY = "http://127.0.0.1:1"  # no server answers there
 
 
-def config_of(*urls: str, most: int = 0, workers: int = 0, cap: int = 0) -> Config:
-    rollout = {"workers": workers, "served": list(urls), "borrowed": {"most": most}, "routing": {"served_cap": cap}}
-    return parse_config({"rollout": rollout})
+def config_of(*urls: str, cap: int = 0, workers: int = 0, own: int = 0, **borrowed: Any) -> Config:
+    routing = {"served_cap": cap, "cap": own}
+    return parse_config(
+        {"rollout": {"workers": workers, "served": list(urls), "borrowed": borrowed, "routing": routing}}
+    )
+
+
+def market(config: Config, job: str) -> Market:
+    return Market(config, FrozenLakeTask(200), relay(job), EventLog(MemorySink(), time.monotonic))
 
 
 def relay(job: str) -> RelayEndpoint:
@@ -49,16 +60,55 @@ def play(number: int, scenario: Callable[[list[TwinServer]], Awaitable[None]], m
     asyncio.run(main())
 
 
-def used(server: TwinServer, share: float) -> None:
-    """As the metrics of a KV pool in which serving used so much in the mean."""
-    server.control.device = SimpleNamespace(recent={"serving_use": share, "seconds": 3600.0})  # type: ignore[assignment]
+def used(server: TwinServer, share: float, *, lends: bool = True) -> None:
+    """As the metrics of a KV pool in which serving uses so much, and did in the last hour."""
+    said = {"serving_use": share, "seconds": 3600.0, "serving_now": share, "lends": lends}
+    server.control.device = SimpleNamespace(recent=said)  # type: ignore[assignment]
 
 
-def test_more_than_are_named_cannot_be_borrowed() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "field", "hint"),
+    [
+        ({"most": 2}, "most", "names 1 servers"),
+        ({"most": -1}, "most", "greater than or equal to 0"),
+        ({"moste": 1}, "moste", "did you mean 'most'"),
+        ({"every": 0}, "every", "greater than 0"),
+        ({"lease": 1}, "lease", "greater than or equal to 5"),
+        ({"window": "long"}, "window", "number"),
+        ({"crowded": 1.5}, "crowded", "less than or equal to 1"),
+        ({"crowded": 0.1, "margin": 0.1}, "margin", "no server would ever be taken"),
+        ({"patience": 0}, "patience", "greater than 0"),
+        ({"rest": -1}, "rest", "greater than or equal to 0"),
+        ({"idle": -1}, "idle", "greater than or equal to 0"),
+        ({"file": 1}, "file", "string"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_fix(wrong: dict[str, Any], field: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_of("http://127.0.0.1:8000", most=2)
-    assert caught.value.field == "rollout.borrowed.most"
-    assert "names 1 servers" in str(caught.value)
+        config_of(URL, **wrong)
+    assert caught.value.field == f"rollout.borrowed.{field}"
+    assert hint in str(caught.value)
+
+
+def test_servers_that_change_go_not_with_trajectories_that_are_placed() -> None:
+    placed = {"prediction": {"enabled": True}, "placement": {"enabled": True}}
+    rollout = {"served": [URL], "borrowed": {"most": 1}, **placed}
+    with pytest.raises(ConfigError, match=r"leave out rollout\.borrowed") as caught:
+        parse_config({"rollout": rollout})
+    assert caught.value.field == "rollout.placement.enabled"
+
+
+def test_the_file_of_servers_names_them_and_a_wrong_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    config = config_of(URL, file=str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_candidates(config)
+    file.write_text(f"# ours\n\n{URL}/\nhttp://127.0.0.1:8001  # the second\n")
+    assert read_candidates(config) == (URL, "http://127.0.0.1:8001")
+    file.write_text("http://127.0.0.1:8001\n10.0.0.1:8000\n")
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        read_candidates(config)
+    assert caught.value.field == "rollout.borrowed.file"
 
 
 def test_a_run_borrows_the_servers_whose_neighbours_used_least_memory_and_none_of_another_job(
@@ -68,23 +118,23 @@ def test_a_run_borrows_the_servers_whose_neighbours_used_least_memory_and_none_o
         for server, share in zip(servers, (0.5, 0.1, 0.3, 0.0), strict=True):
             used(server, share)
         urls = [server.url for server in servers]
-        config = config_of(*urls, NOBODY, most=2)
-        assert await served.choose(config_of(*urls), "mine") == tuple(urls), "all that are named"
-        assert await served.choose(config, "mine") == (urls[1], urls[3])
-        theirs = HttpWorker(urls[3], TOKEN, relay=relay("theirs"))
-        await theirs.start()
-        servers[3].client.relay[0] = ""
-        await theirs.prepare(0)
-        await theirs.suspend()
-        await theirs.update(0)
-        await theirs.resume()
-        servers[3].client.paused = True
-        await theirs.add([GenerationRequest("r", "t", 0, (1, 2), Sampling(5), "test")])
-        assert await served.choose(config, "mine") == (urls[1], urls[2])
-        assert await served.choose(config, "theirs") == (urls[1], urls[3]), "its own, when it resumes"
-        chosen = await served.choose(config, "mine")
-        assert [worker.url for worker in served.workers(config, relay("mine"), chosen)] == list(chosen)
-        await theirs.close()
+        every, config = market(config_of(*urls), "all"), config_of(*urls, NOBODY, most=2)
+        assert [worker.url for worker in await every.borrow()] == urls, "all that are named"
+        await every.close()
+        # Three that start at once: each has servers of its own, and the least used are given first.
+        runs = [market(config, job) for job in ("one", "two", "three")]
+        found = await asyncio.gather(*(run.borrow() for run in runs[:2]))
+        taken = [{worker.url for worker in workers} for workers in found]
+        assert taken[0] | taken[1] == set(urls)
+        assert not taken[0] & taken[1]
+        with pytest.raises(RunError, match="has it"):
+            await runs[2].borrow()
+        again = market(config, "one")
+        assert {worker.url for worker in await again.borrow()} == taken[0], "its own, when it resumes"
+        for run in (*runs, again):
+            await run.close()
+        assert {worker.url for worker in await runs[2].borrow()} == {urls[1], urls[3]}
+        await runs[2].close()
 
     play(4, scenario, monkeypatch)
 
@@ -94,8 +144,8 @@ def test_a_run_with_nothing_else_ends_when_no_server_can_be_borrowed_and_says_wh
 ) -> None:
     async def scenario(_: list[TwinServer]) -> None:
         with pytest.raises(RunError, match="is a server running there"):
-            await served.choose(config_of(NOBODY, most=1), "mine")
-        assert await served.choose(config_of(NOBODY, most=1, workers=1), "mine") == (), "it has workers of its own"
+            await market(config_of(NOBODY, most=1), "mine").borrow()
+        assert await market(config_of(NOBODY, most=1, workers=1), "mine").borrow() == [], "it has workers of its own"
 
     play(0, scenario, monkeypatch)
 
@@ -105,7 +155,7 @@ def test_a_server_has_no_more_turns_than_its_budget_has_room_for_and_none_withou
 ) -> None:
     async def scenario(servers: list[TwinServer]) -> None:
         config = config_of(*(server.url for server in servers), cap=6)
-        workers = [HttpWorker(server.url, TOKEN, relay=relay("run")) for server in servers]
+        workers = [HttpWorker(server.url, TOKEN, server.url, relay=relay("run")) for server in servers]
         names = [worker.name for worker in workers]
         router = plan(config.rollout.routing, names, ["", ""], [True, True])
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)

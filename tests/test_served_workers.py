@@ -21,7 +21,7 @@ from orchestrator.config import Config, load_config, parse_config, to_json
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.http_worker import HttpWorker
 from orchestrator.proxy import LLMProxy
-from orchestrator.runtime import preflight, served
+from orchestrator.runtime import borrowing, preflight, served
 from orchestrator.sim.run import simulate
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
@@ -137,7 +137,7 @@ def test_the_model_of_a_folder_must_be_the_one_that_is_served(tmp_path: Path) ->
 def test_a_server_elsewhere_needs_a_relay_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
     with pytest.raises(ConfigError) as caught:
-        served.check(config_of("https://elsewhere:1"), FrozenLakeTask(300))
+        borrowing.check(config_of("https://elsewhere:1"), FrozenLakeTask(300))
     assert caught.value.field == "relay.master"
 
 

@@ -72,14 +72,21 @@ class PoolMetrics:
         }
         self._counters = {name: Counter(PREFIX + name, text, registry=registry) for name, text in _COUNTERS.items()}
         self._use, self._since = RecentUse(WINDOW), time.monotonic()
+        self._now, self._lends = 0.0, True
         self._known: dict[tuple[str, str], int] = {}  # (counter, engine) -> what it had said
 
     @property
-    def recent(self) -> dict[str, float]:
+    def recent(self) -> dict[str, float | bool]:
         """For a run that looks for a device to borrow: the share of the pool that serving used in the mean of at most the last
-        hour, and for how many seconds it was watched."""
+        hour, for how many seconds it was watched, the share now, and whether anything may be lent at all."""
         now = time.monotonic()
-        return {"serving_use": self._use.mean(now), "seconds": min(WINDOW, now - self._since)}
+        watched = min(WINDOW, now - self._since)
+        return {
+            "serving_use": self._use.mean(now),
+            "seconds": watched,
+            "serving_now": self._now,
+            "lends": self._lends,
+        }
 
     def refresh(self) -> None:
         """Read the pool. One whose ledger is stuck is looked at the next time."""
@@ -90,7 +97,8 @@ class PoolMetrics:
             return
         rollouts, serving, slo = found["rollouts"], found["serving"], found["slo"]
         pages = serving["pages"] if serving is not None else 0
-        self._use.saw(time.monotonic(), min(1.0, pages / found["pages"]))
+        self._now, self._lends = min(1.0, pages / found["pages"]), found["most"] != 0
+        self._use.saw(time.monotonic(), self._now)
         state: Mapping[str, Any] = slo["state"] if slo is not None else {}
         for name, value in {
             "pages": found["pages"],

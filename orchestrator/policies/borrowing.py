@@ -5,7 +5,8 @@
     serving GPUs come and go ----> free ----(least KV use over the window)----> borrowed, by one job
                                     ^  |                                          |      |
                                     |  +--- silent or gone: forgotten             |      +-- silent or gone: the job loses it
-                                    +------ an RL step begins, and another is clearly less used; or the job ends
+                                    +------ an RL step begins, and another is clearly less used; it is crowded; its pages were
+                                            reclaimed; the job needs fewer; or the job ends
 
 Guarantees:
 
@@ -14,6 +15,10 @@ Guarantees:
 * Of those that are free a job gets the ones whose KV memory serving used least over the last ``window`` seconds, weighed by time.
 * A job keeps what it has: one is exchanged only between RL steps, and only for one that is used less by ``margin`` of its memory
   or more; so use that fluctuates moves nobody. Asking twice at one moment changes nothing the second time.
+* One is given back when serving used more than ``crowded`` of it over the window, or lent nothing for ``patience`` seconds, and
+  is taken again ``rest`` seconds later at the earliest, when it lends, and is used ``margin`` less than ``crowded``. Without a
+  replacement a job keeps the ``least`` that it asked to keep: what lends nothing now may lend again.
+* Fewer are wanted only when ``idle`` seconds would have been done with fewer; more, at once (:class:`Demand`).
 * Ties go to the GPU that joined first, so that runs repeat.
 
 A GPU here is what one serving instance computes on, whatever number of devices that is. Pure: seconds of one monotonic clock.
@@ -31,19 +36,25 @@ TURNS = 16  # of a rollout GPU at a time (ROSE, appendix A)
 @dataclass(frozen=True, slots=True)
 class BorrowRules:
     """``window``: seconds of use that count (ROSE 4: 1 h); ``margin``: share of the KV memory by which another GPU must be used
-    less before it replaces one; ``silent``: seconds without a sign of life after which a GPU counts as gone."""
+    less before it replaces one; ``silent``: seconds without a sign of life after which a GPU counts as gone. ``crowded``: share
+    above which serving needs its GPU for itself, 1: never; ``patience``: seconds that one which lends nothing is kept; ``rest``:
+    seconds that one which was given back as crowded, reclaimed or gone, or was refused, is left alone."""
 
     window: float = 3600.0
     margin: float = 0.1
     silent: float = 30.0
+    crowded: float = 1.0
+    patience: float = 30.0
+    rest: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 0.0), ("margin", 0.0), ("silent", 0.0)):
-            value = getattr(self, name)
-            if not least <= value < math.inf or (name != "margin" and value == least):
-                raise ValueError(f"{name} = {value}: must be a finite number above {least:g}")
-        if self.margin > 1:
-            raise ValueError(f"margin = {self.margin}: is a share of the memory, at most 1")
+        for name in ("window", "margin", "silent", "crowded", "patience", "rest"):
+            value, zero = getattr(self, name), name in ("margin", "patience", "rest")
+            if not 0.0 <= value < math.inf or (value == 0.0 and not zero):
+                raise ValueError(f"{name} = {value}: must be a finite number above 0")
+        if self.margin > 1 or self.crowded > 1:
+            name = "margin" if self.margin > 1 else "crowded"
+            raise ValueError(f"{name} = {getattr(self, name)}: is a share of the memory, at most 1")
 
 
 class RecentUse:
@@ -86,14 +97,21 @@ class _Gpu:
     use: RecentUse
     heard: float
     job: str = ""
+    dry: float = math.inf  # since when it lends nothing; inf: it lends
+    barred: float = -math.inf  # until when it is given to nobody
+
+
+GONE, RECLAIMED, CROWDED = "gone", "reclaimed", "crowded"
+BETTER, UNNEEDED = "another is used less", "not needed"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a job has to do: run on ``taken``, and no more on ``given_back``."""
+    """What a job has to do: run on ``taken``, and no more on ``given_back``; ``reasons``: of each that is given back."""
 
     taken: tuple[str, ...] = ()
     given_back: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(slots=True)
@@ -104,15 +122,21 @@ class Borrowing:
     _gpus: dict[str, _Gpu] = field(default_factory=dict)
     _joined: int = 0
 
-    def saw(self, gpu: str, now: float, share: float) -> None:
-        """A sign of life of a serving GPU, known or new: the share of its KV memory that serving uses."""
+    def saw(
+        self, gpu: str, now: float, share: float, *, lends: bool = True, before: tuple[float, float] = (0, 0)
+    ) -> None:
+        """A sign of life of a serving GPU, known or new: the share of its KV memory that serving uses. ``lends``: rollouts get
+        any of it now. ``before``: of one that is new, the mean share and for how many seconds it was so, where that is known."""
         if not 0 <= share <= 1:
             raise ValueError(f"{gpu} uses {share} of its memory: must be a share from 0 to 1")
         found = self._gpus.get(gpu)
         if found is None:
             found = self._gpus[gpu] = _Gpu(self._joined, RecentUse(self.rules.window), now)
             self._joined += 1
+            if before[1] > 0:
+                found.use.saw(now - before[1], before[0])
         found.heard = max(found.heard, now)
+        found.dry = math.inf if lends else min(found.dry, now)
         found.use.saw(now, share)
 
     def left(self, gpu: str) -> str:
@@ -124,32 +148,72 @@ class Borrowing:
         """Those that have been silent too long; they are for :meth:`left`, in order of joining."""
         return tuple(name for name, gpu in self._gpus.items() if now - gpu.heard > self.rules.silent)
 
-    def ask(self, job: str, most: int, now: float, *, exchange: bool = True) -> Change:
-        """A job wants up to ``most`` GPUs. ``exchange``: an RL step begins, so it may be given others than it has."""
+    def has(self, gpu: str, job: str, now: float) -> None:
+        """A job began with it, whoever chose it. One that was not seen yet is seen now, with nothing known against it."""
+        if gpu not in self._gpus:
+            self.saw(gpu, now, 0.0)
+        self._gpus[gpu].job = job
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All, in order of joining."""
+        return tuple(self._gpus)
+
+    def refused(self, gpu: str, now: float) -> None:
+        """It could not be taken, or another job has it by its own account: nobody's here, and left alone for ``rest`` seconds.
+        Unknown ones are ignored."""
+        if (found := self._gpus.get(gpu)) is not None:
+            found.job, found.barred = "", now + self.rules.rest
+
+    def ask(self, job: str, most: int, now: float, *, exchange: bool = True, least: int = 0) -> Change:
+        """A job wants up to ``most`` GPUs. ``exchange``: an RL step begins, so it may be given others than it has. ``least``:
+        of those that it has it keeps so many, whatever is wrong with them, unless others take their place."""
         if not job or most < 0:
             raise ValueError(f"job {job!r} asks for {most} GPUs: needs a name, and not fewer than 0")
         mean = {name: gpu.use.mean(now) for name, gpu in self._gpus.items()}
+        crowded = self.rules.crowded
 
         def by_use(names: list[str]) -> list[str]:
             return sorted(names, key=lambda name: (mean[name], self._gpus[name].number))
 
+        def wrong(name: str) -> str:
+            gpu = self._gpus[name]
+            if name in quiet:
+                return GONE
+            if now - gpu.dry > self.rules.patience:
+                return RECLAIMED
+            return CROWDED if crowded < 1 and mean[name] > crowded else ""
+
+        def may_be_had(name: str) -> bool:
+            gpu = self._gpus[name]
+            calm = crowded == 1 or mean[name] <= crowded - self.rules.margin
+            return not gpu.job and name not in quiet and gpu.dry == math.inf and now >= gpu.barred and calm
+
         quiet = set(self.silent(now))
         had = [name for name, gpu in self._gpus.items() if gpu.job == job]
-        kept = by_use([name for name in had if name not in quiet])[:most]
-        free = by_use([name for name, gpu in self._gpus.items() if not gpu.job and name not in quiet])
+        why = {name: reason for name in had if (reason := wrong(name))}
+        sound = by_use([name for name in had if name not in why])
+        why |= dict.fromkeys(sound[most:], UNNEEDED)
+        kept = sound[:most]
+        free = by_use([name for name in self._gpus if may_be_had(name)])
         while free and len(kept) < most:
             kept.append(free.pop(0))
         kept = by_use(kept)
         while exchange and free and kept and mean[free[0]] < mean[kept[-1]] - self.rules.margin:
+            why[kept[-1]] = BETTER
             kept[-1] = free.pop(0)
             kept = by_use(kept)
+        if (short := min(least, most) - len(kept)) > 0:
+            kept += by_use([name for name in had if name not in kept])[:short]
         taken = tuple(name for name in kept if name not in had)
         back = tuple(name for name in had if name not in kept)
         for name in back:
             self._gpus[name].job = ""
+            if why[name] not in (BETTER, UNNEEDED):
+                self._gpus[name].barred = now + self.rules.rest
         for name in taken:
             self._gpus[name].job = job
-        return Change(taken, back)
+        return Change(taken, back, tuple(why[name] for name in back))
 
     def end(self, job: str) -> tuple[str, ...]:
         """The job is over: what it had is free."""
@@ -166,6 +230,34 @@ class Borrowing:
         """Its use over the window, 0 where it is not known."""
         found = self._gpus.get(gpu)
         return 0.0 if found is None else found.use.mean(now)
+
+
+class Demand:
+    """How many borrowed GPUs a job needs: as many as the most turns that it had at once in the last ``idle`` seconds need beside
+    the dedicated ones, up to their caps. Pure: times of one clock, which may not fall."""
+
+    def __init__(self, idle: float) -> None:
+        self._idle = idle  # 0: all that may be had are always needed
+        self._since: float | None = None
+        self._peaks: deque[tuple[float, int]] = deque()  # when, turns; falling, the largest first
+
+    def saw(self, now: float, turns: int) -> None:
+        """So many turns were under way or waited, at most, since the last time."""
+        self._since = now if self._since is None else self._since
+        while self._peaks and self._peaks[-1][1] <= turns:
+            self._peaks.pop()
+        self._peaks.append((now, turns))
+        while self._peaks[0][0] < now - self._idle:
+            self._peaks.popleft()
+
+    def wanted(self, now: float, dedicated: int | None, cap: int, most: int) -> int:
+        """Of ``most`` at most. ``dedicated``: turns that dedicated GPUs may have at once, None: any number; ``cap``: turns of a
+        borrowed one, 0: any number. Where there is no limit nothing is known against a borrowed one: all. So until it has been
+        watched for ``idle`` seconds."""
+        watched = self._since is not None and now - self._since >= self._idle
+        if not watched or not self._idle or dedicated is None or not cap:
+            return most
+        return min(most, max(0, math.ceil((self._peaks[0][1] - dedicated) / cap)))
 
 
 def turns_within(budget: int, context: float, most: int = TURNS) -> int:

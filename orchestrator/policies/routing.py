@@ -152,8 +152,8 @@ class TurnRouter:
         self._queued = 0
         self._classes = list(dict.fromkeys(seat.hardware for seat in seats))
         self._left = frozenset(self._classes)  # those with a worker that may still come back
-        capped = any(seat.cap and not seat.borrowed for seat in seats)
-        self._tiers = [capped and seat.borrowed for seat in seats]
+        self._capped = any(seat.cap and not seat.borrowed for seat in seats)
+        self._tiers = [self._capped and seat.borrowed for seat in seats]
         self._pools = {(hardware, tier): _Pool() for hardware in self._classes for tier in (False, True)}
         self._pool_of = [self._pools[seat.hardware, tier] for seat, tier in zip(seats, self._tiers, strict=True)]
         self._lines: dict[tuple[str, ...], _Line] = {}
@@ -202,18 +202,38 @@ class TurnRouter:
             return []
         self.close(worker, cache_lost=True)
         self._seats[worker] = replace(self._seats[worker], hardware=hardware)
-        if hardware not in self._classes:
-            self._classes.append(hardware)
-            self._pools.update({(hardware, tier): _Pool() for tier in (False, True)})
-            known, self._lines, self._line_of = list(self._line_of), {}, {}
-            for task in known:
-                self._line(task)
-            for request, turn in self._turns.items():
-                turn.line = self._line(turn.task)
-                if turn.worker < 0:
-                    heappush(turn.line.waiting, (turn.number, request))
+        self._know(hardware)
         self._pool_of[worker] = self._pools[hardware, self._tiers[worker]]
         return self._strand()
+
+    def join(self, seat: Seat) -> int:
+        """A worker more; its place. It is closed until it is opened."""
+        worker = len(self._seats)
+        self._seats.append(seat)
+        for marks in (self._open, self._keeps, self._retired):
+            marks.append(False)
+        self._load.append(0)
+        self._lives.append(0)
+        self._heirs.append([])
+        self._tiers.append(self._capped and seat.borrowed)
+        self._know(seat.hardware)
+        self._left |= {seat.hardware}
+        self._pool_of.append(self._pools[seat.hardware, self._tiers[worker]])
+        return worker
+
+    def _know(self, hardware: str) -> None:
+        """There is a worker of this class, perhaps the first one."""
+        if hardware in self._classes:
+            return
+        self._classes.append(hardware)
+        self._pools.update({(hardware, tier): _Pool() for tier in (False, True)})
+        known, self._lines, self._line_of = list(self._line_of), {}, {}
+        for task in known:
+            self._line(task)
+        for request, turn in self._turns.items():
+            turn.line = self._line(turn.task)
+            if turn.worker < 0:
+                heappush(turn.line.waiting, (turn.number, request))
 
     def cap(self, worker: int) -> int:
         """Turns that it may have at a time, 0: any number."""

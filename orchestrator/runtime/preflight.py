@@ -19,7 +19,7 @@ from orchestrator.config import Config
 from orchestrator.context import rules_of
 from orchestrator.hooks import versions
 from orchestrator.named import named_function
-from orchestrator.runtime import cutting, judge, kv, pools, served, viewing
+from orchestrator.runtime import borrowing, cutting, judge, kv, pools, viewing
 from orchestrator.runtime.mooncake import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -60,7 +60,7 @@ def check(config: Config, task: Task) -> None:
     kv.check(config)
     pools.check(config)
     viewing.check(config)
-    served.check(config, task)
+    borrowing.check(config, task)
 
 
 def _heldout(config: Config) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ from orchestrator.api import http as wire
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.http_worker import HttpWorker
-from orchestrator.policies.borrowing import Borrowing
 from orchestrator.transfer import RelayEndpoint
 
 VARIABLE = "RL_COSERVE_TOKEN"  # as the server's own
@@ -31,13 +31,13 @@ ANSWER_SECONDS = 20.0  # that a server may take to say what it is
 _FIELD = "rollout.served"
 
 
-def check(config: Config, task: Task) -> None:
+def check(config: Config, task: Task, candidates: Sequence[str]) -> None:
     """Ask every server whether it fits. Raises ConfigError. Not inside an event loop."""
-    if not config.rollout.served:
-        return
     token = read_token(config, os.environ)
-    _reachable(config)
-    found = asyncio.run(_ask_all(config, token))
+    _reachable(config, candidates)
+    found = asyncio.run(_ask_all(config, token, candidates))
+    if not found and not config.rollout.workers:
+        raise ConfigError(_FIELD, ", ".join(candidates)[:300], "none of these servers answers; start one")
     seen: dict[str, str] = {}
     for url, status in found:
         for mistake in mistakes(config, task, status):
@@ -96,34 +96,11 @@ def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]
     return found
 
 
-async def choose(config: Config, job: str) -> tuple[str, ...]:
-    """The servers that a run of this ``job`` borrows, in the order of the config: ``rollout.borrowed.most`` of those that answer
-    and that no other job has requests in. Raises RunError when there is none, and nothing else would generate."""
-    served, most = config.rollout.served, config.rollout.borrowed.most
-    if not most:
-        return served
-    token, now = read_token(config, os.environ), asyncio.get_running_loop().time()
-    answers = await asyncio.gather(*(_ask(config, url, token) for url in served), return_exceptions=True)
-    cluster, why = Borrowing(), list[str]()
-    for url, answer in zip(served, answers, strict=True):
-        if isinstance(answer, ConfigError):
-            why.append(f"{url}: {answer.fix}")
-        elif isinstance(answer, BaseException):
-            raise answer
-        elif (other := str(answer[1]["history"]["job"])) not in ("", job) and answer[1]["unfinished"]:
-            why.append(f"{url}: job {other} has requests there")
-        else:
-            cluster.saw(url, now, float((answer[1].get("device") or {}).get("serving_use", 0.0)))
-    cluster.ask(job, most, now)
-    chosen = cluster.of(job)
-    if not chosen and not config.rollout.workers:
-        raise RunError(f"no server of {_FIELD} can be borrowed: {'; '.join(why)}")
-    return chosen
-
-
-def workers(config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | None = None) -> list[HttpWorker]:
-    """One client a server (None: of all that the config names), under its URL as its name. Nothing is sent yet. Raises
-    ConfigError."""
+def workers(
+    config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | None = None, key: str = ""
+) -> list[HttpWorker]:
+    """One client a server (None: of all that the config names), under its URL as its name. ``key``: of the run's leases, "": one
+    of their own for all of these. Nothing is sent yet. Raises ConfigError."""
     names = config.rollout.served if chosen is None else chosen
     if not names:
         return []
@@ -135,6 +112,8 @@ def workers(config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | Non
         deactivate=rollout.served_deactivate,
         priority=rollout.served_priority,
         tls=config.tls.files(),
+        lease=rollout.borrowed.lease,
+        key=key or secrets.token_hex(16),
     )
     return [make(url, token, url.rstrip("/")) for url in names]
 
@@ -162,11 +141,11 @@ async def start(served: Sequence[HttpWorker], events: EventLog | None = None) ->
     await asyncio.gather(*(one(worker) for worker in served))
 
 
-def _reachable(config: Config) -> None:
+def _reachable(config: Config, candidates: Sequence[str]) -> None:
     """The relay that the run starts itself listens on this machine only, unless ``relay.host`` says otherwise."""
     if config.relay.master or (config.relay.kind == "mooncake" and not urls.is_loopback(config.relay.host)):
         return
-    for url in config.rollout.served:
+    for url in candidates:
         if not urls.is_loopback(urlsplit(url).hostname or ""):
             fix = (
                 f"{url} is on another machine, and the relay that a run starts itself listens on 127.0.0.1: set "
@@ -176,11 +155,25 @@ def _reachable(config: Config) -> None:
             raise ConfigError("relay.master", "", fix)
 
 
-async def _ask_all(config: Config, token: str) -> list[tuple[str, dict[str, Any]]]:
-    return list(await asyncio.gather(*(_ask(config, url, token) for url in config.rollout.served)))
+async def _ask_all(config: Config, token: str, candidates: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Of those that answer, where the run chooses among them; else of all. Raises ConfigError."""
+    asked = [ask(config, url, token) for url in candidates]
+    found: list[tuple[str, dict[str, Any]]] = []
+    for answer in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            if not (isinstance(answer, Silent) and config.rollout.borrowed.exchanged):
+                raise answer
+        else:
+            found.append(answer)
+    return found
 
 
-async def _ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]]:
+class Silent(ConfigError):
+    """A server does not answer: it may be another time."""
+
+
+async def ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any]]:
+    """The status of a server, with its URL. Raises ConfigError, Silent among them."""
     worker = HttpWorker(
         url, token, url, allow_plain_http=config.rollout.served_allow_plain_http, tls=config.tls.files()
     )
@@ -189,9 +182,9 @@ async def _ask(config: Config, url: str, token: str) -> tuple[str, dict[str, Any
         async with asyncio.timeout(ANSWER_SECONDS):
             return url, await worker.status()
     except TimeoutError as error:
-        raise ConfigError(_FIELD, url, f"no answer within {ANSWER_SECONDS:g} s; {fix}") from error
+        raise Silent(_FIELD, url, f"no answer within {ANSWER_SECONDS:g} s; {fix}") from error
     except (RetryableError, CommandError) as error:
-        raise ConfigError(_FIELD, url, f"{error}; {fix}") from error
+        raise Silent(_FIELD, url, f"{error}; {fix}") from error
     except ConfigError as error:
         if error.field == "worker.token":
             where = config.rollout.served_token_file or f"(environment variable {VARIABLE})"

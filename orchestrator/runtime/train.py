@@ -47,6 +47,7 @@ from orchestrator.runfolder import RunFolder
 from orchestrator.runtime import collector, hosts, pools, tiny, viewing
 from orchestrator.runtime import served as servers
 from orchestrator.runtime.actors import RayTrainer, RayWorker
+from orchestrator.runtime.borrowing import Market
 from orchestrator.runtime.checkpoints import BesideTheLoop
 from orchestrator.runtime.cutting import cut_of
 from orchestrator.runtime.keeper import Keeper
@@ -268,9 +269,11 @@ class _Assembly:
             )
             for index in range(config.rollout.workers)
         ]
-        served = servers.workers(config, endpoint, await servers.choose(config, endpoint.job))
+        market = Market(config, self.task, endpoint, self.events)
+        self.stack.push_async_callback(market.close)
+        served = await market.borrow()
         managed: list[ManagedWorker] = [*workers, *served]
-        for worker in managed:
+        for worker in workers:
             self.stack.push_async_callback(worker.close)
         tools = await hosts.start_tools(config, self.task, self.keeper, self.stack, self.folder.logs)
         if tools is not None and tools.cold:
@@ -298,6 +301,7 @@ class _Assembly:
         parts = Parts(
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
+        parts.market = market if market.exchanged else None
         if tools is not None:
             own = tools.client
             parts.tools = lambda: tally.stats(own.stats())

@@ -42,11 +42,32 @@ class RoutingSection(Section):
 
 
 class BorrowedSection(Section):
-    """Which of `served` a run borrows (ROSE 4): docs/coserving.md."""
+    """Which of `served` a run borrows, and when it takes others (ROSE 4): docs/coserving.md. 0 and no `file`: all, for good."""
 
     most: Annotated[int, Field(ge=0)] = (
         0  # servers, those whose neighbours used least KV memory in the last hour; 0: all that are named
     )
+    file: str = ""  # names more of them, a URL a line; read again at every look
+    every: PositiveSeconds = 10.0  # between two looks at the servers
+    lease: Annotated[float, Field(ge=5, le=3600)] = 60.0  # that a server stays a run's without a sign of life of it
+    window: PositiveSeconds = 3600.0  # of the use that counts
+    margin: Fraction = 0.1  # of the memory that another server's neighbour must use less, to be taken in place of one
+    crowded: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the memory: above it a server is given back; 1: never
+    patience: PositiveSeconds = 30.0  # with a server that is silent, or lends nothing, before it is given back
+    rest: Annotated[float, Field(ge=0)] = 60.0  # before one that was crowded, reclaimed or gone is taken again
+    idle: Annotated[float, Field(ge=0)] = 120.0  # without need of a server before it is given back; 0: never for that
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether servers are given back and taken while a run goes on."""
+        return bool(self.most or self.file)
+
+    @model_validator(mode="after")
+    def _calm(self) -> BorrowedSection:
+        if self.crowded < 1 and self.margin >= self.crowded:
+            fix = f"must be less than crowded ({self.crowded:g}): no server would ever be taken"
+            raise ValidationError.from_exception_data("borrowed", [violation("margin", self.margin, fix)])
+        return self
 
 
 class KvTransferSection(Section):
@@ -203,9 +224,12 @@ class RolloutSection(Section):
             for index, url in enumerate(given)
             if given.index(url) != index
         ]
-        if self.borrowed.most > len(self.served):
+        if self.borrowed.most > len(self.served) and not self.borrowed.file:
             fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
             found.append(("borrowed.most", self.borrowed.most, fix))
+        if self.borrowed.exchanged and self.placement.enabled:
+            fix = "places trajectories on the workers that a run begins with: leave out rollout.borrowed, or set it to false"
+            found.append(("placement.enabled", True, fix))
         if not (self.workers or self.served):
             fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
             found.append(("workers", 0, fix))

@@ -184,7 +184,7 @@ class Sampler:
                 }
                 for episode in itertools.islice(rollout.episodes.values(), TRAJECTORIES)
             ],
-            "workers": [self._worker(lane) for lane in proxy.lanes[:WORKERS]],
+            "workers": [self._worker(lane) for lane in proxy.lanes if not lane.parked][:WORKERS],
         }
 
     def _worker(self, lane: Lane) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _state(lane: Lane, silent: bool) -> str:
     if lane.removed:
         return "removed"
     if lane.lent:
-        return "lent to the trainer"
+        return "being given back" if lane.borrowed else "lent to the trainer"
     if not lane.alive:
         return "coming back"
     if lane.loading:
