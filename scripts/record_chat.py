@@ -1,9 +1,9 @@
-"""Records trajectories of a pretrained chat model on a multi-turn task, with a real engine and no trainer.
+"""Records trajectories of a pretrained chat model on multi-turn tasks, with a real engine and no trainer.
 
-    python scripts/record_chat.py MODEL_FOLDER RUN_FOLDER problems|chores --seconds 220 --prompts 60
+    python scripts/record_chat.py MODEL_FOLDER RUN_FOLDER problems,chores,puzzles --seconds 280
 
 The way is a run's own: ``EnvManager``, ``LLMProxy``, our vLLM worker, ``TrajectoryStore``; groups of ``--members`` start one
-after the other, ``--at-once`` trajectories play at a time. In the last ``--drain`` of the seconds nothing begins, and what
+after the other, of the tasks in turn, ``--at-once`` trajectories play at a time. In the last ``--drain`` of the seconds nothing begins, and what
 is under way ends: else the long ones would be missing. A second call goes on with the prompts behind those of the first.
 ``scripts/pack_lengths.py`` makes one small file of a folder.
 """
@@ -33,17 +33,24 @@ class Restless(EngineWorker):
         raise RunError("the engine failed")
 
 
+def _tasks(text: str) -> list[str]:
+    names = text.split(",")
+    if wrong := [name for name in names if name not in TASKS]:
+        raise argparse.ArgumentTypeError(f"no task {wrong[0]!r}; there are: {', '.join(sorted(TASKS))}")
+    return names
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("task", choices=sorted(TASKS))
+    parser.add_argument("tasks", type=_tasks, help=f"of {', '.join(sorted(TASKS))}; several with commas between")
     parser.add_argument("--seconds", type=float, default=220.0)
     parser.add_argument("--drain", type=float, default=0.3, help="share of the seconds")
-    parser.add_argument("--prompts", type=int, default=60, help="of this call")
+    parser.add_argument("--prompts", type=int, default=400, help="of this call")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=24)
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32", help="bfloat16 where the processor computes in it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -52,7 +59,7 @@ def parsed() -> argparse.Namespace:
 
 async def record(options: argparse.Namespace) -> None:
     chat = HuggingFaceChat(options.model)
-    task = TASKS[options.task](chat, chat.size)
+    tasks = [TASKS[name](chat, chat.size) for name in options.tasks]
     options.folder.mkdir(parents=True, exist_ok=True)
     progress = options.folder / "recorded.json"
     before = json.loads(progress.read_text()) if progress.exists() else {"prompts": 0, "seconds": 0.0}
@@ -60,7 +67,7 @@ async def record(options: argparse.Namespace) -> None:
         model=options.model,
         dtype=options.dtype,
         max_num_seqs=options.at_once,
-        max_model_len=task.max_context_tokens,
+        max_model_len=max(task.max_context_tokens for task in tasks),
         kv_cache_mb=1024,
         threads=options.threads,
         seed=options.seed + before["prompts"],
@@ -73,16 +80,22 @@ async def record(options: argparse.Namespace) -> None:
     )
     proxy.start()
     proxy.version = 0
-    manager = EnvManager(task, proxy, step_timeout=10.0, trajectory_timeout=600.0, is_stale=lambda _: False)
+    managers = [
+        EnvManager(task, proxy, step_timeout=10.0, trajectory_timeout=600.0, is_stale=lambda _: False) for task in tasks
+    ]
+    samplings = [
+        Sampling(task.max_response_tokens, options.temperature, stop_token_ids=(task.end_id,)) for task in tasks
+    ]
+    streams = [task.prompts("train", options.seed) for task in tasks]
+    drawn = (next(streams[number % len(tasks)]) for number in itertools.count())
     store = TrajectoryStore(options.folder / "trajectories")
-    sampling = Sampling(task.max_response_tokens, options.temperature, stop_token_ids=(task.end_id,))
     places, ended, zero = asyncio.Semaphore(options.at_once), 0, before["seconds"] - loop.time()
 
     async def one(number: int, member: int, prompt: Prompt) -> None:
         nonlocal ended
         try:
             episode = Episode(f"g{number}-{member}", f"g{number}", prompt, loop.time() + zero)
-            await manager.play(episode, sampling)
+            await managers[number % len(tasks)].play(episode, samplings[number % len(tasks)])
             reward = float(episode.turns[-1].reward)
             now = loop.time() + zero
             store.append(episode.trajectory(now, reward=reward, scored_at=now), 0, "scored")
@@ -99,9 +112,7 @@ async def record(options: argparse.Namespace) -> None:
     last_start = loop.time() + options.seconds * (1.0 - options.drain)
     try:
         async with asyncio.timeout(options.seconds):
-            for number, prompt in enumerate(
-                itertools.islice(task.prompts("train", options.seed), first, first + options.prompts), start=first
-            ):
+            for number, prompt in enumerate(itertools.islice(drawn, first, first + options.prompts), start=first):
                 for member in range(options.members):
                     await places.acquire()
                     started = asyncio.create_task(one(number, member, prompt))
@@ -114,8 +125,8 @@ async def record(options: argparse.Namespace) -> None:
             await asyncio.gather(*running)
     except TimeoutError:
         print(f"the seconds are over; {len(running)} are not kept", flush=True)
-    for task_of in list(running):
-        task_of.cancel()
+    for started in list(running):
+        started.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     store.flush()
     seconds = time.monotonic() - begun

@@ -221,7 +221,7 @@ def test_recall_counts_ties_in_part_and_the_oracle_is_perfect() -> None:
     draw = random.Random(3)
     cases = [Case(f"p{number}", 0, episode(number, draw)) for number in range(60)]
     said = {case.outcome.before[0].trajectory: case.outcome.said for case in cases}
-    found = bench.online(cases, lambda: Oracle(said))
+    found = bench.online(cases, lambda: Oracle(said)).measures()
     assert all(found[f"turn {turn}"]["recall_0.1"] == 1.0 for turn in bench.TURNS)
     assert found["turn 1"]["pearson"] == pytest.approx(1.0)
 
@@ -230,4 +230,4 @@ def test_a_trajectory_is_judged_before_it_is_learned() -> None:
     """Else the history of a prompt that comes once would be perfect."""
     draw = random.Random(3)
     cases = [Case(f"p{number}", 0, episode(number, draw)) for number in range(80)]
-    assert bench.online(cases, lambda: History(10.0))["turn 0"]["recall_0.1"] < 0.6
+    assert bench.online(cases, lambda: History(10.0)).measures()["turn 0"]["recall_0.1"] < 0.6

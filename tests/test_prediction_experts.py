@@ -240,4 +240,4 @@ def test_a_chore_is_done_by_the_commands_that_it_names() -> None:
 
 def test_cases_without_times_are_asked_in_their_order() -> None:
     cases = [Case(f"p{number}", 0, world("text", number, random.Random(number))) for number in range(40)]
-    assert bench.online(cases, lambda: History(10.0))["turn 0"]["trajectories"] == 30
+    assert bench.online(cases, lambda: History(10.0)).measures()["turn 0"]["trajectories"] == 30

@@ -1,10 +1,13 @@
-"""Two multi-turn tasks in plain English, for recording how long a pretrained chat model talks (``scripts/record_chat.py``).
+"""Three multi-turn tasks in plain English, for recording how long a pretrained chat model talks (``scripts/record_chat.py``).
 
 Guarantees: deterministic in their arguments; what a model is shown is its own tokenizer's chat template, and what it said is
 never tokenised again, so a trajectory's ids are those that the engine saw. ``Problems``: word problems of one to four
 steps, checked by their last number; a wrong answer is asked for again, as tests are run again on a program (Heddle 4.1: a
 trajectory ends in its first turn, or in its last). ``Chores``: the household of :mod:`orchestrator.tasks.household`, told in
-sentences with the commands that are possible, the first of which that the reply names is carried out.
+sentences with the commands that are possible, the first of which that the reply names is carried out. ``Puzzles``: questions of
+the library reasoning-gym with short answers, asked for again as those of ``Problems`` are.
+
+The limit of a reply is far above what a small model says to these as a rule, so that lengths are its own; some replies reach it.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from typing import Any, Protocol
 
 from orchestrator.api import Observation, Prompt, StepResult
 from orchestrator.tasks.household import PRESENT, ROOMS, THINGS, House
+from orchestrator.tasks.reasoning_gym import ITEMS, item_of, question_of
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
 _PLACES = {furniture: room for room, furniture in ROOMS.items()}
+PUZZLES = ("calendar_arithmetic", "chain_sum", "gcd", "lcm", "leg_counting", "letter_counting", "spell_backward")
 _GOODS = ("apples", "pencils", "stamps", "marbles", "cards", "eggs", "books", "shells")
 
 
@@ -157,7 +162,7 @@ class Problems(ChatTask):
 
     name = "problems"
     max_turns = 5
-    max_response_tokens = 40
+    max_response_tokens = 96
 
     def draw(self, chance: random.Random) -> str:
         """``QUESTION|ANSWER``."""
@@ -203,12 +208,46 @@ class Problem:
         return f"{last} is wrong. Try again.", False
 
 
+class Puzzles(ChatTask):
+    """Questions of reasoning-gym; each kind is drawn as often. Raises ConfigError where the library is not there."""
+
+    name = "puzzles"
+    max_turns = 6
+    max_response_tokens = 96
+
+    def draw(self, chance: random.Random) -> str:
+        """``KIND/INDEX``."""
+        return f"{chance.choice(PUZZLES)}/{chance.randrange(ITEMS)}"
+
+    def play(self, payload: str) -> Story:
+        """See the base."""
+        return Puzzle(payload)
+
+
+class Puzzle:
+    """One of them."""
+
+    def __init__(self, payload: str) -> None:
+        self._question, self._answer = question_of(payload), str(item_of(payload)["answer"])
+
+    def start(self) -> str:
+        """The question."""
+        return self._question.strip()
+
+    def answer(self, said: str) -> tuple[str, bool]:
+        """Right when the last number that was said is, or the reply has the word."""
+        if not _NUMBER.fullmatch(self._answer):
+            right = self._answer.lower() in re.findall(r"\w+", said.lower())
+            return ("", True) if right else ("That is wrong. Try again.", False)
+        return Problem(f"|{self._answer}").answer(said)
+
+
 class Chores(ChatTask):
     """The household in sentences."""
 
     name = "chores"
-    max_turns = 10
-    max_response_tokens = 24
+    max_turns = 8
+    max_response_tokens = 48
 
     def draw(self, chance: random.Random) -> str:
         """As :meth:`orchestrator.tasks.household.HouseholdTask.draw`, with fewer things closed."""
@@ -267,4 +306,4 @@ class Chore:
         return [*found, *(f"take {thing}" for thing in inside)]
 
 
-TASKS: dict[str, type[ChatTask]] = {task.name: task for task in (Problems, Chores)}
+TASKS: dict[str, type[ChatTask]] = {task.name: task for task in (Problems, Chores, Puzzles)}

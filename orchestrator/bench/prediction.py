@@ -11,6 +11,9 @@ packed set or a file of tau-bench. What is judged: recorded runs, in time: each 
 it, and knows what had ended by then; it is judged from the second quarter on. tau-bench, of which there are 200 only and no
 times: by the other trials of the same prompts, and by other prompts. The baseline of the prompt alone knows the prompt's finished
 siblings too, which the paper's does not.
+
+Each difference to the better baseline comes with an interval of 95 % (:mod:`orchestrator.bench.resampling`): one that has 0 in it
+is a tie, and is called so whatever its sign. Coverage of the intervals is that of all forecasts of a set, the oracle's apart.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +30,19 @@ import numpy as np
 
 from orchestrator.api import ConfigError
 from orchestrator.bench.length_sets import Case, built_in, packed, recorded, tau_bench
+from orchestrator.bench.resampling import paired, words
 from orchestrator.bench.simulated import now
 from orchestrator.policies.prediction import History, LengthPredictor, Oracle, Progressive, prompt_only
 from orchestrator.runfolder import describe_machine
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 NAME = "prediction"
 SETS = "RL_COSERVE_PREDICTION_SETS"
 TURNS = (0, 1, 2)
 MOST_TURNS = 12  # of a trajectory that are asked for
 COVERAGE = 0.8
+BASELINES = ("prompt only", "history")
 _TAILS = (0.1, 0.2)
 _PRIOR = 100.0  # tokens; before anything is learned
 
@@ -53,6 +61,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.rows: dict[int, list[tuple[float, float, float]]] = {turn: [] for turn in TURNS}
+        self.whose: dict[int, list[str]] = {turn: [] for turn in TURNS}  # task and prompt of each row
         self.covered: list[bool] = []
 
     def ask(self, predictor: LengthPredictor, case: Case, turn: int) -> None:
@@ -64,13 +73,18 @@ class Tally:
         self.covered.append(forecast.low <= left <= forecast.high)
         if turn in self.rows and len(said) > TURNS[-1]:
             self.rows[turn].append((forecast.tokens, float(left), float(sum(said[:turn]))))
+            self.whose[turn].append(f"{case.outcome.before[0].task}/{case.prompt}")
+
+    def lengths(self, turn: int) -> tuple[Array, Array]:
+        """Predicted and true, of the whole."""
+        data = np.array(self.rows[turn])
+        return data[:, 0] + data[:, 2], data[:, 1] + data[:, 2]
 
     def measures(self) -> dict[str, Any]:
         """By turn."""
         found: dict[str, Any] = {"coverage": sum(self.covered) / len(self.covered)}
         for turn, rows in self.rows.items():
-            data = np.array(rows)
-            predicted, true = data[:, 0] + data[:, 2], data[:, 1] + data[:, 2]
+            data, (predicted, true) = np.array(rows), self.lengths(turn)
             found[f"turn {turn}"] = {
                 "trajectories": len(rows),
                 "pearson": pearson(predicted, true),
@@ -94,6 +108,12 @@ def recall(predicted: np.ndarray[Any, Any], true: np.ndarray[Any, Any], share: f
     return float((_membership(predicted, number) * _membership(true, number)).sum() / number)
 
 
+_MEASURES: dict[str, Callable[[Array, Array], float]] = {
+    "pearson": pearson,
+    **{f"recall_{share:g}": partial(recall, share=share) for share in _TAILS},
+}
+
+
 def _membership(values: np.ndarray[Any, Any], number: int) -> np.ndarray[Any, Any]:
     """How much each value belongs to the largest ``number``: 1, 0, or the share of those that tie at the edge."""
     edge = np.sort(values)[-number]
@@ -101,7 +121,7 @@ def _membership(values: np.ndarray[Any, Any], number: int) -> np.ndarray[Any, An
     return np.asarray(above + at * ((number - above.sum()) / at.sum()))
 
 
-def online(cases: Sequence[Case], make: Callable[[], LengthPredictor], first: float = 0.25) -> dict[str, Any]:
+def online(cases: Sequence[Case], make: Callable[[], LengthPredictor], first: float = 0.25) -> Tally:
     """In time: a forecast knows the trajectories that had ended when it was asked for, siblings that still ran it does not.
     Judged after the first part. Cases without times: all that ended before."""
     predictor, tally = make(), Tally()
@@ -117,10 +137,10 @@ def online(cases: Sequence[Case], make: Callable[[], LengthPredictor], first: fl
             tally.ask(predictor, cases[number], turn)
         else:
             predictor.forecast(cases[number].outcome.before[turn])
-    return tally.measures()
+    return tally
 
 
-def folds(cases: Sequence[Case], make: Callable[[], LengthPredictor], part: Callable[[Case], int]) -> dict[str, Any]:
+def folds(cases: Sequence[Case], make: Callable[[], LengthPredictor], part: Callable[[Case], int]) -> Tally:
     """Each part is judged by a predictor that has learned the others."""
     tally = Tally()
     for held in sorted({part(case) for case in cases}):
@@ -134,30 +154,47 @@ def folds(cases: Sequence[Case], make: Callable[[], LengthPredictor], part: Call
             if part(case) == held:
                 for turn in range(len(case.outcome.said)):
                     tally.ask(predictor, case, turn)
-    return tally.measures()
+    return tally
 
 
 def compare(cases: Sequence[Case], how: str, seed: int) -> dict[str, Any]:
     """All predictors on a set. ``how``: "online", "trials" or "prompts"."""
-    judge: dict[str, Callable[[Callable[[], LengthPredictor]], dict[str, Any]]] = {
+    judge: dict[str, Callable[[Callable[[], LengthPredictor]], Tally]] = {
         "online": lambda make: online(cases, make),
         "trials": lambda make: folds(cases, make, lambda case: case.trial % 4),
         "prompts": lambda make: folds(cases, make, lambda case: zlib.crc32(case.prompt.encode()) % 5),
     }
-    found = {name: judge[how](make) for name, make in predictors(seed).items()}
+    tallies = {name: judge[how](make) for name, make in predictors(seed).items()}
     totals = {case.outcome.before[0].trajectory: case.outcome.said for case in cases}
-    found["oracle"] = judge[how](lambda: Oracle(totals))
+    tallies["oracle"] = judge[how](lambda: Oracle(totals))
+    found: dict[str, Any] = {name: tally.measures() for name, tally in tallies.items()}
+    found["differences"] = [differences(tallies, found, turn, seed) for turn in TURNS]
     return found
 
 
+def differences(tallies: dict[str, Tally], found: dict[str, Any], turn: int, seed: int) -> dict[str, Any]:
+    """After a turn: by how much ours is better than the baseline that is the better one there, by each measure."""
+    ours, true = tallies["progressive"].lengths(turn)
+    rows: dict[str, Any] = {"turn": turn}
+    for name, measure in _MEASURES.items():
+        other = max(BASELINES, key=lambda one: found[one][f"turn {turn}"][name])
+        theirs = tallies[other].lengths(turn)[0]
+        row = paired(ours, theirs, true, tallies["progressive"].whose[turn], measure, seed)
+        rows[name] = {"over": other, **row, "is": words(row)}
+    return rows
+
+
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
-    """Of one set: by how much ours is better than the better baseline after each turn, and whether it rises."""
-    ours, gains = [found["progressive"][f"turn {turn}"] for turn in TURNS], []
-    for turn, row in zip(TURNS, ours, strict=True):
-        others = [found[name][f"turn {turn}"]["pearson"] for name in ("prompt only", "history")]
-        gains.append(round(row["pearson"] - max(others), 4))
-    values = [row["pearson"] for row in ours]
-    return {"pearson_over_best_baseline": gains, "rises": values[0] < values[-1], "better": min(gains) > 0}
+    """Of one set: by how much ours is better than the better baseline after each turn, whether that is more than chance, and
+    whether it rises."""
+    values = [found["progressive"][f"turn {turn}"]["pearson"] for turn in TURNS]
+    rows: dict[str, Any] = {"rises": values[0] < values[-1]}
+    for name in _MEASURES:
+        rows[f"{name}_over_best_baseline"] = [row[name]["gain"] for row in found["differences"]]
+        rows[f"{name}_interval"] = [[row[name]["low"], row[name]["high"]] for row in found["differences"]]
+        rows[f"{name}_is"] = [row[name]["is"] for row in found["differences"]]
+    rows["better"] = min(rows["pearson_over_best_baseline"]) > 0
+    return rows
 
 
 def sets() -> dict[str, list[tuple[str, list[Case]]]]:
