@@ -28,7 +28,7 @@ from orchestrator.tasks.text import TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
 _FIELD = "task.chat.tokenizer"
-_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox")
+_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "use_tools")
 
 
 class ChatTask:
