@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from megatron_rlplugin import bridge, model, parallel, places, tiny  # noqa: E402
+from megatron_rlplugin import bridge, export, model, parallel, places, tiny  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
@@ -126,6 +126,19 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path, dtype: str, tied: bool, f
         assert after[name].dtype == value.dtype
         assert after[name].is_contiguous()
         assert torch.equal(after[name], value), name
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_the_shards_that_engines_are_sent_are_the_files_tensors(tmp_path: Path, family: str) -> None:
+    folder = make_family(tmp_path / "model", family, dtype="bfloat16", tied=True)
+    files = load_file(folder / "model.safetensors")
+    built = {name: torch.full_like(value, torch.nan) for name, value in files.items()}
+    for key, value in export.serving_shards([make(folder, "bfloat16")], bucket_bytes=2048):
+        part = built[key.tensor]
+        window = part if key.dim < 0 else part.narrow(key.dim, key.start, key.stop - key.start)
+        assert torch.isnan(window).all(), "sent twice"
+        window.copy_(value)
+    assert all(torch.equal(built[name], value) for name, value in files.items())
 
 
 def test_a_folder_in_several_files_loads_the_same(folder: Path) -> None:

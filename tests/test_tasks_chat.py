@@ -43,7 +43,9 @@ def write_tokenizer(folder: Path, template: str = CHATML) -> Path:
         special_tokens=["<|im_start|>", "<|im_end|>", "<|pad|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
-    corpus = ["take the key and go to the kitchen, open the fridge, put the key in the fridge; the answer is 12 + 30 = 42"]
+    corpus = [
+        "take the key and go to the kitchen, open the fridge, put the key in the fridge; the answer is 12 + 30 = 42"
+    ]
     corpus += ["drawer cabinet shelf bedroom bathroom closed holding lamp soap apple user assistant system"]
     made.train_from_iterator(corpus * 30, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>")
@@ -149,14 +151,49 @@ def test_a_turn_says_nothing_when_it_is_not_ended_or_holds_a_word_that_the_task_
         assert (last.reward, last.done) == (0.0, True)
 
 
+def test_with_a_pattern_the_task_hears_its_last_match_only(folder: Path) -> None:
+    task = make(folder, "task.name=nim", "task.chat.answer=[a-d][0-7]", "task.chat.response_tokens=30")
+    prompt = next(task.prompts("train", 0))
+    right = registry.make("nim", 5).expert(prompt.payload)[0][1]  # type: ignore[attr-defined]
+    assert scored(task, prompt, [said(task, f"Not d7, but {right}!")]) == 1.0
+    for text in (f"{right}, or rather d7", "nothing of that kind", ""):
+        assert scored(task, prompt, [said(task, text)]) == 0.0
+    assert scored(task, prompt, [said(task, f"It is {right}.")[:-1]]) == 0.0, "not ended"
+    with pytest.raises(ConfigError, match=r"^task\.chat\.answer = '\('"):
+        make(folder, "task.name=nim", "task.chat.answer=(")
+
+
+@pytest.mark.parametrize("name", ["nim", "household"])
+def test_examples_are_the_experts_episodes_of_the_training_split(folder: Path, name: str) -> None:
+    task = make(folder, f"task.name={name}", "task.chat.examples=2", "task.heldout_maps=300")
+    bare = make(folder, f"task.name={name}", "task.heldout_maps=300")
+    inner: Any = registry.make(name, 300)
+    told = [message for message in task.first if message.role != "system"]
+    turns = [(ask.content, answer.content) for ask, answer in zip(told[::2], told[1::2], strict=True)]
+    assert {message.role for message in told[::2]} == {"user"}
+    heldout = [
+        [(seen.strip(), answer) for seen, answer in inner.expert(p.payload)] for p in inner.prompts("heldout", 0)
+    ]
+    episodes = [turns[at:] for at in range(len(turns))]
+    assert not any(episode[: len(held)] == held for held in heldout for episode in episodes)
+    prompt = next(task.prompts("train", 0))
+    ([seen, *_], _), ([plain, *_], _) = (play(each, prompt, [said(each, "nothing")]) for each in (task, bare))
+    assert seen == task.chat.whole((*task.first, Message("user", inner.play(prompt.payload).start())), "")
+    assert len(plain) < len(seen) <= task.max_prompt_tokens
+
+
 def test_demonstrations_are_the_tasks_own_in_the_template_and_only_answers_are_learned(folder: Path) -> None:
     task = make(folder, "task.name=household")
     inner: Any = registry.make("household", 5)
     for (tokens, mask), (plain, acted) in zip(
         task.demonstrations(6, 0, 1.0), inner.demonstrations(6, 0, 1.0), strict=True
     ):
-        learned = [list(group) for key, group in itertools.groupby(zip(tokens, mask, strict=True), lambda x: x[1]) if key]
-        expected = [list(group) for key, group in itertools.groupby(zip(plain, acted, strict=True), lambda x: x[1]) if key]
+        learned = [
+            list(group) for key, group in itertools.groupby(zip(tokens, mask, strict=True), lambda x: x[1]) if key
+        ]
+        expected = [
+            list(group) for key, group in itertools.groupby(zip(plain, acted, strict=True), lambda x: x[1]) if key
+        ]
         assert len(learned) == len(expected) > 1
         for ours, theirs in zip(learned, expected, strict=True):
             assert task.inner_action([token for token, _ in ours]) == tuple(token for token, _ in theirs)
@@ -204,7 +241,7 @@ def test_the_models_folder_is_checked_before_anything_starts(folder: Path, tmp_p
         words = [f"w{index}" for index in range(size)]
         tiny.create_llama(str(tmp_path), vocabulary=words, max_positions=64, dtype="float32", seed=0, **shape)
         if size < spoken:
-            with pytest.raises(ConfigError, match=rf"speaks {spoken} tokens, this model knows {size}: take its own"):
+            with pytest.raises(ConfigError, match=rf"speaks {spoken} tokens, this model knows {size}: take its tok"):
                 preflight._model(config, task)
     preflight._model(config, task)
     data = json.loads((tmp_path / "config.json").read_text())
@@ -222,7 +259,11 @@ def test_a_data_set_of_reasoning_gym_takes_its_own_options() -> None:
         (question, answer), *_ = easy.expert(prompt.payload)
         assert len(question.split(":")[1].split()) == 4, "two terms"
         assert abs(int(answer)) < 19
-    for wrong, words in (({"no_such": 1}, "does not take them"), ({"max_terms": 1}, "does not take"), ({"seed": 3}, "run's")):
+    for wrong, words in (
+        ({"no_such": 1}, "does not take them"),
+        ({"max_terms": 1}, "does not take"),
+        ({"seed": 3}, "run's"),
+    ):
         with pytest.raises(ConfigError, match=rf"^task\.dataset_options = .*{words}"):
             registry.make("reasoning_gym", 5, dataset="chain_sum", dataset_options=wrong)
     with pytest.raises(ConfigError, match=r"dataset_options: only for name = 'reasoning_gym'"):

@@ -36,7 +36,8 @@ def make_task(config: Config) -> Task:
     task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
     memory, chat = config.task.memory, config.task.chat
     if chat.tokenizer:
-        return ChatTask(task, ModelChat(chat.tokenizer, "task.chat.tokenizer"), chat.system, chat.response_tokens)
+        spoken = ModelChat(chat.tokenizer, "task.chat.tokenizer")
+        return ChatTask(task, spoken, chat.system, chat.response_tokens, chat.examples, chat.answer)
     return MemoryTask(task, **memory.model_dump()) if memory.turns else task
 
 
@@ -113,7 +114,7 @@ def _model(config: Config, task: Task) -> None:
         return
     shape = named_function("model.path", _SHAPE)(config.model.path)
     if shape.vocab_size < len(task.vocabulary):
-        fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its own tokenizer"
+        fix = f"task {task.name} speaks {len(task.vocabulary)} tokens, this model knows {shape.vocab_size}: take its tokenizer"
         raise ConfigError("model.path", config.model.path, f"{fix} (task.chat.tokenizer, task.agent.tokenizer)")
 
 

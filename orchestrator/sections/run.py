@@ -56,9 +56,13 @@ class MemorySection(Section):
 class ChatSection(Section):
     """A pretrained model's own words, around a task in text: see docs/tasks.md."""
 
-    tokenizer: str = ""  # a Hugging Face folder with a chat template, often model.path; empty: the task's closed vocabulary
+    tokenizer: str = (
+        ""  # a Hugging Face folder with a chat template, often model.path; empty: the task's closed vocabulary
+    )
     system: str = ""  # instructions that every episode begins with; empty: the template's own, where it has some
     response_tokens: Positive | None = None  # of an answer, at most; None: as many as the task has ids for
+    examples: Annotated[int, Field(ge=0)] = 0  # episodes of the task's own expert that stand before each prompt
+    answer: str = ""  # regular expression: of a turn the task hears its last match only; empty: all of the turn
 
 
 class TaskSection(Section):
@@ -117,8 +121,12 @@ class TaskSection(Section):
 
     @property
     def _gym(self) -> dict[str, Any]:
-        given = {"dataset": self.dataset, "prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens}
-        given |= {"dataset_options": self.dataset_options}
+        given = {
+            "dataset": self.dataset,
+            "dataset_options": self.dataset_options,
+            "prompt_tokens": self.prompt_tokens,
+            "response_tokens": self.response_tokens,
+        }
         return {name: value for name, value in given.items() if value}
 
 

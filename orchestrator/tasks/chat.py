@@ -5,43 +5,61 @@
     dataset = "chain_sum"
     [task.chat]
     tokenizer = "/models/SmolLM2-135M-Instruct"
-    system = "Answer with the number only."
+    answer = "-?\\d+" # of what it says, the last match is its answer
 
 Guarantees: the policy sees and says ids of its own vocabulary, and what it said is never tokenized again. The task inside
 sees the same text in its own closed vocabulary, so its environments, rewards and held-out prompts are what they are without
 a tokenizer: a turn that the policy did not end, or one with a word that the task does not know, says nothing there. White
-space around a turn does not count. A message that is longer than the task and the template allow is an error, never cut.
+space around a turn does not count; with ``answer`` nothing but its last match does. A message that is longer than the task
+and the template allow is an error, never cut.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from orchestrator.agents.chat import Chat, Message, TemplateRefused
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, StepResult, Task
+from orchestrator.tasks import splits
 from orchestrator.tasks.text import TextTask
 from orchestrator.tasks.vocabulary import CHARACTERS, printable
 
 _FIELD = "task.chat.tokenizer"
-_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox")
+_OF_THE_TASK = ("reward", "reward_seconds", "reward_by_case", "needs_sandbox", "use_tools")
 
 
 class ChatTask:
     """``task`` in the words of ``chat``. ``system``: instructions that every episode begins with, empty for none;
-    ``response_tokens``: of a turn, None for as many as the task has ids for (of characters: always enough, and slow).
+    ``response_tokens``: of a turn, None for as many as the task has ids for (of characters: always enough, and slow);
+    ``examples``: episodes of the task's own expert that stand before each prompt, drawn from the training split; ``answer``: a
+    regular expression whose last match in a turn is all that the task hears of it, empty for the whole turn.
     Raises ConfigError for a task that is not in text, and for a template that does not take its messages."""
 
-    def __init__(self, task: Task, chat: Chat, system: str = "", response_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        chat: Chat,
+        system: str = "",
+        response_tokens: int | None = None,
+        examples: int = 0,
+        answer: str = "",
+    ) -> None:
         if not isinstance(task, TextTask):
             fix = f"is for tasks in text; {task.name} has no text that a tokenizer could read: leave task.chat out"
             raise ConfigError(_FIELD, "", fix)
+        try:
+            self._answer = re.compile(answer, re.DOTALL)
+        except re.error as error:
+            raise ConfigError("task.chat.answer", answer, f"is no regular expression: {error}") from error
         self._task, self.chat = task, chat
         self.name = task.name
         self.vocabulary: Sequence[str] = chat.vocabulary
         self.pad_id, self.end_id = chat.pad_id, chat.end_id
         self.words = _Spoken(chat)
-        self.first = (Message("system", system),) if system else ()
+        self.first = ((Message("system", system),) if system else ()) + _shown(task, examples)
         words = [word for word in task.vocabulary[2:] if not word.startswith("<unused")]
         widest = max(len(chat.encode(f"{task.words.joiner}{word}")) for word in words)
         empty = Message("user", "")
@@ -82,6 +100,8 @@ class ChatTask:
         """One action in the ids of the task, ended where the policy ended it."""
         words = self._task.words
         text = self.chat.text(action).strip()
+        if self._answer.pattern:
+            text = ([""] + [match.group() for match in self._answer.finditer(text)])[-1]
         try:
             said = words.encode(printable(text) if words is CHARACTERS else text)
         except ValueError:  # a word that the task does not know
@@ -163,6 +183,14 @@ class ChatEnvironment:
     async def close(self) -> None:
         """Idempotent."""
         await self._inner.close()
+
+
+def _shown(task: TextTask, episodes: int) -> tuple[Message, ...]:
+    prompts = splits.training(task.name, task.draw, task.identity, "examples")
+    turns = [turn for prompt in islice(prompts, episodes) for turn in task.expert(prompt.payload)]
+    return tuple(
+        message for seen, answer in turns for message in (Message("user", seen.strip()), Message("assistant", answer))
+    )
 
 
 def _within(ids: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -5,9 +5,9 @@
     dataset = "chain_sum"
     dataset_options = { max_terms = 3, max_digits = 2 } # the data set's own; empty: the library's defaults
 
-Guarantees: an item follows from the data set's name, its options and its index; questions decide the split, so that no question of the
-held-out ones is ever trained on, even where the library draws it twice; items that do not fit ``prompt_tokens``, or are not
-printable ASCII, are never drawn. The reward is the library's own score, 0 to 1.
+Guarantees: an item follows from the data set's name, its options and its index; questions decide the split, so that no
+question of the held-out ones is ever trained on, even where the library draws it twice; items that do not fit
+``prompt_tokens``, or are not printable ASCII, are never drawn. The reward is the library's own score, 0 to 1.
 
 Some of the library's scorers evaluate the answer as Python. Model-written code runs in the sandbox only, so these data sets
 are refused; and while any answer is scored, an audit hook ends every attempt to compile text in this process.
@@ -63,7 +63,8 @@ class ReasoningGymTask(TextTask):
         super().__init__(heldout)
 
     def draw(self, chance: random.Random) -> str:
-        """``DATASET/INDEX`` of an item that fits, and ``/OPTIONS`` where there are some, as JSON. Raises ValueError when there seems to be none."""
+        """``DATASET/INDEX`` of an item that fits, and ``/OPTIONS`` as JSON where there are some. Raises ValueError when there
+        seems to be none."""
         for _ in range(_PATIENCE):
             payload = f"{self.dataset}/{chance.randrange(ITEMS)}{self._behind}"
             question, answer = question_of(payload), str(item_of(payload)["answer"])
@@ -173,7 +174,11 @@ def load(name: str, options: str = "") -> Any:
         raise ConfigError("task.dataset_options", sorted(own)[0], "is the run's to choose: leave it out")
     try:
         dataset = library.create_dataset(name, seed=0, size=1, **more)
-    except (TypeError, AssertionError, ValueError) as error:  # how the library says that an option is none of its own, or bad
+    except (
+        TypeError,
+        AssertionError,
+        ValueError,
+    ) as error:  # how the library says that an option is none of its own, or bad
         raise ConfigError("task.dataset_options", more, f"{name} does not take them: {error}") from error
     fix = "its scorer runs answers as code, which happens in a sandbox only"
     if _EVALUATES.search(inspect.getsource(type(dataset).score_answer)):
