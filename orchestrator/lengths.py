@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from orchestrator.api import Prompt, RunError
 from orchestrator.named import named_function
-from orchestrator.policies.lengths import LengthHistory, LongPrompts, Predictor
+from orchestrator.policies.lengths import ForecastLengths, LengthHistory, LongPrompts, Predictor
 
 HISTORY = "history"
 PROGRESSIVE = "progressive"  # the run's own forecasts: `rollout.prediction`
@@ -26,6 +26,7 @@ class Lengths:
     def __init__(self, setting: str, given: Predictor | None = None) -> None:
         self._name = setting or "predictor"
         self._history = LengthHistory() if setting == HISTORY and given is None else None
+        self._kept = given if isinstance(given, ForecastLengths) else self._history  # what a checkpoint has of it
         predict = given or self._history or (_predictor(setting) if setting else None)
         self._long = None if predict is None else LongPrompts(predict)
         self._asked = -1  # the last number that was asked for, and what was said
@@ -52,14 +53,14 @@ class Lengths:
             self._history.seen(prompt, tokens)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; JSON. With a history it grows with the data set, a number a prompt."""
-        history = {} if self._history is None else self._history.state()
+        """For a checkpoint; JSON. With lengths of its own (history, forecasts) it grows with the data set, a number a prompt."""
+        history = {} if self._kept is None else self._kept.state()
         return {"history": history, "window": [] if self._long is None else self._long.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`."""
-        if self._history is not None:
-            self._history.restore(state["history"])
+        if self._kept is not None:
+            self._kept.restore(state["history"])
         if self._long is not None:
             self._long.restore(state["window"])
         self._asked = -1

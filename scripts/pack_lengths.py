@@ -1,6 +1,8 @@
-"""Makes one small file of a run folder's trajectories, for ``rl-coserve bench prediction``.
+"""Makes one small file of the trajectories of run folders, for ``rl-coserve bench prediction``.
 
-python scripts/pack_lengths.py RUN_FOLDER FILE.json.xz --what "..." --how "..." --licence "..."
+python scripts/pack_lengths.py RUN_FOLDER [RUN_FOLDER ...] FILE.json.xz --what "..." --how "..." --licence "..."
+
+Several folders are taken for runs that went on side by side: their times count from the start of each.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from orchestrator.bench.length_sets import pack, packed, trajectories_of
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder")
+    parser.add_argument("folders", nargs="+")
     parser.add_argument("file", type=Path)
     for name in ("what", "how", "licence"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
     about = {name: getattr(options, name) for name in ("what", "how", "licence")}
-    options.file.write_bytes(pack(trajectories_of(options.folder), about))
+    found = [one for folder in options.folders for one in trajectories_of(folder)]
+    options.file.write_bytes(pack(sorted(found, key=lambda one: (one.finished_at, one.id)), about))
     cases = packed(options.file)
     print(f"{len(cases)} trajectories, {options.file.stat().st_size} bytes")
 

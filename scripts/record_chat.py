@@ -81,7 +81,7 @@ async def record(options: argparse.Namespace) -> None:
     proxy.start()
     proxy.version = 0
     managers = [
-        EnvManager(task, proxy, step_timeout=10.0, trajectory_timeout=600.0, is_stale=lambda _: False) for task in tasks
+        EnvManager(task, proxy, step_timeout=60.0, trajectory_timeout=600.0, is_stale=lambda _: False) for task in tasks
     ]
     samplings = [
         Sampling(task.max_response_tokens, options.temperature, stop_token_ids=(task.end_id,)) for task in tasks
@@ -100,7 +100,7 @@ async def record(options: argparse.Namespace) -> None:
             now = loop.time() + zero
             store.append(episode.trajectory(now, reward=reward, scored_at=now), 0, "scored")
             ended += 1
-            if ended % 16 == 0:
+            if ended % 4 == 0:
                 store.flush()  # a call that is killed has these
         except TrajectoryError as error:
             print(f"lost {number}-{member}: {error}", flush=True)

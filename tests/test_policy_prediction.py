@@ -24,7 +24,8 @@ from orchestrator.policies.features import (
     progress_of,
 )
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Oracle, Outcome, Progressive, sound
-from orchestrator.policies.regression import Conformal, Ridge
+from orchestrator.policies.conformal import RATE, Conformal
+from orchestrator.policies.regression import Ridge
 
 
 def episode(number: int, draw: random.Random, *, complete: bool = True, turns: int = 5) -> Outcome:
@@ -204,13 +205,36 @@ def test_ridge_is_weighted_least_squares_whose_old_rows_fade() -> None:
 
 
 def test_bounds_are_order_statistics_and_unknown_while_there_are_too_few() -> None:
-    conformal = Conformal(2, 100)
-    assert conformal.bounds(0, 0.8) == (-math.inf, math.inf)
-    for value in range(1, 20):
-        conformal.add(0, float(value))
+    conformal = Conformal(2, 100, 0.8, rate=0.0)
+    assert conformal.bounds(0) == (-math.inf, math.inf)
+    for value in range(-9, 10):
+        conformal.add(0, float(value), (-math.inf, math.inf))
     conformal.refresh()
-    assert conformal.bounds(0, 0.8) == (2.0, 18.0)
-    assert conformal.bounds(1, 0.8) == (2.0, 18.0)  # the other class stands in
+    assert conformal.bounds(0) == (-8.0, 8.0)
+    assert conformal.bounds(1) == (-8.0, 8.0)  # the other class stands in
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0, -3.0])
+def test_intervals_cover_what_they_say_in_the_long_run_though_what_comes_changes(shift: float) -> None:
+    """Half way the residuals become ``shift`` larger, and vary a third as much; fixed quantiles of the window miss that."""
+    covered = {}
+    for rate in (0.0, RATE):
+        draw, conformal, inside = random.Random(3), Conformal(1, 2000, 0.8, rate), []
+        for number in range(2400):
+            late = number >= 1200
+            value = draw.gauss(shift * late, 1.0 / 3.0 if late else 1.0)
+            low, high = conformal.bounds(0)
+            inside.append((low <= value, value <= high))
+            conformal.add(0, value, (low, high))
+            if number % 16 == 0:
+                conformal.refresh()
+        for side in (0, 1):  # proposition 4.1 of Gibbs and Candes
+            missed = 1.0 - sum(row[side] for row in inside) / len(inside)
+            if rate:
+                assert missed - 0.1 <= (1.0 + rate) / (rate * len(inside))
+        late_ones = inside[1200:1600]
+        covered[rate] = sum(all(row) for row in late_ones) / len(late_ones)
+    assert abs(covered[RATE] - 0.8) < abs(covered[0.0] - 0.8) - 0.05
 
 
 def test_recall_counts_ties_in_part_and_the_oracle_is_perfect() -> None:

@@ -149,10 +149,15 @@ def test_from_the_second_epoch_on_what_was_long_is_not_played_to_be_thrown_away(
 
 
 def test_prompts_that_the_runs_own_forecasts_call_long_go_to_the_long_queue_those_that_were_put_off_too() -> None:
+    """A whole run: fewer tokens are thrown away from the second epoch on, and each prompt is trained once an epoch."""
     given = ("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive")
-    result = simulate(config(*given))
+    result, plain = simulate(config(*given)), rounds_in(simulate(config()))
     rounds = rounds_in(result)
-    assert any(event["diverted"] for event in rounds)
+    diverted = [event["number"] for event in rounds if event["diverted"]]
+    assert diverted
+    assert diverted[0] * 4 >= EPOCH - 4, "nothing is known in the first epoch"
+    waste = [sum(event["thrown_away"] for event in found[5:]) for found in (plain, rounds)]
+    assert waste[1] < 0.9 * waste[0]
     found = account(result.journal.decode().splitlines(), EPOCH)
     assert not [said for said in found.violations if "times" in said or "is not trained yet" in said]
     with pytest.raises(ConfigError, match=r"rollout\.prediction\.enabled"):
@@ -162,6 +167,26 @@ def test_prompts_that_the_runs_own_forecasts_call_long_go_to_the_long_queue_thos
     known.seen(prompt("a"), 90.0)  # aborted after 20 tokens, 70 were still expected
     known.seen(prompt("a"), 10.0)
     assert (known(prompt("a")), known(prompt("b"))) == (50.0, None)
+
+
+def test_a_run_that_goes_by_its_own_forecasts_is_killed_again_and_again_and_loses_nothing() -> None:
+    given = ("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive", "sim.fault_rate=0.01")
+    result = simulate(config(*given, "run.seed=2"))  # raises for what its audit finds
+    assert result.lives > 2
+    assert result.summary["reason"] == "completed"
+    assert any(event["diverted"] for event in rounds_in(result))
+
+
+def test_forecasts_of_prompts_are_known_after_a_resume() -> None:
+    settings = config("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive")
+    task, events = SimTask(settings), EventLog(MemorySink(), lambda: 0.0)
+    first, second = ForecastLengths(), ForecastLengths()
+    rounds = Rounds(settings, task, events, None, first)
+    rounds.begin()
+    first.seen(prompt("a"), 90.0)
+    state = json.loads(json.dumps(rounds.state()))
+    assert Rounds(settings, task, events, state, second).state()["lengths"] == state["lengths"]
+    assert second(prompt("a")) == 90.0
 
 
 def test_a_predictor_of_the_user_is_asked_and_believed() -> None:

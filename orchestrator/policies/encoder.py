@@ -25,7 +25,7 @@ RANK = 12  # of the projection of each kind of pieces
 HIDDEN = 32
 BATCH = 32
 CLIP = 4.0  # standard deviations of a number, of a target
-_RATE, _BETAS, _DECAY = 2e-3, (0.9, 0.98), 3e-4
+_RATE, _BETAS, _DECAY = 5e-3, (0.9, 0.98), 3e-4
 _LAYERS = ("prompt", "tail", "hidden", "bias", "out", "level")
 
 
@@ -85,7 +85,7 @@ class HashedEncoder:
 
     kind = "hashed 1"
 
-    def __init__(self, *, seed: int, kept: int = 4096, steps: int = 2) -> None:
+    def __init__(self, *, seed: int, kept: int = 4096, steps: int = 4) -> None:
         self._seed, self._steps = seed, steps
         start = np.random.default_rng([seed, 8])
         shown = DENSE + 2 * RANK

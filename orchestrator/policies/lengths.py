@@ -55,7 +55,7 @@ class LengthHistory:
 
 class ForecastLengths:
     """A predictor: of each prompt, the longest that a run's own forecasts said of its trajectories, those that were put off or
-    aborted included, which :class:`LengthHistory` never hears of. Older ones fade as there. It knows nothing after a resume."""
+    aborted included, which :class:`LengthHistory` never hears of. Older ones fade as there."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -68,6 +68,14 @@ class ForecastLengths:
         """A trajectory of it ended: what it said, and what was still expected of it if it did not come to its own end."""
         known = self._tokens.get(prompt.key, tokens)
         self._tokens[prompt.key] = max(tokens, (1 - _MEMORY) * known + _MEMORY * tokens)
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint; JSON."""
+        return dict(self._tokens)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        self._tokens = {str(key): float(tokens) for key, tokens in state.items()}
 
 
 class LongPrompts:

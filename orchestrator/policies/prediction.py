@@ -14,7 +14,7 @@ their errors on what came next, by turn and by how much is known of the prompt: 
 followed. The forecast is a mean, not a median: that is what loads add up from.
 
 Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is
-long. Intervals are conformal, by the same classes. :func:`prompt_only` and :class:`History` are what it is compared with
+long. Intervals are adaptive conformal ones, by the same classes (:mod:`orchestrator.policies.conformal`). :func:`prompt_only` and :class:`History` are what it is compared with
 (Heddle 7.2), :class:`Oracle` knows.
 """
 
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from orchestrator.policies import stacking
 from orchestrator.policies.arrays import read_arrays
+from orchestrator.policies.conformal import Conformal
 from orchestrator.policies.encoder import Encoder, HashedEncoder
 from orchestrator.policies.features import (
     BENT,
@@ -44,7 +45,7 @@ from orchestrator.policies.features import (
     encode,
     make_bends,
 )
-from orchestrator.policies.regression import Array, Conformal, Ridge
+from orchestrator.policies.regression import Array, Ridge
 from orchestrator.policies.stacking import Stack
 
 EXPERTS = ("prompt", "median", "history", "prompt-only", "ridge", "encoder")
@@ -60,6 +61,8 @@ _ASKED = 16_384  # turn boundaries that are kept until their trajectory ends, th
 _TURNS = 256  # beyond, one turn is like the other
 _ARRAYS = ("products", "targets", "weights", "errors", "counts")  # of the regression, that are kept
 _LONGEST = math.log1p(1e8)
+_FRESH = 512  # residuals of new prompts that are enough
+_UNSURE = 3.0  # logarithm of the factor that stands for an infinite bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A turn boundary as the model saw it when it was asked. ``base``: logarithms of tokens and turns by the history; ``experts``
-    in tokens; ``combined``, ``turns``: logarithms."""
+    in tokens; ``combined``, ``turns``, ``bounds``: logarithms."""
 
     vector: Array
     stage: int
@@ -169,6 +172,7 @@ class _Row:
     experts: Array
     combined: float
     turns: float
+    bounds: tuple[float, float]
 
 
 class Progressive:
@@ -191,11 +195,11 @@ class Progressive:
         encoder: Encoder | None = None,
     ) -> None:
         self._bends = make_bends(seed)
-        self._coverage, self._every, self._seed = coverage, every, seed
+        self._every, self._seed = every, seed
         self._prompt_only = prompt_only
         penalties = np.concatenate([np.full(DENSE, 1.0), np.full(2 * HASHES, 10.0), np.full(BENT, 5.0)])
         self._ridge = Ridge(penalties, 2, STAGES, memory)
-        self._conformal = Conformal(STAGES * _KNOWN, window)
+        self._conformal = Conformal(STAGES * _KNOWN, window, coverage)
         self._encoder = encoder or HashedEncoder(seed=seed)
         self.stack = Stack(len(EXPERTS), [stage for _ in range(_KNOWN) for stage in range(STAGES)], _STACK_MEMORY)
         self.memory = Memory(prior_tokens)
@@ -214,7 +218,6 @@ class Progressive:
         shown = _start_of(progress) if self._prompt_only else progress
         past = self.memory.past(shown)
         tokens, turns, source = past.prompt, past.turns, past.source
-        kind = _kind(shown.turns, past.number)
         if not self._prompt_only or not progress.turns:
             seen = self._asked[progress.trajectory, progress.turns] = self._look((shown,))[0]
             if len(self._asked) > _ASKED:
@@ -223,10 +226,10 @@ class Progressive:
             seen = self._look((shown,))[0]
         if self.ready:
             tokens, turns, source = seen.combined, seen.turns, "model"
-        low, high = self._conformal.bounds(kind, self._coverage) if self.ready else (-3.0, 3.0)
-        least = tokens + (low if math.isfinite(low) else -3.0)
-        most = tokens + (high if math.isfinite(high) else 3.0)
-        made = _unlog(tokens), _unlog(min(least, tokens)), _unlog(max(most, tokens))
+        low, high = seen.bounds if self.ready else (-math.inf, math.inf)
+        least = tokens + (low if math.isfinite(low) else -_UNSURE)
+        most = tokens + (high if math.isfinite(high) else _UNSURE)
+        made = _unlog(tokens), _unlog(least), _unlog(most)
         if self._prompt_only:  # it is asked for the whole: what was said is no longer to come
             made = (
                 max(1.0, made[0] - progress.generated),
@@ -254,7 +257,7 @@ class Progressive:
                 experts = np.expm1(np.clip(said, 0.0, self._most))
                 combined = min(math.log1p(max(self.stack.combine(experts, kind), 0.0)), self._most)
             known = (past.prompt, past.turns)
-            found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index]))
+            found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index], self._conformal.bounds(kind)))
         return found
 
     def _experts(self, one: Progress, past: Past, ridge: float, encoded: float) -> list[float]:
@@ -295,7 +298,8 @@ class Progressive:
         if self.ready and outcome.complete:
             self._ridge.judge(vectors, targets, stages, weight)
             for row, value in zip(rows, values[: len(rows), 0].tolist(), strict=True):
-                self._conformal.add(row.kind, value - row.combined)
+                self._conformal.add(row.kind, value - row.combined, row.bounds)
+            self._as_unknown([one for one, row in zip(before, rows, strict=True) if row.kind >= STAGES], outcome.said)
         self._ridge.add(vectors, targets, stages, weight)
         if not self._prompt_only:
             experts = np.stack([row.experts for row in rows])
@@ -310,6 +314,16 @@ class Progressive:
         due = self._new >= min(self._every, max(16.0, _EAGER * rows_so_far)) or not self.ready
         if rows_so_far >= _LEAST_ROWS and due:
             self._solve()
+
+    def _as_unknown(self, before: Sequence[Progress], said: Sequence[int]) -> None:
+        """Calibrates the intervals of prompts of which nothing is known on one that is known, as if it were not: where prompts
+        come again all those that were new came early, when the model said something else."""
+        strangers = [
+            replace(one, prompt="\0nobody's") for one in before if self._conformal.has_room(_stage(one.turns), _FRESH)
+        ]
+        for one, row in zip(strangers, self._look(strangers) if strangers else (), strict=True):
+            value = math.log1p(sum(said[one.turns :]))
+            self._conformal.add(row.kind, value - row.combined, row.bounds)
 
     def _solve(self) -> None:
         self._ridge.solve()
@@ -340,6 +354,7 @@ class Progressive:
             "tasks": self.memory.tasks,
             "residuals": [list(values) for values in self._conformal.residuals],
             "sorted": [values.tolist() for values in self._conformal.sorted],
+            "tails": self._conformal.tails.tolist(),
         }
         arrays: dict[str, NDArray[np.generic]] = {name: getattr(self._ridge, name) for name in _ARRAYS}
         arrays |= {f"stack_{name}": getattr(self.stack, name) for name in stacking.ARRAYS}
@@ -369,8 +384,11 @@ class Progressive:
             prompts, tasks = dict(meta["prompts"]), dict(meta["tasks"])
             residuals = [[float(value) for value in values] for values in meta["residuals"]]
             ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
-            if not len(residuals) == len(ordered) == STAGES * _KNOWN:
+            tails = np.array(meta["tails"], dtype=np.float64)
+            if not len(residuals) == len(ordered) == STAGES * _KNOWN or tails.shape != self._conformal.tails.shape:
                 raise ValueError(f"{len(residuals)} stages instead of {STAGES * _KNOWN}")
+            if not ((tails >= 0.0) & (tails <= 1.0)).all():
+                raise ValueError("of another kind: levels of its intervals")
             self._encoder.restore(encoder)
         except (
             OSError,
@@ -390,7 +408,7 @@ class Progressive:
             self._conformal.residuals[kind].clear()
             self._conformal.residuals[kind].extend(values)
         self._conformal.refresh()
-        self._conformal.sorted = ordered
+        self._conformal.sorted, self._conformal.tails = ordered, tails
 
 
 def prompt_only(prior_tokens: float, *, coverage: float = 0.8, seed: int = 0) -> Progressive:

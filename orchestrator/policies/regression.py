@@ -1,15 +1,13 @@
-"""Ridge regression that is trained row by row, and intervals around it that are calibrated on what came after (conformal).
+"""Ridge regression that is trained row by row.
 
 Guarantees of :class:`Ridge`: its weights are those of the weighted least squares over all rows so far, an old row counting
 ``exp(-age / memory)`` with its age in rows, each weight penalised in units of its feature's own variance (so that scaling a
-feature changes nothing); memory and time for a row do not grow. Of :class:`Conformal`: residuals are of predictions that were
-made before the row was learned, so an interval covers what it says on data of the same kind, whatever the distribution.
+feature changes nothing); memory and time for a row do not grow.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -80,38 +78,3 @@ class Ridge:
         best = np.stack([self.weights[self.best(kind)] for kind in kinds])
         found: Array = np.einsum("ij,ijk->ik", vectors, best)
         return found
-
-
-class Conformal:
-    """Residuals by class (of turns, say), the last ``window`` of each."""
-
-    def __init__(self, classes: int, window: int) -> None:
-        self.residuals: list[deque[float]] = [deque(maxlen=window) for _ in range(classes)]
-        self._known: dict[tuple[int, float], tuple[float, float]] = {}
-        self.sorted: list[Array] = [np.zeros(0) for _ in range(classes)]  # that bounds are of
-
-    def add(self, kind: int, residual: float) -> None:
-        """What came, less what was predicted."""
-        self.residuals[kind].append(residual)
-
-    def refresh(self) -> None:
-        """Bounds are those of all residuals so far from now on, and do not change until this is called again."""
-        self._known.clear()
-        self.sorted = [np.sort(np.array(values)) for values in self.residuals]
-
-    def bounds(self, kind: int, coverage: float) -> tuple[float, float]:
-        """What is to be added to a prediction for an interval with that coverage. Infinite while there are too few residuals
-        for it; those of the nearest class that has enough stand in."""
-        known = self._known.get((kind, coverage))
-        if known is None:
-            known = self._known[kind, coverage] = self._bounds(kind, coverage)
-        return known
-
-    def _bounds(self, kind: int, coverage: float) -> tuple[float, float]:
-        tail = (1.0 - coverage) / 2.0
-        for other in sorted(range(len(self.sorted)), key=lambda one: abs(one - kind)):
-            values = self.sorted[other]
-            rank = math.floor(tail * (len(values) + 1) + 1e-9)  # the finite sample's correction
-            if rank >= 1:
-                return float(values[rank - 1]), float(values[len(values) - rank])
-        return -math.inf, math.inf
