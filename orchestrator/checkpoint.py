@@ -43,6 +43,7 @@ class RunState:
     run_times: Mapping[str, Sequence[float]] = field(
         default_factory=dict
     )  # of test cases, by prompt: adaptive timeouts
+    degrees: dict[str, Any] | None = None  # of the engines (orchestrator.policies.reallocation); None: nobody chooses them
 
 
 class Checkpoints:
@@ -186,8 +187,19 @@ def _state_from_json(data: dict[str, Any]) -> RunState:
         buffer=tuple(_trajectory_from_json(item) for item in data["buffer"]),
         success_history=tuple((int(step), float(value)) for step, value in data["success_history"]),
         rounds=rounds,
+        degrees=_degrees(data.get("degrees")),
         run_times={str(prompt): [float(one) for one in times] for prompt, times in data.get("run_times", {}).items()},
     )
+
+
+def _degrees(data: Any) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    return {
+        "degrees": [_whole(one) for one in data["degrees"]],
+        "cost": float(data["cost"]),
+        "measured": bool(data["measured"]),
+    }
 
 
 def _context_from_json(data: dict[str, Any] | None) -> ContextStart | None:

@@ -84,3 +84,4 @@ class Position:
     run_times: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of adaptive timeouts
     kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember
     rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.RunState`
+    degrees: dict[str, Any] | None = None  # the same

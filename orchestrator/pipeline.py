@@ -34,7 +34,7 @@ from orchestrator.feeding import Fed, Feeder
 from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parts import Parts, Position
 from orchestrator.policies.weighting import LagWeight, effective_share
-from orchestrator.reallocating import cutting_of
+from orchestrator.reallocating import cutting_of, state_of
 from orchestrator.rollout import Rollout
 from orchestrator.samples import histogram, note_uniform, to_samples
 from orchestrator.streaming import turns_of
@@ -364,6 +364,7 @@ class Pipeline:
             tuple(position.success_history),
             None if self.rollout.rounds is None else self.rollout.rounds.state(),
             self.parts.timeouts.state() if self.parts.timeouts is not None else {},
+            state_of(self.planning),
         )
 
     async def _checkpoint(self, state: RunState) -> None:

@@ -8,9 +8,9 @@ were. Engines whose degree stays go on while others are started anew (:mod:`orch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import ConfigError, Trajectory
 from orchestrator.config import Config
@@ -22,7 +22,15 @@ from orchestrator.planning import Planning, planning_of
 from orchestrator.policies.loads import Rates, rates_of
 from orchestrator.policies.planner import layouts_of
 from orchestrator.policies.profile import Layout, Profile
-from orchestrator.policies.reallocation import Ended, RatesOfDegree, Reallocated, Reallocation, expected_loads, written
+from orchestrator.policies.reallocation import (
+    Ended,
+    RatesOfDegree,
+    Reallocated,
+    Reallocation,
+    expected_loads,
+    prior_loads,
+    written,
+)
 from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, ranks_of
@@ -33,9 +41,12 @@ if TYPE_CHECKING:
 _FIELD = "rollout.placement.degrees"
 
 
-def make_reallocation(config: Config, heads: int = 0, rates: RatesOfDegree | None = None) -> Reallocation:
-    """The resource manager of a run, at the degrees that it begins with. ``heads``: that degrees must divide, 0: not known;
-    ``rates``: what else is known of the degrees than the config says. Raises ConfigError."""
+def make_reallocation(
+    config: Config, heads: int = 0, rates: RatesOfDegree | None = None, kept: Mapping[str, Any] | None = None
+) -> Reallocation:
+    """The resource manager of a run, at the degrees that it begins with: those it had when it goes on (``kept``, of its
+    checkpoint), else those that the config names, else those for the lengths that it expects. ``heads``: that degrees must
+    divide, 0: not known; ``rates``: what else is known of the degrees than the config says. Raises ConfigError."""
     settings, devices = config.rollout.placement.degrees, config.rollout.workers
     possible = [layout.tp for layout in layouts_of(devices, devices, heads=heads)]
     profile = read_profile(config)
@@ -47,7 +58,7 @@ def make_reallocation(config: Config, heads: int = 0, rates: RatesOfDegree | Non
         field = f"{_FIELD}.speeds" if profile is None else "rollout.placement.profile"
         raise ConfigError(field, dict(settings.speeds) or config.rollout.placement.profile, fix)
     try:
-        return Reallocation(
+        made = Reallocation(
             devices,
             possible,
             rates or rates_of_degree(config),
@@ -61,6 +72,10 @@ def make_reallocation(config: Config, heads: int = 0, rates: RatesOfDegree | Non
             f"{error}; {devices} devices and {heads or 'unknown'} attention heads can be cut into engines of {possible}"
         )
         raise ConfigError(f"{_FIELD}.start", list(settings.start), fix) from error
+    if not (kept is not None and made.restore(kept)) and settings.expected_tokens:
+        longest, count = config.rollout.engine.max_model_len, config.batch_trajectories
+        made.begin(prior_loads(settings.expected_tokens, settings.expected_sigma, count, longest))
+    return made
 
 
 def read_profile(config: Config) -> Profile | None:
@@ -116,6 +131,10 @@ class Reallocating:
         self._begun = 0.0
         self._decided: Reallocated | None = None
 
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on with."""
+        return self._policy.state()
+
     def begin(self) -> None:
         """The rollout of a step begins, or goes on."""
         self._begun = self._events.time()
@@ -160,6 +179,11 @@ class Reallocating:
             moved=done.moved,
             error=done.error[:300],
         )
+
+
+def state_of(planning: Planning | Reallocating | None) -> dict[str, Any] | None:
+    """For the checkpoint: the degrees, where the resource manager chooses them."""
+    return planning.state() if isinstance(planning, Reallocating) else None
 
 
 def _ended(trajectory: Trajectory) -> Ended:

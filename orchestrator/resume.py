@@ -65,5 +65,6 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], sto
         list(state.success_history),
         run_times=state.run_times,
         rounds=state.rounds,
+        degrees=state.degrees,
     )
     return Resumed(folder, position, tuple(damaged), state.elapsed)

@@ -97,13 +97,15 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
     around = _surroundings(more)
     if mode == "sync":
         around["environment"]["size"] = 0
-    rounds, lengths = rounds_of(seed, size, groups), _lengths(stream(seed, "shape", "lengths"))
+    rounds = rounds_of(seed, size, groups)
+    lengths = _cut(_lengths(stream(seed, "shape", "lengths")), stream(seed, "shape", "degrees"))
     others = {}
     if "disaggregation" in lengths:
         workers = max(2, workers)
         others = {f"sim-{index}": "H20" for index in range(1, workers)}
-    if "planner" in lengths:
-        workers = 4 if workers > 1 else 2
+    cut = "planner" in lengths or "degrees" in lengths.get("placement", {})
+    if cut:
+        workers = 4 if workers > 1 or "start" in lengths.get("placement", {}).get("degrees", {}) else 2
     if rounds["enabled"]:
         steps, environments, redundant_groups, members = steps + 1, max(environments, 2 * size), 1.0, 1.0
         around["filters"]["balance"] = "none"
@@ -159,7 +161,7 @@ def config_of(seed: int, fault_rate: float | None = None) -> Config:
                 "tool_concurrency": more.choice((1, 16)),
                 "tool_burst": more.choice((0, 64)),
                 "response_tokens_max": 32,
-                **({"kv_tokens": 320, "start_seconds": 2.0} if "planner" in lengths else {}),
+                **({"kv_tokens": 320, "start_seconds": 2.0} if cut else {}),
             },
         }
     )
@@ -209,6 +211,22 @@ def _lengths(draw: random.Random) -> dict[str, Any]:
             found["disaggregation"] = parts
     if draw.random() < 1 / 6 and "disaggregation" not in found:
         found["planner"] = {"enabled": True, "calm_steps": draw.choice((1, 2))}
+    return found
+
+
+def _cut(found: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The same, with degrees that change between steps in every fourth: changes cost nothing at first, so that there are some."""
+    if draw.random() < 1 / 4 and not found.keys() & {"planner", "disaggregation"}:
+        placement, prediction = found.get("placement", {}), found.get("prediction", {})
+        degrees = {
+            "enabled": True,
+            "speeds": {"1": 1.0, "2": draw.uniform(1.2, 2.0), "4": draw.uniform(1.5, 4.0)},
+            "start_seconds": 0.0,
+            "horizon": draw.choice((1, 4)),
+        }
+        degrees |= draw.choice(({}, {"expected_tokens": 20.0}, {"start": (2, 1, 1)}, {"start": (1, 1, 2)}))
+        found["prediction"] = {**prediction, "enabled": True}
+        found["placement"] = {**placement, "enabled": True, "degrees": degrees}
     return found
 
 

@@ -15,8 +15,10 @@ Pure: seconds come in as numbers. The same object serves a run and the simulator
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
 
 from orchestrator.policies.degrees import allocate_loads
 from orchestrator.policies.loads import Loads, Rates, place_loads, sorted_loads
@@ -66,6 +68,26 @@ class Reallocation:
         self._cost = start_seconds
         self._measured = False
         self._failed: dict[tuple[int, ...], str] = {}
+
+    def begin(self, loads: Loads) -> None:
+        """Before anything was started: the degrees that are best for these loads."""
+        if loads.count:
+            rates = {degree: self._rates_of(degree) for degree in self.options}
+            found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
+            self.degrees = found.degrees
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on with, for JSON."""
+        return {"degrees": list(self.degrees), "cost": self._cost, "measured": self._measured}
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Before anything was started: go on with what :meth:`state` said. False: these degrees are not on offer any more, and
+        nothing was changed."""
+        degrees = tuple(sorted(map(int, state["degrees"]), reverse=True))
+        if sum(degrees) != self.devices or not set(degrees) <= set(self.options):
+            return False
+        self.degrees, self._cost, self._measured = degrees, float(state["cost"]), bool(state["measured"])
+        return True
 
     def after(self, loads: Loads, seconds: float, steps_left: int) -> Reallocated:
         """A step has ended. ``loads``: what is expected of the next one; ``seconds``: that this one's rollout took. Whoever
@@ -142,6 +164,15 @@ def expected_loads(ended: Sequence[Ended], in_flight: Sequence[float], count: in
         1.0 + heard / said if said else 1.0,
         longest,
     )[0]
+
+
+def prior_loads(tokens: float, sigma: float, count: int, longest: float = math.inf) -> Loads:
+    """Of the ``count`` trajectories of the first step, of which only the mean of their ``tokens`` is known, and ``sigma``, the
+    deviation of its logarithm: evenly over the quantiles of the log-normal distribution."""
+    middle, spread = math.log(tokens) - sigma * sigma / 2, NormalDist()
+    scores = [spread.inv_cdf((number + 0.5) / count) for number in range(count)]
+    ended = [Ended(max(1, round(math.exp(middle + sigma * score)))) for score in scores]
+    return expected_loads(ended, [], count, longest)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -51,8 +51,10 @@ async def cut_of(
     model: str,
     shape: Mapping[str, Any],
     function: Callable[[str, dict[str, Any]], Awaitable[Any]],
+    kept: Mapping[str, Any] | None = None,
 ) -> Cut:
-    """``shape``: of the model at ``model``; ``function``: asks a function of the plugin."""
+    """``shape``: of the model at ``model``; ``function``: asks a function of the plugin; ``kept``: the degrees that a run had
+    which is resumed."""
     rollout, heads = config.rollout, int(shape["num_attention_heads"])
     planned = rollout.planner.enabled
     name = rollout.planner.profile if planned else rollout.placement.profile
@@ -65,7 +67,7 @@ async def cut_of(
         planner = make_planner(config, task, heads)
         return Cut(planner, None, tuple(seats(planner.layout.tp, rollout.workers)))
     if rollout.reshapes:
-        reallocation = make_reallocation(config, heads)
+        reallocation = make_reallocation(config, heads, kept=kept)
         return Cut(None, reallocation, tuple(seats(reallocation.degrees, rollout.workers)))
     return _fixed(config, heads)
 

@@ -256,7 +256,8 @@ class _Assembly:
         await trainer.place()
         trainer.start()
         model = await self._model(trainer)
-        cut = await cut_of(config, self.task, model, _shape(model), trainer.function)
+        kept = resumed.position.degrees if resumed is not None else None
+        cut = await cut_of(config, self.task, model, _shape(model), trainer.function, kept)
         kv = kv_arguments(config)
         workers = [
             RayWorker(

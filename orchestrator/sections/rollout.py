@@ -286,6 +286,9 @@ class RolloutSection(Section):
         if degrees.start and sum(degrees.start) != self.workers:
             fix = f"must add up to rollout.workers = {self.workers}, the devices"
             found.append((f"{field}.start", list(degrees.start), fix))
+        if degrees.start and degrees.expected_tokens:
+            fix = f"says what to begin with, and so does {field}.start: leave one of them out"
+            found.append((f"{field}.expected_tokens", degrees.expected_tokens, fix))
         return found
 
     def _disaggregated(self) -> list[tuple[str, object, str]]:

@@ -44,9 +44,9 @@ def borrowed_class(config: Config) -> str:
 
 
 def degree_of(config: Config, worker: str) -> int:
-    """Devices of a worker by its name, ``sim-INDEX``."""
+    """Devices of a worker by its name, ``sim-INDEX``; borrowed ones, after the run's own, have ``sim.tensor_parallel`` each."""
     degrees, index = config.sim.degrees, worker.rpartition("-")[2]
-    return degrees[int(index)] if degrees and index.isdigit() else config.sim.tensor_parallel
+    return degrees[int(index)] if index.isdigit() and int(index) < len(degrees) else config.sim.tensor_parallel
 
 
 def engine_costs(

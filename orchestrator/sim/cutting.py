@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from orchestrator.api import Task
 from orchestrator.config import Config
@@ -23,15 +24,16 @@ from orchestrator.sim.worker import SimWorker, Watch
 Cutter = ParallelismPlanner | Reallocation
 
 
-def cutter_of(config: Config, task: Task) -> Cutter | None:
-    """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. Raises ConfigError."""
+def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None) -> Cutter | None:
+    """Who cuts the workers of a simulated run anew, at what it begins with; None: nobody. ``kept``: the degrees that it had,
+    where it is resumed. Raises ConfigError."""
     if not config.rollout.placement.degrees.enabled:
         return planner_of(config, task)
     if config.sim.costs == "linear" or not config.sim.tasks or config.rollout.placement.profile:
-        return make_reallocation(config)
+        return make_reallocation(config, kept=kept)
     per, rates, name = config.sim.tensor_parallel, SimRates(config), fleet(config)[0]
     heads = hardware.model(config.sim.model).heads
-    return make_reallocation(config, max(1, heads // per), lambda degree: rates.of(name, per * degree))
+    return make_reallocation(config, max(1, heads // per), lambda degree: rates.of(name, per * degree), kept)
 
 
 def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:

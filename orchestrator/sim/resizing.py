@@ -88,9 +88,6 @@ def check_planner(config: Config) -> None:
     if len(set(fleet(config))) > 1:
         fix = f"{who} cuts devices of one class: leave this out, or set {who}.enabled to false"
         raise ConfigError("sim.fleet", dict(config.sim.fleet), fix)
-    if config.sim.fault_rate and config.rollout.placement.degrees.enabled:
-        fix = f"faults are not played with workers that change so: set it to 0, or {who}.enabled to false"
-        raise ConfigError("sim.fault_rate", config.sim.fault_rate, fix)
     if config.sim.degrees:
         fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start says what the run begins with)"
         raise ConfigError("sim.degrees", list(config.sim.degrees), fix)

@@ -344,7 +344,7 @@ class _Simulation:
             resumed_from=resumed_from,
         )
         self._task = SimTask(config, self.traces)
-        cutter = cutter_of(config, self._task)
+        cutter = cutter_of(config, self._task, position.degrees)
         make: Callable[..., SimWorker] = SimWorker if cutter is None else resizable(config, cutter)
         make = partial(LendingWorker, moves=Moves()) if lends else disaggregated(config) or make
         if borrowed := borrowed_of(config):
