@@ -1,8 +1,8 @@
 """Simulated figures of ROSE beside the printed ones: 7 (end to end), 8 (spot and serverless), tables 1 (autoscaling and
 multiplexing in place of co-serving) and 3 (the rollout scheduler).
 
-``rose.toml`` and, for 32B, the overrides here; whole clusters, as bursts of serving do not shrink with a part of one. Five steps
-(8B: of each of three seeds). Baselines get the same devices and the same
+``rose.toml`` and, for 32B, the overrides here; whole clusters, as bursts of serving do not shrink with a part of one. 8B: five
+steps of each of three seeds; 32B: three steps, of 1,024 trajectories each. Baselines get the same devices and the same
 workload. What the paper does not print of them is ASSUMED, in the sections of the simulator: how spot devices come and go (at
 random between a quarter of them and all, as its trace is only drawn), how long starts and reloads take ("tens of seconds"), when
 the autoscaler acts. A printed time is compared as a ratio to ROSE's own; the value is RLBoost+'s rollout time over ours, 8B.
@@ -21,9 +21,10 @@ from orchestrator.sim.setups import Measured, measure, scenario
 NAME = "rose-figures"
 _TASK = "sim.tasks.frozenlake"
 _BORROW = "sim.borrowed.workers=16"
-SIZES: dict[str, tuple[int, tuple[str, ...]]] = {  # seeds, and overrides
-    "8B": (3, (_BORROW,)),
+SIZES: dict[str, tuple[int, int, tuple[str, ...]]] = {  # steps, seeds, overrides
+    "8B": (5, 3, (_BORROW,)),
     "32B": (
+        3,
         1,
         (  # 6: TP 4, 16 dedicated GPUs, 64 borrowed; ALFWorld, batch 1024
             "sim.model=Qwen3-32B",
@@ -61,7 +62,7 @@ _ASSUMED = "how devices come and go, and how long they start, is assumed"
 
 def simulated(size: str, steps: int, extra: Sequence[str] = ()) -> Measured:
     """One run of a size. Raises SimulationFailed."""
-    return measure(scenario("rose", [f"run.steps={steps}", *SIZES[size][1], *extra]))
+    return measure(scenario("rose", [f"run.steps={steps}", *SIZES[size][2], *extra]))
 
 
 def _how(name: str) -> str:
@@ -74,7 +75,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for size in ("8B",) if quick else SIZES:
-        one, more = _rollouts(size, 2 if quick else 5, quick)
+        one, more = _rollouts(size, quick)
         found[size] = one
         rows += more
         if not quick:
@@ -96,7 +97,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     )
 
 
-def _rollouts(size: str, steps: int, quick: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _rollouts(size: str, quick: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Table 1, figure 8 and table 3."""
     variants: dict[str, tuple[str, ...]] = {
         "coserve": (),
@@ -112,8 +113,8 @@ def _rollouts(size: str, steps: int, quick: bool) -> tuple[dict[str, Any], list[
     for name, extra in variants.items():
         if quick and name not in ("coserve", "alone", "spot"):
             continue
-        seeds, given = SIZES[size]
-        found[name] = played([*given, *extra], steps, 1 if quick else seeds)
+        steps, seeds, given = SIZES[size]
+        found[name] = played([*given, *extra], *((2, 1) if quick else (steps, seeds)))
     return found, [*_figure_8(size, found), *([] if quick else [*_table_1(size, found), *_table_3(size, found)])]
 
 
