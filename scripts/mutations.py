@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutations_kvpool import KVPOOL
 from mutations_trajectories import TRAJECTORIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -394,7 +395,15 @@ MUTATIONS = (
         FUZZ,
     ),
     *(Mutation(*fields) for fields in TRAJECTORIES),
+    *(Mutation(*fields) for fields in KVPOOL),
 )
+
+
+def build(mutation: Mutation, folder: Path) -> None:
+    """The copy's native library, where its source changed; other C sources are built by their tests."""
+    if mutation.file == "csrc/pages.c":
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
 def run(mutation: Mutation, folder: Path) -> str:
@@ -404,6 +413,7 @@ def run(mutation: Mutation, folder: Path) -> str:
     if text.count(mutation.old) < 1:
         return "STALE: the line is not there any more"
     file.write_text(text.replace(mutation.old, mutation.new, 1), encoding="utf-8")
+    build(mutation, folder)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutation.tests.split()],
@@ -416,6 +426,7 @@ def run(mutation: Mutation, folder: Path) -> str:
         )
     finally:
         file.write_text(text, encoding="utf-8")
+        build(mutation, folder)
     if done.returncode == 1:
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         return f"caught by `{failed[0].split('::')[1].split(' ')[0]}`" if failed else "caught"

@@ -128,6 +128,17 @@ def test_only_blocks_with_pages_are_ever_handed_out() -> None:
         assert pool.reset_prefix_cache()
 
 
+def test_of_a_static_partition_no_more_groups_get_pages_than_belong_to_it() -> None:
+    pages = Pages(8)
+    pool, parking = parking_of(pages)
+    parking.most = 3
+    assert not parking.want(20)
+    assert (parking.backed, pool.get_num_free_blocks()) == (3, 11)
+    parking.most = 8
+    assert parking.want(20)
+    assert parking.backed == 6
+
+
 def test_pages_are_dropped_only_after_the_steps_that_were_in_flight() -> None:
     pages = Pages(5)
     _, parking = parking_of(pages, in_flight=2)

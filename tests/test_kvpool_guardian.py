@@ -123,6 +123,23 @@ def test_a_burst_halves_the_budget_and_a_step_that_begins_gives_it_back(setup: S
     assert setup.guardian.open().pages == 80, "a peak of long ago is forgotten"
 
 
+def test_in_a_static_partition_each_keeps_its_part_whatever_serving_needs_until_it_ends(setup: Setup) -> None:
+    setup.rollout("roll", polite)
+    assert setup.guardian.partition(0.5) == 50
+    setup.tick()
+    wait_for(lambda: setup.tenant("roll").used == 50)
+    burst = setup.pool.acquire(50)
+    assert burst.size == 50, "no headroom is kept"
+    for _ in range(20):
+        setup.tick()
+    assert (setup.tenant("roll").budget, setup.tenant("roll").used, setup.guardian.cuts) == (50, 50, 0)
+    setup.pool.release(burst)
+    assert setup.guardian.partition(0.0) == 100
+    setup.tick(100.0)
+    assert setup.guardian.open().pages == 80, "the rules again"
+    assert setup.pool.view().headroom == 20
+
+
 def test_one_that_does_not_give_back_in_time_is_killed_and_its_pages_are_there(setup: Setup) -> None:
     child = setup.rollout("roll", greedy)
     setup.tick()

@@ -144,17 +144,31 @@ def test_a_chunk_joins_the_decoding_when_both_fit() -> None:
 def test_the_guard_doubles_with_each_near_miss_up_to_its_bound_and_decays_slowly_to_where_it_began() -> None:
     found = admission(guard=0.002)
     for _ in range(3):
-        found.ran(-0.001)
+        found.ran(-0.001, overran=True)
     assert found.guard == pytest.approx(0.016)
+    found.ran(-0.001, overran=False)
+    assert found.guard == pytest.approx(0.016), "a burst took the slack, not a profile that is wrong"
     for _ in range(9):
-        found.ran(-0.001)
+        found.ran(-0.001, overran=True)
     assert found.guard == 0.05
     before = found.guard
-    found.ran(0.01)
+    found.ran(0.01, overran=True)
     assert 0.98 * before < found.guard < before
     for _ in range(1000):
-        found.ran(0.01)
+        found.ran(0.01, overran=False)
     assert found.guard == pytest.approx(0.002)
+
+
+def test_a_guard_that_keeps_every_step_out_decays_until_one_fits() -> None:
+    found = admission(guard=0.002)
+    for _ in range(10):
+        found.ran(-0.001, overran=True)
+    state = ServingState(at=1.0, tpot_slack=0.03, busy=True)
+    refusals = 0
+    while not found.admit(state, 1.0, 10_000, 0).tokens:
+        refusals += 1
+        assert refusals < 200
+    assert refusals > 40
 
 
 def play(arrivals: list[tuple[float, int]], policy: Admission | None) -> tuple[list[float], int, float]:

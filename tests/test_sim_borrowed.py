@@ -25,6 +25,7 @@ from orchestrator.sim.loop import run
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.run import SimResult, simulate
 from orchestrator.sim.serving import PAGE, Request, Served, ServingEngine
+from orchestrator.sim.serving_alone import serving_alone
 from orchestrator.sim.setups import scenario
 from orchestrator.sim.worker import SimWorker
 
@@ -317,6 +318,19 @@ def test_prompts_that_leave_no_slack_keep_rollouts_off_the_device() -> None:
     assert greedy.ttft[-1] > beside.ttft[-1] + 0.05
 
 
+def test_a_burst_with_slack_enough_is_held_up_by_one_step_and_not_by_one_for_each_prompt() -> None:
+    own = Roofline(hardware.device("H800"), hardware.model("Qwen3-8B"))
+    fixed, growing = own.decode(4)
+    crowd = [(1.0, 2000, 2)] * 5
+    alone, _ = serve(False, "prefill", crowd)
+    held = {}
+    for mode in ("dual", "tpot"):
+        beside, _ = serve(True, "prefill", crowd, mode=mode)
+        held[mode] = max(late - early for late, early in zip(beside.ttft, alone.ttft, strict=True))
+    assert held["dual"] <= fixed + growing * 4 * 2100 + 1e-6
+    assert held["tpot"] > 3 * held["dual"], "which looks at no prompt"
+
+
 # Whole runs.
 
 
@@ -385,6 +399,16 @@ def test_a_borrowed_worker_costs_what_its_class_costs_and_is_of_no_class_where_n
     assert steps("sim.fleet={H20=1}") == {("H800", usual)}, "beside a fleet, the class is that of sim.device"
     assert slower == usual
     assert other != usual
+
+
+def test_serving_alone_sees_the_same_requests_and_what_is_late_there_is_not_the_rollouts_doing() -> None:
+    given = scenario("rose", [*SMALL, "sim.borrowed.workers=3", "sim.borrowed.speed=4.0", "sim.borrowed.ttft=0.3"])
+    result = simulate(given)
+    report, alone = result.summary["borrowed"], serving_alone(given, result.summary["seconds"])
+    assert alone["requests"] == report["requests"] > 100
+    assert alone["ttft_late"] > 0, "it is a load that serving cannot take"
+    assert report["ttft_late"] <= alone["ttft_late"] + 0.01
+    assert alone["ttft_p99"] <= report["ttft_p99"] + 0.05
 
 
 def test_bad_input_is_named() -> None:

@@ -38,7 +38,7 @@ MODES: dict[str, tuple[str, float, bool]] = {  # ROSE, table 2 and figure 9: adm
     "dual": ("dual", 0.0, True),
 }
 PAGE_KIB = 128
-POOL_MIB = 32  # so small that a burst wants more than half of it
+POOL_MIB = 24  # so small that a burst wants more than half of it
 FACTOR = 1.5  # of P99 alone
 BURST = 4.0
 _SHAPES: dict[str, dict[str, int]] = {

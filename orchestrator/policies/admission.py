@@ -9,7 +9,8 @@ Guarantees:
   published, all steps together take no more than the whole. So serving is delayed by no more than it can spare.
 * What serving published is believed for ``stale_seconds`` after its running step should have ended: older, and there is no slack
   where it had requests.
-* The guard grows with every near miss and decays slowly: a profile that is wrong costs rollout speed, never an SLO twice.
+* The guard grows with every near miss of a step that took longer than was admitted, and decays slowly, also while it keeps steps
+  out: a profile that is wrong costs rollout speed, never an SLO twice. A burst that leaves no slack says nothing of the profile.
 
 Deviations, on the safe side: equation 1 admits a step beside prompts that can spare it, which is the first line here; a queued
 prefill also waits for those before it in the queue; a request whose tokens came slower than its SLO in the mean has no slack
@@ -184,17 +185,22 @@ class Admission:
                     tokens, seconds = count, seconds + cost
                     break
         if not batch and not tokens:
+            self._decay()
             return Admitted(reason="serving has no slack")
         if state.busy:
             self._spent = (state.tick, seconds + (self._spent[1] if self._spent[0] == state.tick else 0.0))
         return Admitted(tokens, batch, seconds)
 
-    def ran(self, slack_left: float) -> None:
-        """A rollout step is over; ``slack_left``: what serving then published. Below zero is a near miss."""
-        if slack_left < 0:
+    def ran(self, slack_left: float, overran: bool) -> None:
+        """A rollout step is over. ``slack_left``: what serving then published, below zero is a near miss; ``overran``: it took
+        longer than was admitted."""
+        if slack_left >= 0:
+            self._decay()
+        elif overran:
             self.guard = min(self._most, max(2 * self.guard, 0.001))
-        else:
-            self.guard = max(self._least, 0.99 * self.guard)
+
+    def _decay(self) -> None:
+        self.guard = max(self._least, 0.99 * self.guard)
 
 
 class StallWatch:

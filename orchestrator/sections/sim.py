@@ -57,7 +57,8 @@ class SimBorrowedSection(Section):
     ``how`` "coserve": beside serving engines of another model, under the policies of real ones; "multiplex": the same device in
     turns with serving, without admission, budget and prefix cache (Prism's place in ROSE 6); "autoscale": devices that serving
     gives up while its load is low, and takes back (ServerlessLLM's); "spot" and "serverless": devices for rollouts alone, that
-    come and go."""
+    come and go. ``phases``: whether serving engines prefill and decode on devices of their own, or each does both, which is not
+    played with "autoscale"."""
 
     how: Literal["coserve", "multiplex", "autoscale", "spot", "serverless"] = "coserve"
     workers: Annotated[int, Field(ge=0)] = 0  # rollout workers so borrowed; 0: none

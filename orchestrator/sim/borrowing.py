@@ -326,8 +326,8 @@ class BorrowedFleet:
         if self.cluster is not None:
             served, engines = self.cluster.served, self.cluster.engines
             found["requests"] = self.cluster.requests
-            found["ttft_p99"], found["ttft_late"] = _tail(served.ttft, self.settings.ttft)
-            found["tpot_p99"], found["tpot_late"] = _tail(served.tpot, self.settings.tpot)
+            found["ttft_p99"], found["ttft_late"] = tail(served.ttft, self.settings.ttft)
+            found["tpot_p99"], found["tpot_late"] = tail(served.tpot, self.settings.tpot)
             for role in dict.fromkeys(engine.role for engine in engines):
                 busy = [engine.busy_seconds for engine in engines if engine.role == role]
                 found[f"{role}_busy"] = round(sum(busy) / max(1e-9, seconds * len(busy)), 4)
@@ -336,7 +336,7 @@ class BorrowedFleet:
         return found
 
 
-def _tail(values: Sequence[float], limit: float) -> tuple[float, float]:
+def tail(values: Sequence[float], limit: float) -> tuple[float, float]:
     """The 99th percentile, and the share that is beyond a limit."""
     if not values:
         return 0.0, 0.0

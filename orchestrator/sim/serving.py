@@ -302,7 +302,7 @@ class ServingEngine:
         assert self.admission is not None
         now, state = _now(), self.state()
         if state.busy:
-            self.admission.ran(self.admission.considered(state))
+            self.admission.ran(self.admission.considered(state), overran=False)  # costs are exact
         found = self.admission.admit(state, now, demand.prefill, demand.decoding)
         if not found.seconds:
             return 0.0, 0.0

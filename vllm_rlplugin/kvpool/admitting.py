@@ -46,6 +46,7 @@ class Turns:
         self._found = -math.inf  # when it was looked for
         self._flights: list[tuple[int, int]] = []  # (tokens of prefill, sequences) of the steps under way
         self._begun = 0.0
+        self._granted = math.inf  # seconds that the latest step was admitted for
         self._pretends = 0.0  # until when a step of a dry run counts as running
         self._before: Served | None = None  # what serving said when the step began
         self._busy = 0.0
@@ -91,6 +92,7 @@ class Turns:
         else:
             self._admission.mode = serving.mode
             found = self._admission.admit(serving.state, now, *self._work())
+            self._granted = found.seconds or self._granted
         self.reason = found.reason
         if dry and (size := found.tokens + found.decode):
             self._counts["would"] += size
@@ -167,7 +169,7 @@ class Turns:
             least = self._admission.considered(after.state)
             if least > -math.inf:
                 self._counts["misses"] += least < 0
-                self._admission.ran(least)
+                self._admission.ran(least, seconds > self._granted)
         self._tell()
 
     def to_hand_back(self, displaced: set[str]) -> list[str]:
