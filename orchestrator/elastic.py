@@ -40,6 +40,11 @@ class ElasticProxy(LLMProxy):
         caps = [self.router.cap(lane.index) for lane in self.lanes if not lane.borrowed and not lane.removed]
         return sum(caps) if all(caps) else None
 
+    @property
+    def updating(self) -> bool:
+        """Whether the workers stand still for new weights: no time to exchange any."""
+        return self._suspended
+
     def lane_of(self, name: str) -> Lane | None:
         """Of the borrowed server of this name, taken or not."""
         return next((lane for lane in self.lanes if lane.borrowed and lane.worker.name == name), None)

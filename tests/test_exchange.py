@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from orchestrator.api import CommandError, GenerationRequest, RunError, Sampling
+from orchestrator.api import CommandError, GenerationRequest, RetryableError, RunError, Sampling
 from orchestrator.config import Config, parse_config
 from orchestrator.elastic import ElasticProxy
 from orchestrator.events import EventLog, MemorySink
@@ -299,3 +299,22 @@ def test_what_a_server_hands_back_is_an_event_with_its_requests_and_the_tokens_t
         await run.close()
 
     play(2, scenario, monkeypatch)
+
+
+def test_a_call_that_is_in_flight_when_its_client_is_closed_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        (server,) = servers
+        worker = HttpWorker(server.url, TOKEN, relay=RelayEndpoint.from_dict({**ENDPOINT, "job": "run"}))
+        await worker.start()
+        await worker.suspend()
+        server.client.hold.clear()  # an update that takes for ever
+        updating = asyncio.ensure_future(worker.update(0))
+        await until(lambda: "finish_weight_update" in server.client.calls)
+        begun = time.monotonic()
+        await worker.disconnect()
+        with pytest.raises(RetryableError, match="is closed"):
+            await updating
+        assert time.monotonic() - begun < 2
+        server.client.hold.set()
+
+    play(1, scenario, monkeypatch)
