@@ -2,8 +2,8 @@
 
 Guarantees, beside those of :class:`orchestrator.proxy.LLMProxy`: a worker that is taken gets the present weights before its first
 request; one that is given back gets nothing more, and what it had goes on elsewhere with the tokens that it has. What a borrowed
-worker hands back by itself (its pages or its time were taken, ROSE 4.1) is counted, and told as an event ``handed_back``: how many
-requests, and how many tokens they kept.
+worker hands back by itself (its pages or its time were taken, ROSE 4.1) is counted, and told as an event ``handed_back``: how
+many requests, and how many tokens they kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.proxy import _LOST, LLMProxy
 
 
 class ElasticProxy(LLMProxy):
-    """An LLMProxy, with :meth:`take` and :meth:`give_back`. ``most_turns``: at once since it was last read by :meth:`peak`."""
+    """An LLMProxy, with :meth:`take` and :meth:`give_back`."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -39,6 +39,11 @@ class ElasticProxy(LLMProxy):
         """That the run's own workers may have at once; None: any number."""
         caps = [self.router.cap(lane.index) for lane in self.lanes if not lane.borrowed and not lane.removed]
         return sum(caps) if all(caps) else None
+
+    @property
+    def updating(self) -> bool:
+        """Whether the workers stand still for new weights: no time to exchange any."""
+        return self._suspended
 
     def lane_of(self, name: str) -> Lane | None:
         """Of the borrowed server of this name, taken or not."""

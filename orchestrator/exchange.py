@@ -119,6 +119,8 @@ class Exchange:
         self._see(offers)
         self._drop(offers)
         self._demand.saw(now, proxy.peak())
+        if proxy.updating:
+            return  # at the next look
         own = any(not lane.borrowed and not lane.removed for lane in proxy.lanes)
         least = 0 if own else 1
         most = self._settings.most or len(offers)

@@ -23,7 +23,8 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -107,6 +108,7 @@ class HttpWorker:
         if self._lease is not None:
             self._headers[wire.LEASE_HEADER] = key or secrets.token_hex(16)
         self._session: aiohttp.ClientSession | None = None
+        self._calls: set[asyncio.Timeout] = set()  # in flight
         self._closed = False
         self._instance = ""  # of the server that has our requests
         self._acknowledged: int | None = None
@@ -300,19 +302,13 @@ class HttpWorker:
         finally:
             if self._lease is not None:
                 await self._lease.give_back()
-            self._closed, self._session = True, None
-            self._joined.set()
-            if session is not None:
-                await session.close()  # calls in flight fail
+            await self._end()
 
     async def disconnect(self) -> None:
         """Close, and leave the server as it is: for who only asked."""
-        self._closed, session, self._session = True, self._session, None
-        self._joined.set()
         if self._lease is not None:
             self._lease.stop()
-        if session is not None:
-            await session.close()
+        await self._end()
 
     async def _clear(self) -> None:
         """Abort our requests, and take their completions off the server; nobody waits for them any more."""
@@ -356,7 +352,7 @@ class HttpWorker:
             headers[wire.INSTANCE_HEADER] = self._instance
         try:
             async with (
-                asyncio.timeout(limit),
+                self._call(limit),
                 session.request(
                     method, self._url + path, data=data, params=query, headers=headers, allow_redirects=False
                 ) as response,
@@ -364,6 +360,8 @@ class HttpWorker:
                 status, seen = response.status, response.headers
                 payload = await response.read()
         except TimeoutError as error:
+            if self._closed:
+                raise self._lost(path, error) from error
             raise RetryableError(f"{self.name}: no answer to {path} within {limit:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             if (why := refusal(error)) and not self._closed:
@@ -388,6 +386,26 @@ class HttpWorker:
         if answer is None:
             raise RetryableError(f"{self.name}: the answer to {path} is no JSON object")
         return answer
+
+    @asynccontextmanager
+    async def _call(self, limit: float) -> AsyncIterator[None]:
+        """A call that ends after ``limit`` seconds, or when this worker is closed. Raises TimeoutError."""
+        async with asyncio.timeout(limit) as running:
+            self._calls.add(running)
+            try:
+                yield
+            finally:
+                self._calls.discard(running)
+
+    async def _end(self) -> None:
+        """Whatever is in flight fails now: closing a session alone leaves it waiting."""
+        self._closed, session, self._session = True, self._session, None
+        self._joined.set()
+        for running in self._calls:
+            if not running.expired():
+                running.reschedule(asyncio.get_running_loop().time())
+        if session is not None:
+            await session.close()
 
     def _refusal(self, path: str, status: int, answer: dict[str, Any] | None) -> Exception:
         error = answer.get("error") if answer is not None else None

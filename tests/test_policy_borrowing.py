@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.policies.borrowing import Borrowing, BorrowRules, Change, RecentUse, turns_within
+from orchestrator.policies.borrowing import (
+    CROWDED,
+    GONE,
+    RECLAIMED,
+    Borrowing,
+    BorrowRules,
+    Change,
+    Demand,
+    RecentUse,
+    turns_within,
+)
 
 GPUS = tuple(f"gpu-{number}" for number in range(6))
 JOBS = ("one", "two")
@@ -182,4 +192,95 @@ def test_turns_fit_into_the_budget_and_under_the_cap(budget: int, context: float
     if turns > 1:
         assert turns * context <= budget * (1 + 1e-9)
     if budget > 0 and (not most or turns < most):
-        assert (turns + 1) * context > budget  # no fewer than fit
+        assert (turns + 1) * context >= budget * (1 - 1e-9)  # no fewer than fit
+
+
+# Hysteresis.
+
+
+def test_a_crowded_one_is_given_back_and_taken_again_only_when_it_is_clearly_calm_and_has_rested() -> None:
+    found = cluster({"a": 0.2}, window=1.0, crowded=0.8, margin=0.2, rest=50.0, silent=1000.0)
+    assert found.ask("one", 1, 0.0) == Change(("a",))
+    found.saw("a", 10.0, 0.9)
+    change = found.ask("one", 1, 20.0)
+    assert (change, change.reasons) == (Change((), ("a",)), (CROWDED,))
+    found.saw("a", 30.0, 0.1)
+    assert found.ask("one", 1, 69.0) == Change(), "it rests"
+    found.saw("a", 70.0, 0.7)
+    assert found.ask("one", 1, 80.0) == Change(), "less than crowded, and not by the margin"
+    found.saw("a", 81.0, 0.6)
+    assert found.ask("one", 1, 90.0) == Change(("a",))
+    found.saw("a", 91.0, 0.75)
+    assert found.ask("one", 1, 99.0) == Change(), "and it stays, inside the band"
+
+
+def test_what_lends_nothing_for_longer_than_patience_is_given_back_and_a_short_cut_moves_nobody() -> None:
+    found = cluster({"a": 0.0, "b": 0.5}, patience=30.0, silent=1000.0, margin=0.0)
+    found.ask("one", 1, 0.0)
+    found.saw("a", 10.0, 0.0, lends=False)
+    assert found.ask("one", 1, 30.0) == Change()
+    found.saw("a", 31.0, 0.0)
+    found.saw("a", 32.0, 0.0, lends=False)
+    assert found.ask("one", 1, 61.0) == Change()
+    change = found.ask("one", 1, 63.0)
+    assert (change, change.reasons) == (Change(("b",), ("a",)), (RECLAIMED,))
+    assert found.ask("two", 1, 64.0) == Change(), "nobody gets it while it lends nothing"
+
+
+def test_the_least_that_a_job_asks_to_keep_it_keeps_whatever_is_wrong_until_there_is_another() -> None:
+    found = cluster({"a": 0.1}, window=1.0, crowded=0.8, silent=5.0)
+    found.ask("one", 1, 0.0)
+    found.saw("a", 1.0, 0.95)
+    assert found.ask("one", 1, 4.0, least=1) == Change()
+    assert found.ask("one", 1, 100.0, least=1) == Change(), "it is silent, too"
+    found.saw("b", 100.0, 0.3)
+    change = found.ask("one", 1, 101.0, least=1)
+    assert (change, change.reasons) == (Change(("b",), ("a",)), (GONE,))
+
+
+def test_one_that_was_refused_is_left_alone_for_a_while_and_one_that_is_new_brings_its_past() -> None:
+    found = cluster({"a": 0.1}, rest=10.0)
+    assert found.ask("one", 1, 0.0) == Change(("a",))
+    found.refused("a", 1.0)
+    assert (found.of("one"), found.ask("one", 1, 10.0)) == ((), Change())
+    assert found.ask("one", 1, 11.0) == Change(("a",))
+    found.saw("b", 100.0, 0.0, before=(0.6, 50.0))
+    assert found.use("b", 150.0) == pytest.approx(0.3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.integers(0, 60)), min_size=1, max_size=30), st.integers(1, 20))
+def test_fewer_are_wanted_only_when_the_whole_idle_time_would_have_done_with_fewer(
+    seen: list[tuple[float, int]], cap: int
+) -> None:
+    demand, now, history = Demand(60.0), 0.0, list[tuple[float, int]]()
+    for passed, turns in seen:
+        now += passed
+        demand.saw(now, turns)
+        history.append((now, turns))
+        wanted = demand.wanted(now, 10, cap, 5)
+        recent = [turns for when, turns in history if when >= now - 60.0]
+        assert 0 <= wanted <= 5
+        if now - history[0][0] < 60.0:
+            assert wanted == 5
+        else:
+            assert wanted == min(5, max(0, -((10 - max(recent)) // cap)))
+        assert demand.wanted(now, None, cap, 5) == demand.wanted(now, 10, 0, 5) == 5, "where nothing is limited"
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.65, 0.85), min_size=3, max_size=60))
+def test_use_that_swings_inside_the_band_changes_a_server_once_at_most(shares: list[float]) -> None:
+    found = cluster({"a": 0.5}, window=1.0, crowded=0.8, margin=0.2, silent=1000.0)
+    found.ask("one", 1, 0.0)
+    changes = 0
+    for number, share in enumerate(shares):
+        found.saw("a", 2.0 * number + 1, share)
+        change = found.ask("one", 1, 2.0 * number + 2)
+        changes += len(change.taken) + len(change.given_back)
+    assert changes <= 1
+
+
+@pytest.mark.parametrize("wrong", [{"crowded": 1.5}, {"crowded": 0.0}, {"patience": -1.0}, {"rest": float("nan")}])
+def test_wrong_rules_of_return_are_refused_by_name(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        BorrowRules(**wrong)

@@ -411,6 +411,16 @@ def test_serving_alone_sees_the_same_requests_and_what_is_late_there_is_not_the_
     assert alone["ttft_p99"] <= report["ttft_p99"] + 0.05
 
 
+def test_devices_that_serving_needs_for_itself_are_given_back_and_the_run_goes_on() -> None:
+    """The rules are those of a real run: ``rollout.borrowed``."""
+    given = ("sim.borrowed.workers=3", "sim.borrowed.window=20", "rollout.borrowed.margin=0.001", "run.steps=5")
+    calm, crowded = small(*given), small(*given, "rollout.borrowed.crowded=0.0015")
+    reports = [result.summary["borrowed"] for result in (calm, crowded)]
+    assert [result.ledger["trained"] for result in (calm, crowded)] == [5 * 48] * 2
+    assert reports[1]["exchanges"] > reports[0]["exchanges"]
+    assert reports[1]["generated"] < reports[0]["generated"]
+
+
 def test_bad_input_is_named() -> None:
     for override, field in (
         ("sim.borrowed.trace=nothing-like-it", "sim.borrowed.trace"),

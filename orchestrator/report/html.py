@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from orchestrator.report import accounts, bottleneck, sections
+from orchestrator.report.borrowed import borrowed
 from orchestrator.report.compare import compare
 from orchestrator.report.environments import environments
 from orchestrator.report.parallelism import parallelism
@@ -30,6 +31,7 @@ _NAVIGATION = (
     ("parallelism", "Parallelism"),
     ("environments", "Environments"),
     ("rounds", "Rounds"),
+    ("borrowed", "Borrowed"),
     ("ledger", "Ledger"),
     ("incidents", "Incidents"),
     ("environment", "Machine"),
@@ -62,6 +64,7 @@ def render(run: RunLog) -> str:
         parallelism(run),
         environments(run),
         rounds(run),
+        borrowed(run),
         accounts.ledger(run, _stored(run)),
         accounts.incidents(run),
         accounts.environment(run),

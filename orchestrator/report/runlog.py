@@ -191,6 +191,9 @@ class RunLog:
     reshapes: list[dict[str, Any]] = field(default_factory=list)
     degrees: list[dict[str, Any]] = field(default_factory=list)  # events `degrees`: see orchestrator.reallocating
     rounds: list[dict[str, Any]] = field(default_factory=list)  # events of short and long rounds; empty without
+    borrowing: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # `borrowed`, `returned`, `handed_back`: orchestrator.exchange
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -388,6 +391,8 @@ def _fold(run: RunLog, event: dict[str, Any]) -> None:
             run.reshapes.append(dict(event))
         case "degrees":
             run.degrees.append(dict(event))
+        case "borrowed" | "returned" | "handed_back":
+            run.borrowing.append(_of_server(event))
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(
@@ -401,6 +406,12 @@ def _fold(run: RunLog, event: dict[str, Any]) -> None:
         case "run_end":
             run.ledger = LedgerCounts.of(event.get("ledger") or {})
             run.status, run.reason = str(event["status"]), str(event.get("reason", ""))
+
+
+def _of_server(event: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": str(event["kind"]), "worker": str(event["worker"]), "t": float(event["t"])}
+    found["reason"] = str(event.get("reason", ""))
+    return found | {name: float(event[name]) for name in ("use", "requests", "tokens", "seconds") if name in event}
 
 
 def _pool(event: Mapping[str, Any]) -> PoolSnapshot:

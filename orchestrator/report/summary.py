@@ -9,6 +9,7 @@
   nothing was to be streamed.
 * ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
 * ``rounds``: what short and long rounds took, put off and threw away; null without them.
+* ``borrowed``: by server, how often and how long it was borrowed, why it was given back, and what it handed back; null without.
 * ``analysis``: environment-bound or GPU-bound, with the numbers (:mod:`orchestrator.report.analysis`); null where the log has
   none.
 * ``status``: completed, interrupted or failed as the run said it; unfinished when it said nothing (killed, or running).
@@ -55,6 +56,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "staleness": _staleness(run),
         "rounds": rounds_of(run),
+        "borrowed": borrowed_of(run),
         "analysis": analysed.as_dict() if (analysed := analyse(run)) else None,
         "ledger": {
             "started": run.ledger.started,
@@ -73,6 +75,31 @@ def tokens_per_s(run: RunLog) -> float | None:
     """Generated and trained tokens over the wall time of the training steps; None before the first."""
     seconds = sum(step.period for step in run.steps)
     return round(sum(step.tokens for step in run.steps) / seconds, 3) if seconds > 0 else None
+
+
+def borrowed_of(run: RunLog) -> dict[str, Any] | None:
+    """By server, what the run had of it; None when it borrowed none. Seconds run to the log's end where one is still borrowed."""
+    if not run.borrowing:
+        return None
+    found: dict[str, dict[str, Any]] = {}
+    since: dict[str, float] = {}
+    for event in run.borrowing:
+        empty = {"borrowed": 0, "seconds": 0.0, "handed_back": 0, "tokens_kept": 0, "reasons": {}}
+        row = found.setdefault(event["worker"], empty)
+        if event["kind"] == "borrowed":
+            row["borrowed"] += 1
+            since[event["worker"]] = event["t"]
+        elif event["kind"] == "returned":
+            row["seconds"] += event["t"] - since.pop(event["worker"], event["t"])
+            row["reasons"][event["reason"]] = row["reasons"].get(event["reason"], 0) + 1
+        else:
+            row["handed_back"] += int(event.get("requests", 0))
+            row["tokens_kept"] += int(event.get("tokens", 0))
+    for name, begun in since.items():
+        found[name]["seconds"] += max(0.0, run.seconds - begun)
+    for row in found.values():
+        row["seconds"] = round(row["seconds"], 3)
+    return dict(sorted(found.items()))
 
 
 def rounds_of(run: RunLog) -> dict[str, Any] | None:

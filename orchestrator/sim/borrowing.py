@@ -164,7 +164,10 @@ class BorrowedFleet:
         self.moves = Moves()
         self.made: list[BorrowedSimWorker] = []
         self.cluster = self._serving()
-        self._borrowing = Borrowing(BorrowRules(self.settings.window))
+        rules = config.rollout.borrowed
+        self._borrowing = Borrowing(
+            BorrowRules(self.settings.window, margin=rules.margin, crowded=rules.crowded, rest=rules.rest)
+        )
         self._version = -1
         self._timers: list[asyncio.TimerHandle] = []
         self._scaler: Autoscaler | None = None
@@ -286,8 +289,15 @@ class BorrowedFleet:
             back, free = set(change.given_back), [one for one in self.cluster.engines if one.name in change.taken]
             self.exchanges += len(back)
             for one in self.made:
-                if (one.engine is None or one.engine.name in back) and free:
+                if one.engine is not None and one.engine.name not in back:
+                    continue
+                if free:
                     one.sit(free.pop(0))
+                    one.come()
+                else:  # nobody has one for it
+                    one.sit(None)
+                    if one.present:
+                        one.leave()
         return worker.engine
 
     # -- devices that come and go ------------------------------------------------------------------------------------

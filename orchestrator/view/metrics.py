@@ -55,6 +55,9 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "weight_update_seconds": ("histogram", (), "Time of a worker's weight update, in which it stands still."),
     "weight_bytes": ("counter", (), "Bytes of weights that workers took up."),
     "incidents": ("counter", ("kind", "cause"), "Faults, recoveries and alarms, by kind and cause."),
+    "exchanges": ("counter", ("kind", "reason"), "Servers that were borrowed and returned, by kind and reason."),
+    "handed_back_requests": ("counter", ("worker",), "Requests that a borrowed server handed back."),
+    "handed_back_tokens": ("counter", ("worker",), "Tokens that these had, and kept."),
     "metric": ("gauge", ("metric",), "The trainer's own figures of the last step: loss, entropy, ess, and so on."),
 }
 _TRAINER_METRICS = 64  # of a step, at most
@@ -91,6 +94,10 @@ class _Metrics(Collector):
         yield from _workers(state.rows())
         incidents = [((kind, cause), float(n)) for (kind, cause), n in sorted(state.faults.items())]
         yield _family("incidents", incidents)
+        yield _family("exchanges", [(key, float(n)) for key, n in sorted(state.exchanges.items())])
+        told = sorted(state.handed_back.items())
+        yield _family("handed_back_requests", [((name,), float(counts[0])) for name, counts in told])
+        yield _family("handed_back_tokens", [((name,), float(counts[1])) for name, counts in told])
         metrics = itertools.islice(sorted((state.last_step.get("metrics") or {}).items()), _TRAINER_METRICS)
         yield _family("metric", [((name,), float(value)) for name, value in metrics])
         lags = sorted(state.lag_seen.items())

@@ -81,6 +81,8 @@ class RunState:
         self.steps_seen = self.tokens_seen = self.trajectories_seen = 0
         self.lag_seen: dict[int, int] = {}
         self.faults: dict[tuple[str, str], int] = {}
+        self.exchanges: dict[tuple[str, str], int] = {}  # (borrowed or returned, reason)
+        self.handed_back: dict[str, list[int]] = {}  # server -> requests, tokens that they kept
         self.updates: list[int] = [0] * (len(UPDATE_BUCKETS) + 1)
         self.update_seconds = 0.0
         self.update_bytes = 0
@@ -119,6 +121,8 @@ class RunState:
                 self.pool = _scalars(event)
             case "alarm" | "fault" | "recovered":
                 self._take_incident(event)
+            case "borrowed" | "returned" | "handed_back":
+                self._take_borrowing(self._parsed(event).borrowing.pop())
             case "run_end":
                 self._parsed(event)
                 self.status, self.reason = str(event["status"]), str(event.get("reason", ""))
@@ -172,6 +176,21 @@ class RunState:
             key = str(event["kind"]), "other"
         self.faults[key] = self.faults.get(key, 0) + 1
 
+    def _take_borrowing(self, event: Mapping[str, Any]) -> None:
+        kind, name = event["kind"], event["worker"]
+        if kind == "handed_back":
+            if name in self.handed_back or len(self.handed_back) < WORKERS:
+                counts = self.handed_back.setdefault(name, [0, 0])
+                counts[0] += int(event.get("requests", 0))
+                counts[1] += int(event.get("tokens", 0))
+            return
+        key = kind, event["reason"][:60]
+        if key not in self.exchanges and len(self.exchanges) >= CAUSES:
+            key = kind, "other"
+        self.exchanges[key] = self.exchanges.get(key, 0) + 1
+        row = {"kind": kind, "t": event["t"], "what": name[:120], "detail": event["reason"][:300]}
+        self._incidents.appendleft(row)
+
     # -- what is shown -----------------------------------------------------------------------------------------------
 
     @property
@@ -196,7 +215,9 @@ class RunState:
         """The workers: as they are, or as they were at the last weight update."""
         live = [dict(row) for row in self.live.get("workers") or []]
         known = {str(row.get("name")) for row in live}
-        return live + [row for name, row in sorted(self.workers.items()) if name not in known][:64]
+        found = live + [row for name, row in sorted(self.workers.items()) if name not in known][:64]
+        told = self.handed_back
+        return [row | {"handed_back": told[row["name"]][0]} if row.get("name") in told else row for row in found]
 
     def shown(self) -> dict[str, Any]:
         """All that a view draws, as JSON without NaN."""

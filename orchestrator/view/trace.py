@@ -140,6 +140,11 @@ def _of_events(events: Sequence[Mapping[str, Any]], begin: float, end: float) ->
             case "step":
                 yield _counter("reward", t, {"mean": event["reward_mean"]})
                 yield _counter("version", t, {"version": event["version"]})
+            case "borrowed" | "returned":
+                yield {
+                    "name": f"{event['kind']}: {event['worker']}", "ph": "i", "s": "g", "ts": _us(t), "pid": _LOOP,
+                    "tid": 0, "cat": "borrowing", "args": {"reason": str(event.get("reason", ""))},
+                }  # fmt: skip
             case "alarm" | "fault" | "recovered":
                 yield {
                     "name": f"{event['kind']}: {event.get('what', '')}", "ph": "i", "s": "g", "ts": _us(t), "pid": _LOOP,

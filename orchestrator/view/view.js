@@ -66,10 +66,11 @@ function underWay(now) {
   const reasons = Object.entries(now.reasons);
   const none = now.run.status === "unfinished" ? "None is in flight." : "The run has ended.";
   put("reasons", reasons.length ? bars(reasons, "c1") : empty(none));
+  const lent = now.workers.some((row) => row.handed_back !== undefined);  // by servers of serving GPUs
   put("workers", now.workers.length
-    ? table(["Worker", "State", "KV used", "Requests", "Running", "Waiting", "Version", "Tokens/s"],
+    ? table(["Worker", "State", "KV used", "Requests", "Running", "Waiting", "Version", "Tokens/s", ...(lent ? ["Handed back"] : [])],
       now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.requests), whole(row.running), whole(row.waiting), whole(row.version),
-        row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s)]), [3, 4, 5, 6, 7])
+        row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s), ...(lent ? [whole(row.handed_back)] : [])]), [3, 4, 5, 6, 7, 8])
     : empty("None has said how it is."));
   const rows = now.trajectories;
   document.getElementById("trajectories-title").textContent =
