@@ -156,12 +156,13 @@ def test_a_server_that_cannot_prove_who_it_is_is_told_nothing(
     name: str, authority: Authority, good: Tls, tmp_path: Path
 ) -> None:
     which, trusted, words = WRONG[name]
-    made = {
+    makers: dict[str, Callable[[], Tls]] = {
         "good": lambda: good,
         "expired": lambda: authority.make("expired", days=-1),
         "elsewhere": lambda: authority.make("elsewhere", "DNS:elsewhere.example"),
         "plain": Tls,
-    }[which]()
+    }
+    made = makers[which]()
     trust = {"own": good.authority, "none": "", "other": str(Authority(tmp_path, "other").file)}[trusted]
     engine = Engine()
     with serving(made, engine) as place:
