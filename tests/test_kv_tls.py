@@ -200,7 +200,8 @@ def test_clients_that_never_finish_a_handshake_do_not_stop_the_next_one_and_a_si
     with serving(good, limit=0.5) as place:
         silent = [socket.create_connection(kv.parse_place(place)) for _ in range(kv.CLIENTS)]
         try:
-            silent[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # no handshake at all
+            with socket.create_connection(kv.parse_place(place)) as rude:
+                rude.sendall(b"GET / HTTP/1.1\r\n\r\n")  # no handshake at all
             assert len(fetch(place, TOKEN, ask(20.0), WIDTH, None, trusting).payload) == BLOCKS
         finally:
             for client in silent:
