@@ -38,7 +38,7 @@ def changed(weights: int, density: float, device: torch.device) -> tuple[torch.T
 def seconds(work: Callable[[], object], rounds: int, device: torch.device) -> float:
     """The best of so many, after one that does not count."""
     work()
-    found = []
+    found: list[float] = []
     for _ in range(rounds):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -49,7 +49,7 @@ def test_a_prefix_goes_from_a_server_to_an_engine_of_the_run_and_back(
     model = tmp_path / "model"
     write_tiny_qwen3(model, 1)
     plugin = {"kv_transfer": True}
-    flags = ("--rl-kv-transfer", "--rl-kv-carrier", carrier, "--max-model-len", "512")
+    flags: tuple[str, ...] = ("--rl-kv-transfer", "--rl-kv-carrier", carrier, "--max-model-len", "512")
     kv: dict[str, Any] = {"token": TOKEN, "carrier": carrier}
     trusted = SYSTEM
     if secure:

@@ -21,7 +21,7 @@ import pytest
 from orchestrator.api import ConfigError, KvMove
 from orchestrator.api.tls import SYSTEM, Tls
 from orchestrator.config import parse_config
-from orchestrator.runtime.kv import kv_arguments
+from orchestrator.runtime.kv import check, kv_arguments
 from orchestrator.transfer import kv
 from orchestrator.transfer.kv import KvAsk, KvBlocks, KvRefused, KvServer, fetch
 from tests.test_tls import Authority
@@ -156,12 +156,13 @@ def test_a_server_that_cannot_prove_who_it_is_is_told_nothing(
     name: str, authority: Authority, good: Tls, tmp_path: Path
 ) -> None:
     which, trusted, words = WRONG[name]
-    made = {
+    makers: dict[str, Callable[[], Tls]] = {
         "good": lambda: good,
         "expired": lambda: authority.make("expired", days=-1),
         "elsewhere": lambda: authority.make("elsewhere", "DNS:elsewhere.example"),
         "plain": Tls,
-    }[which]()
+    }
+    made = makers[which]()
     trust = {"own": good.authority, "none": "", "other": str(Authority(tmp_path, "other").file)}[trusted]
     engine = Engine()
     with serving(made, engine) as place:
@@ -199,7 +200,8 @@ def test_clients_that_never_finish_a_handshake_do_not_stop_the_next_one_and_a_si
     with serving(good, limit=0.5) as place:
         silent = [socket.create_connection(kv.parse_place(place)) for _ in range(kv.CLIENTS)]
         try:
-            silent[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # no handshake at all
+            with socket.create_connection(kv.parse_place(place)) as rude:
+                rude.sendall(b"GET / HTTP/1.1\r\n\r\n")  # no handshake at all
             assert len(fetch(place, TOKEN, ask(20.0), WIDTH, None, trusting).payload) == BLOCKS
         finally:
             for client in silent:
@@ -276,6 +278,9 @@ def test_a_config_says_it_before_anything_starts(good: Tls) -> None:
         with pytest.raises(ConfigError, match=r"kv_transfer\.host = .*or rollout\.kv_transfer\.allow_plain"):
             parse_config(data)
         tls = {"certificate": good.certificate, "key": good.key, "authority": good.authority}
+        check(parse_config({**data, "tls": tls}))
+        with pytest.raises(ConfigError, match=r"tls\.key = .*none\.key.*cannot be read"):
+            check(parse_config({**data, "tls": {**tls, "key": "none.key"}}))
         told = kv_arguments(parse_config({**data, "tls": tls}))["kv"]
         assert KvOptions.from_dict(told).tls == asdict(good)
         data["rollout"]["kv_transfer"]["allow_plain"] = True
@@ -289,11 +294,11 @@ def test_a_server_takes_the_certificate_of_its_own_https(good: Tls) -> None:
 
     for host, plain, fine in (("127.0.0.1", False, True), ("10.0.0.5", False, False), ("10.0.0.5", True, True)):
         args = flags(rl_kv_host=host, rl_kv_allow_plain=plain)
-        check: Callable[[argparse.Namespace], None] = FrontendOptions.of(args).check_kv
+        options = FrontendOptions.of(args)
         if fine:
-            check(args)
+            options.check_kv(args)
             continue
         with pytest.raises(ConfigError, match=r"--rl-kv-host = '10\.0\.0\.5': .*--ssl-certfile"):
-            check(args)
+            options.check_kv(args)
         args.ssl_certfile = good.certificate
-        check(args)
+        options.check_kv(args)

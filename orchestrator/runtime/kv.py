@@ -8,6 +8,7 @@ import secrets
 from dataclasses import asdict
 from typing import Any
 
+from orchestrator.api.urls import is_loopback
 from orchestrator.config import Config
 from orchestrator.runtime import served
 from orchestrator.transfer.kv_mooncake import check_device
@@ -35,7 +36,10 @@ def kv_arguments(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Whether the carrier can work, as far as this machine says. Raises ConfigError."""
+    """Whether the carrier can work, and the files of TLS be used, as far as this machine says. Raises ConfigError."""
     settings = config.rollout.kv_transfer
     if settings.enabled and not config.ray.address:
         check_device(settings.protocol, settings.device)
+        if not is_loopback(settings.host):
+            config.tls.files().server()
+            config.tls.files().client()
