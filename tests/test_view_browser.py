@@ -58,7 +58,8 @@ def test_the_page_shows_the_run_in_light_and_dark_and_follows_it(tmp_path: Path)
                     await page.go(server.url)
                     await page.until("document.body.dataset.drawn === '40'")
                     text = await page.value("document.body.innerText")
-                    for words in ("step 40", "Waiting for:", "generation", "vllm-0", "coming back", "closes", "vllm-1"):
+                    for words in ("step 40", "Waiting for:", "generation", "vllm-0", "coming back", "closes", "vllm-1",
+                                  "24 · 18.4 · 32", "25 % · 40 %", "Beside serving", "0.41 s", "−0.031 s", "3 of 940, 1"):
                         assert words.lower() in text.lower(), words
                     assert EVIL in text  # as text
                     assert await page.value("document.querySelectorAll('img').length") == 0

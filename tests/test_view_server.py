@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, SharedDevice, WorkerStats
 from orchestrator.config import Config, parse_config, to_json
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
@@ -302,6 +303,20 @@ def test_a_run_says_what_is_under_way_and_its_page_shows_the_last_of_it_when_it_
     assert shown["step"] == 2
     assert shown["ledger"]["started"] == sum(n for name, n in shown["ledger"].items() if name != "started") > 0
     assert [row["name"] for row in shown["workers"]] == ["sim-0", "sim-1"]
+
+
+def test_a_worker_that_is_asked_just_behind_an_update_is_shown_with_what_it_did_before() -> None:
+    answers = [WorkerStats(running, 0, 4 * running, 128, 0, 50.0, 3) for running in (24, 32, 16, 0)]
+    row = sampling.said(answers)
+    assert (row["running"], row["running_mean"], row["running_peak"]) == (0, 18.0, 32)
+    assert (row["kv_used"], row["kv_peak"]) == (0, 1.0)
+    assert "budget" not in row
+    beside = SharedDevice(12, 16, 2 << 20, ttft_slack=-0.25, firsts=9, late_first=2)
+    row = sampling.said([replace(answers[0], shared=beside)])
+    assert (row["pages"], row["budget"], row["ttft_slack"], row["late_first"]) == (12, 16, -0.25, 2)
+    assert "tpot_slack" not in row, "nothing decodes"
+    record = {"t": 1.0, "stages": [], "workers": [{"name": "w", "state": "up", "version": 3, "requests": 0, **row}]}
+    assert sampling.read_record(json.dumps(record).encode()) == record
 
 
 @pytest.mark.long

@@ -208,6 +208,7 @@ class Coserving(Preempting):
             "oldest_wait": self._rl_oldest_wait(),
             "version": self._rl_version,
             "steps": self._rl_steps,
+            "shared": self._rl_pages.shared() if self._rl_pages is not None else None,
         }
 
 

@@ -32,6 +32,7 @@ from orchestrator.api import (
     ConfigError,
     GenerationRequest,
     RetryableError,
+    SharedDevice,
     UpdateResult,
     WorkerStats,
     merge_spans,
@@ -356,6 +357,7 @@ class ServedWorker:
             generated=counts["generated"],
             oldest_wait=max(float(counts["oldest_wait"]), 0.0 if oldest is None else now - oldest),
             suspended=self.cycle.suspended,
+            shared=SharedDevice(**counts["shared"]) if counts.get("shared") else None,
         )
 
     async def close(self) -> None:

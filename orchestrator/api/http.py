@@ -17,11 +17,12 @@ from orchestrator.api.types import (
     Completion,
     CompletionTiming,
     GenerationRequest,
+    SharedDevice,
     UpdateResult,
     WorkerStats,
 )
 
-PROTOCOL = 2  # raised with every change that the other side would notice
+PROTOCOL = 3  # raised with every change that the other side would notice
 PROTOCOL_HEADER = "RL-Coserve-Protocol"  # in every call of the client and every answer of a control endpoint
 # In every answer: another value means that the server was started anew, or was given another relay, and has no requests
 # of before. A call that names another value than the present one is refused.
@@ -144,6 +145,16 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
+def _finite_or_none(value: Any) -> float | None:
+    return None if value is None else _finite(value)
+
+
+def _shared(value: Any) -> SharedDevice | None:
+    if not isinstance(value, Mapping | None):
+        raise TypeError(f"{value!r:.40} is no record")
+    return None if value is None else SharedDevice(**_of_kind(SharedDevice, value))
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is not text")
@@ -158,4 +169,7 @@ def _truth(value: Any) -> bool:
 
 _INT64 = 1 << 63
 _LARGEST = 1e300  # far beyond what anybody measures; integers above it have no float
-_KINDS: dict[str, Callable[[Any], Any]] = {"int": _whole, "float": _finite, "str": _text, "bool": _truth}
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "int": _whole, "float": _finite, "float | None": _finite_or_none, "str": _text, "bool": _truth,
+    "SharedDevice | None": _shared,
+}  # fmt: skip
