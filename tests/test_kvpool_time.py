@@ -197,7 +197,9 @@ def test_a_run_is_told_what_its_worker_has_of_the_device_and_what_serving_can_sp
     late = shared(setup.other, setup.slot)
     assert late is not None
     assert late["ttft_slack"] < 0
-    read = stats_from_json(json.loads(json.dumps(asdict(WorkerStats(0, 0, 0, 1, 0, 0.0, 0, shared=SharedDevice(**late))))))
+    read = stats_from_json(
+        json.loads(json.dumps(asdict(WorkerStats(0, 0, 0, 1, 0, 0.0, 0, shared=SharedDevice(**late)))))
+    )
     assert read.shared == SharedDevice(**late)
     setup.other.release(np.flatnonzero(setup.other.owners() == setup.slot).astype(np.uint64))
     setup.other.leave()

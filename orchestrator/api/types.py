@@ -254,6 +254,8 @@ class WorkerStats:
     ``oldest_wait`` seconds that the longest-waiting request has waited. ``expert_imbalance``: of a mixture of experts, the tokens
     that the experts of the fullest device are chosen for, over the mean of the devices, if each device held whole experts (at
     least 1); 1.0: even, or no mixture, or not measured. ``shared``: of a worker on a device of serving; None: it has its own.
+    ``steps``: engine steps that computed something, since the start; ``step_requests`` and ``step_kv``: summed over them, the
+    requests that a step computed and the KV blocks in use meanwhile. (Between two steps, when a worker answers, both may be 0.)
     """
 
     running: int
@@ -273,6 +275,9 @@ class WorkerStats:
     suspended: bool = False
     expert_imbalance: float = 1.0
     shared: SharedDevice | None = None
+    steps: int = 0
+    step_requests: int = 0
+    step_kv: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ TRAJECTORIES = 40  # that are listed one by one, those that began first
 WORKERS = 64  # that are listed
 REASONS = 16  # that are told apart
 TEXT = 120  # characters of a reason
-ANSWERS = 5  # of a worker that its mean and peaks are over: ten seconds of generation, weight updates left out
+ANSWERS = 6  # of a worker that its means are over: ten seconds, without those in which weights are updated
 _ASK_EVERY = 2  # samples between two questions to a worker
 _ANSWER_SECONDS = 1.0
 _GENERATION = "generation"  # as in orchestrator/envs.py
@@ -129,7 +129,10 @@ class Sampler:
             try:
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     answer = await lane.worker.stats()
-                self._asked.setdefault(name, deque(maxlen=ANSWERS)).append(answer)
+                answers = self._asked.setdefault(name, deque(maxlen=ANSWERS))
+                if answers and answer.steps < answers[-1].steps:  # it was started anew
+                    answers.clear()
+                answers.append(answer)
                 self._silent.discard(name)
             except (RetryableError, CommandError, ConfigError, TimeoutError):
                 self._silent.add(name)  # shown; whether it is lost is the heartbeat's to say
@@ -201,13 +204,14 @@ class Sampler:
 
 
 def said(answers: Sequence[WorkerStats]) -> dict[str, Any]:
-    """Of a worker's answers, the newest last: what it says now, and over all of them the mean and the peak of what it computes
-    and the peak of its KV. A single answer may fall just behind an update, when nothing runs."""
+    """Of a worker's answers, the newest last: what it says now, and what its engine steps since the first of them were like on
+    average. It answers between two steps, often when all that ran has just ended: what it says of now alone means little."""
     newest = asdict(answers[-1])
     row: dict[str, Any] = {field: round(newest[field], 3) for field in _STATS}
-    row["running_mean"] = round(sum(answer.running for answer in answers) / len(answers), 1)
-    row["running_peak"] = max(answer.running for answer in answers)
-    row["kv_peak"] = round(max(answer.kv_used / max(1, answer.kv_capacity) for answer in answers), 4)
+    last, first = answers[-1], answers[0] if len(answers) > 1 else WorkerStats(0, 0, 0, 0, 0, 0.0, 0)
+    if steps := last.steps - first.steps:
+        row["running_mean"] = round((last.step_requests - first.step_requests) / steps, 1)
+        row["kv_mean"] = round((last.step_kv - first.step_kv) / steps / max(1, last.kv_capacity), 4)
     beside = newest["shared"] or {}
     return row | {field: round(beside[field], 6) for field in _SHARED if beside.get(field) is not None}
 

@@ -55,27 +55,26 @@ function cards(now) {
 
 function kv(row) {
   if (!row.kv_capacity) return "–";
-  const share = row.kv_used / row.kv_capacity;
-  const bar = svg("svg", { class: `kv${share > 0.95 ? " full" : ""}`, viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
-    svg("rect", { x: 0, y: 0, height: 10, width: 100 * share }));
-  return html("span", {}, bar, percent(share) + (row.kv_peak === undefined ? "" : ` · ${percent(row.kv_peak)}`));
+  const share = row.kv_used / row.kv_capacity, shown = row.kv_mean === undefined ? share : row.kv_mean;
+  const bar = svg("svg", { class: `kv${shown > 0.95 ? " full" : ""}`, viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
+    svg("rect", { x: 0, y: 0, height: 10, width: 100 * shown }));
+  return html("span", {}, bar, percent(share) + (row.kv_mean === undefined ? "" : ` · ${percent(row.kv_mean)}`));
 }
 
-const running = (row) => (row.running_peak === undefined ? whole(row.running)
-  : `${count(row.running)} · ${brief(row.running_mean)} · ${count(row.running_peak)}`);
+const running = (row) => whole(row.running) + (row.running_mean === undefined ? "" : ` · ${brief(row.running_mean)}`);
 const slack = (seconds) => (seconds === undefined ? "–"
-  : html("span", seconds < 0 ? { class: "late" } : {}, `${seconds < 0 ? "−" : ""}${brief(Math.abs(seconds))} s`));
-const late = (number, all, blamed) => (all === undefined ? "–" : `${count(number)} of ${count(all)}, ${count(blamed)}`);
+  : html("span", seconds < 0 ? { class: "late" } : {}, `${brief(seconds)} s`));
+const late = (number, all, blamed) => (all === undefined ? "–" : `${count(number)} of ${count(all)} · ${count(blamed)}`);
 
 // Workers that have their device together with a serving engine, which is as it said last.
 function beside(now) {
   const rows = now.workers.filter((row) => row.budget !== undefined);
   document.getElementById("beside-figure").hidden = !rows.length;
   put("beside", table(
-    ["Worker", "Lent pages", "Budget", "MiB", "TTFT slack", "TPOT slack", "Slack of an arrival", "First tokens late, by rollouts", "Later tokens late, by rollouts"],
-    rows.map((row) => [row.name, count(row.pages), count(row.budget), brief((row.pages * row.page_bytes) / (1 << 20)), slack(row.ttft_slack),
+    ["Worker", "Lent pages", "MiB", "TTFT slack", "TPOT slack", "Arrival slack", "Late first · by rollouts", "Late later · by rollouts"],
+    rows.map((row) => [row.name, `${count(row.pages)} of ${count(row.budget)}`, brief((row.pages * row.page_bytes) / (1 << 20)), slack(row.ttft_slack),
       slack(row.tpot_slack), slack(row.arriving), late(row.late_first, row.firsts, row.blamed_first), late(row.late_next, row.nexts, row.blamed_next)]),
-    [1, 2, 3, 4, 5, 6, 7, 8]));
+    [1, 2, 3, 4, 5, 6, 7]));
 }
 
 function underWay(now) {
@@ -84,7 +83,7 @@ function underWay(now) {
   const none = now.run.status === "unfinished" ? "None is in flight." : "The run has ended.";
   put("reasons", reasons.length ? bars(reasons, "c1") : empty(none));
   put("workers", now.workers.length
-    ? table(["Worker", "State", "KV now · peak", "Requests", "Running now · mean · peak", "Waiting", "Version", "Tokens/s"],
+    ? table(["Worker", "State", "KV now · mean", "Requests", "Running now · mean", "Waiting", "Version", "Tokens/s"],
       now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.requests), running(row), whole(row.waiting), whole(row.version),
         row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s)]), [3, 4, 5, 6, 7])
     : empty("None has said how it is."));

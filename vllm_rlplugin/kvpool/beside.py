@@ -1,6 +1,6 @@
 """What a rollout engine can say of its device: what it may have of it, and how its serving neighbour is (ROSE 4.1).
 
-Guarantees: a look at the pool, under a millisecond, that changes nothing; as the serving engine said last, so an engine that hangs
+Guarantees: a look at the pool, under a millisecond, that changes nothing; as the serving engine said last: one that hangs
 says nothing new. Plain data with the fields of :class:`orchestrator.api.SharedDevice`: finite, or None.
 """
 
