@@ -51,8 +51,8 @@ sbom: venv $(TOOLS)/bin/cyclonedx-py ## The bill of materials of .venv, CycloneD
 	@$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.cdx.json $(BIN)/python
 	@$(BIN)/python scripts/licences.py sbom.cdx.json
 
-audit: venv $(TOOLS)/bin/cyclonedx-py ## Known vulnerabilities of what is installed in .venv (pip-audit asks its database, over the network)
-	@$(TOOLS)/bin/pip-audit --progress-spinner off --path $(BIN)/../lib/python3.11/site-packages
+audit: venv $(TOOLS)/bin/cyclonedx-py ## Known vulnerabilities of what is installed in .venv (pip-audit asks OSV, over the network; offline: an error that says so)
+	@$(BIN)/python scripts/audit.py $(TOOLS)/bin/pip-audit
 
 clean: ## Remove .venv, caches and build products; keeps runs/
 	rm -rf .venv build dist orchestrator/transfer/delta/_native.ctypes.so vllm_rlplugin/kvpool/_pages.ctypes.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

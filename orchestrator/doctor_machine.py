@@ -6,7 +6,6 @@ Without a config the bounds are those of the demo. What a config adds is in :mod
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import resource
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.finding import Finding
+from orchestrator.nvml import NvmlUnavailable, handles, started
 
 # The demo's processes together took 2.5 GB (proportional set size, peak, on two cores): Ray, one vLLM engine, one
 # Megatron-Core rank, mooncake_master, reward host, orchestrator.
@@ -35,15 +35,13 @@ def devices() -> Finding:
     """NVIDIA GPUs through NVML; a machine without one is told so, and is no failure: the engines then run on the CPU."""
     nodes = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     try:
-        library: Any = importlib.import_module("pynvml")
-    except ImportError:
-        if nodes:
-            detail = f"{', '.join(nodes)} in /dev, but NVML cannot be asked: pynvml is not installed"
+        library = started()
+    except NvmlUnavailable as error:
+        if not error.installed and nodes:
+            detail = f"{', '.join(nodes)} in /dev, but NVML cannot be asked: {error}"
             return Finding("warn", detail, "pip install 'rl-coserve[nvml]'")
-        return Finding("ok", "none (no /dev/nvidia*): engines run on the CPU")
-    try:
-        library.nvmlInit()
-    except library.NVMLError as error:
+        if not error.installed:
+            return Finding("ok", "none (no /dev/nvidia*): engines run on the CPU")
         if nodes:
             fix = "check the driver (nvidia-smi, dmesg); in a container: the NVIDIA container toolkit"
             return Finding("fail", f"{', '.join(nodes)} in /dev, but NVML says: {error}", fix)
@@ -57,8 +55,7 @@ def devices() -> Finding:
 def _devices(library: Any) -> Finding:
     driver = _text(library.nvmlSystemGetDriverVersion())
     said, taken = [], []
-    for index in range(library.nvmlDeviceGetCount()):
-        handle = library.nvmlDeviceGetHandleByIndex(index)
+    for index, handle in enumerate(handles(library)):
         memory, name = library.nvmlDeviceGetMemoryInfo(handle), _text(library.nvmlDeviceGetName(handle))
         said.append(f"{index}: {name}, {memory.free >> 20} of {memory.total >> 20} MB free")
         if memory.free < DEVICE_FREE * memory.total:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import importlib
 import json
 import os
 import signal
@@ -18,11 +17,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from orchestrator.api import ConfigError, RetryableError
 from orchestrator.mps import BINARY, MpsControl, MpsHealth
 from orchestrator.nvidia import gpus
+from orchestrator.nvml import NvmlUnavailable, handles, started
 
 FOLDER = Path("/dev/shm")
 WATCH_SECONDS = 5.0
@@ -74,14 +73,12 @@ class Watcher:
 def clients() -> list[int] | None:
     """Processes that compute under MPS on this host's GPUs; None without pynvml or a GPU."""
     try:
-        library: Any = importlib.import_module("pynvml")
-    except ImportError:
+        library = started()
+    except NvmlUnavailable:
         return None
+    found: set[int] = set()
     try:
-        library.nvmlInit()
-        found: set[int] = set()
-        for index in range(library.nvmlDeviceGetCount()):
-            handle = library.nvmlDeviceGetHandleByIndex(index)
+        for handle in handles(library):
             found |= {int(process.pid) for process in library.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
     except library.NVMLError:
         return None

@@ -7,12 +7,12 @@ batches of a synchronous mode) say nothing about environments and are left out o
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import Trajectory
+from orchestrator.nvml import NvmlUnavailable, handles, started
 
 SAMPLE_SECONDS = 0.5  # between two samples
 Gpus = Callable[[], Sequence[float]]
@@ -69,22 +69,21 @@ class Occupancy:
 def nvml() -> Gpus | None:
     """Reads the utilisation of this machine's GPUs through NVML; None without pynvml, a driver or a GPU."""
     try:
-        library: Any = importlib.import_module("pynvml")
-    except ImportError:
+        library = started()
+    except NvmlUnavailable:
         return None
     try:
-        library.nvmlInit()
-        handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+        devices = handles(library)
     except library.NVMLError:
         return None
 
     def read() -> list[float]:
         found = []
-        for handle in handles:
+        for handle in devices:
             try:
                 found.append(library.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0)
             except library.NVMLError:  # a GPU may fall off the bus, or not tell (MIG): then it is not in the mean
                 continue
         return found
 
-    return read if handles else None
+    return read if devices else None

@@ -228,6 +228,14 @@ def test_two_vllm_servers_share_a_pool_and_the_serving_team_has_the_last_word(
     assert state["serving"]["pid"] == serving.control("GET", wire.STATUS)["pool"]["process"]
     assert state["slo"]["firsts"] >= 2 * len(PROMPTS)
 
+    # What a run sees of it with each look at its worker.
+    shared = rollout.control("GET", wire.STATS)["shared"]
+    assert 0 < shared["pages"] <= shared["budget"]
+    assert shared["firsts"] >= 2 * len(PROMPTS)
+    assert shared["arriving"] > 0
+    assert (shared["ttft_slack"], shared["late_first"]) == (None, 0)
+    assert serving.control("GET", wire.STATS)["shared"] is None
+
     # Prefix caching, with the pool: the second time most of a prompt is found.
     hits = rollout.control("GET", wire.STATS)["prefix_hits"]
     assert rollout.roll("again") == expected[1]

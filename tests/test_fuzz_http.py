@@ -138,6 +138,7 @@ STATS = {
     "preemptions": 0,
     "tokens_per_s": 4.5,
     "version": 2,
+    "shared": {"pages": 3, "budget": 8, "page_bytes": 4096, "ttft_slack": -0.5, "tpot_slack": None, "late_first": 2},
 }
 ANSWERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "completions": ({"sequence": 3, "completions": [api_http.completion_to_json(COMPLETION)]}, _batch),

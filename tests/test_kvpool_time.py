@@ -7,16 +7,20 @@ import math
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, SharedDevice, WorkerStats
+from orchestrator.api.http import stats_from_json
 from orchestrator.policies.admission import ServingState, Slo
 from orchestrator.policies.costs import LearnedCosts
 from vllm_rlplugin.kvpool.admitting import Turns
+from vllm_rlplugin.kvpool.beside import shared
 from vllm_rlplugin.kvpool.ledger import PagePool
 from vllm_rlplugin.kvpool.profiled import costs_of
 from vllm_rlplugin.kvpool.serving import ServingMeter
@@ -175,6 +179,31 @@ def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_w
     setup.meter.ended()
     latest = setup.meter.latest
     assert (latest.nexts, latest.late_next, latest.blamed_next) == (1, 1, 0), "100 ms late, rollouts ran 20 ms of it"
+
+
+def test_a_run_is_told_what_its_worker_has_of_the_device_and_what_serving_can_spare(setup: Setup) -> None:
+    lent = {"pages": 0, "budget": 8, "page_bytes": 4096}
+    setup.pool.set_budget(setup.slot, 8, 1)
+    assert shared(setup.other, setup.slot) == lent, "serving has not said anything yet"
+    assert setup.other.acquire(3).size == 3
+    setup.meter.arrived(request("a", 400, arrival=100.0))
+    busy = shared(setup.other, setup.slot)
+    assert busy is not None
+    assert (busy["pages"], busy["tpot_slack"]) == (3, None)
+    assert busy["ttft_slack"] == pytest.approx(0.2 - 0.05)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.at = 100.25
+    setup.meter.ended()
+    late = shared(setup.other, setup.slot)
+    assert late is not None
+    assert late["ttft_slack"] < 0
+    read = stats_from_json(
+        json.loads(json.dumps(asdict(WorkerStats(0, 0, 0, 1, 0, 0.0, 0, shared=SharedDevice(**late)))))
+    )
+    assert read.shared == SharedDevice(**late)
+    setup.other.release(np.flatnonzero(setup.other.owners() == setup.slot).astype(np.uint64))
+    setup.other.leave()
+    assert shared(setup.pool, setup.slot) is None
 
 
 def test_a_prefiller_counts_no_decodes_and_a_decoder_no_first_tokens(setup: Setup) -> None:

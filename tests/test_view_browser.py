@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from orchestrator.report.html import write_report
+from orchestrator.view.runs import Runs
 from orchestrator.view.server import Hub, Server
+from tests import view_browser as chromium
+from tests import view_runs as runs
 
 TOKEN = "token-of-this-test-1234"
 
 
-def _helper(name: str) -> ModuleType:
-    """A module beside this one; pytest's importlib mode puts no folder of tests on the path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-runs = _helper("view_runs")
-chromium = _helper("view_browser")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MISSING),
@@ -58,7 +46,21 @@ def test_the_page_shows_the_run_in_light_and_dark_and_follows_it(tmp_path: Path)
                     await page.go(server.url)
                     await page.until("document.body.dataset.drawn === '40'")
                     text = await page.value("document.body.innerText")
-                    for words in ("step 40", "Waiting for:", "generation", "vllm-0", "coming back", "closes", "vllm-1"):
+                    for words in (
+                        "step 40",
+                        "Waiting for:",
+                        "generation",
+                        "vllm-0",
+                        "coming back",
+                        "closes",
+                        "vllm-1",
+                        "24 · 18.4",
+                        "25 % · 40 %",
+                        "Beside serving",
+                        "0.41 s",
+                        "-0.031 s",
+                        "3 of 940 · 1",
+                    ):
                         assert words.lower() in text.lower(), words
                     assert EVIL in text  # as text
                     assert await page.value("document.querySelectorAll('img').length") == 0
@@ -87,5 +89,66 @@ def test_the_page_shows_the_run_in_light_and_dark_and_follows_it(tmp_path: Path)
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             await server.close()
+
+    asyncio.run(main())
+
+
+def test_the_runs_of_a_folder_are_on_one_page_and_each_leads_to_its_own(tmp_path: Path) -> None:
+    for name in ("alpha-001", "beta-002"):
+        runs.write_unfinished(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+    pictures = Path(os.environ.get("VIEW_PICTURES", tmp_path))
+
+    async def main() -> None:
+        shown = Runs(tmp_path)
+        server = Server(shown, TOKEN, hubs=lambda: shown.hubs)
+        await server.start()
+        following = asyncio.create_task(shown.run())
+        try:
+            async with chromium.browser(height=420) as page:
+                await page.go(server.url)
+                await page.until("document.querySelectorAll('#runs tbody tr').length === 2")
+                await page.until("document.body.innerText.includes('40 of 80')")
+                text = await page.value("document.body.innerText")
+                assert "2 of 2 runs go on" in text
+                assert "64" in text  # trajectories in flight
+                await page.picture(pictures / "runs.png")
+                runs.write_unfinished(tmp_path / "gamma-003")
+                (tmp_path / "gamma-003" / "config.json").write_text("{}")
+                await page.until("document.body.innerText.includes('gamma-003')")
+                await page.value("document.querySelector('a[href=\"run/beta-002/\"]').click()")
+                await page.until("document.body.dataset.drawn === '40'")
+                assert (await page.value("location.href")).endswith("/run/beta-002/")
+                assert "vllm-0" in await page.value("document.body.innerText")
+                assert page.complaints == []
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_report_compares_runs_in_the_browser_with_a_curve_of_each(tmp_path: Path) -> None:
+    folders = []
+    for name, steps in (("alpha-001", 20), ("beta-002", 40)):
+        run = runs.SyntheticRun(tmp_path / name, steps=steps)
+        run.start()
+        run.loop(0, steps)
+        run.write()
+        folders.append(tmp_path / name)
+    written = write_report(folders)
+
+    async def main() -> None:
+        for dark in (False, True):
+            async with chromium.browser(dark=dark) as page:
+                await page.go(written.as_uri())
+                await page.until("document.querySelectorAll('svg polyline, svg path').length >= 4")
+                text = await page.value("document.body.innerText")
+                assert "alpha-001" in text
+                assert "beta-002" in text
+                assert await page.value("document.documentElement.scrollWidth <= window.innerWidth")
+                assert page.complaints == []
+                assert all(url.startswith("file:") for url in page.requested)
 
     asyncio.run(main())

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import aiohttp
 import pytest
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, SharedDevice, WorkerStats
 from orchestrator.config import Config, parse_config, to_json
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
@@ -35,22 +33,9 @@ from orchestrator.view.live import Sampler
 from orchestrator.view.program import read_token
 from orchestrator.view.server import WATCHERS, Hub, Server
 from orchestrator.view.spans import Spans
+from tests import view_runs as runs
 
 TOKEN = "token-of-this-test-1234"
-
-
-def _helper(name: str) -> ModuleType:
-    """A module beside this one; pytest's importlib mode puts no folder of tests on the path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-runs = _helper("view_runs")
 
 
 @asynccontextmanager
@@ -302,6 +287,22 @@ def test_a_run_says_what_is_under_way_and_its_page_shows_the_last_of_it_when_it_
     assert shown["step"] == 2
     assert shown["ledger"]["started"] == sum(n for name, n in shown["ledger"].items() if name != "started") > 0
     assert [row["name"] for row in shown["workers"]] == ["sim-0", "sim-1"]
+
+
+def test_a_worker_that_is_asked_between_two_steps_is_shown_with_what_its_steps_were_like() -> None:
+    idle = WorkerStats(0, 0, 0, 128, 0, 50.0, 3)
+    answers = [replace(idle, steps=100 + n, step_requests=3000 + 24 * n, step_kv=9000 + 64 * n) for n in (0, 10, 20)]
+    row = sampling.said(answers)
+    assert (row["running"], row["running_mean"], row["kv_used"], row["kv_mean"]) == (0, 24.0, 0, 0.5)
+    assert sampling.said(answers[:1])["running_mean"] == 30.0, "of the first answer: since the start"
+    assert "running_mean" not in sampling.said([answers[0], answers[0]]), "no step since"
+    assert "budget" not in row
+    beside = SharedDevice(12, 16, 2 << 20, ttft_slack=-0.25, firsts=9, late_first=2)
+    row = sampling.said([replace(answers[0], shared=beside)])
+    assert (row["pages"], row["budget"], row["ttft_slack"], row["late_first"]) == (12, 16, -0.25, 2)
+    assert "tpot_slack" not in row, "nothing decodes"
+    record = {"t": 1.0, "stages": [], "workers": [{"name": "w", "state": "up", "version": 3, "requests": 0, **row}]}
+    assert sampling.read_record(json.dumps(record).encode()) == record
 
 
 @pytest.mark.long

@@ -177,6 +177,9 @@ def test_the_metrics_say_what_the_log_says(finished: Path) -> None:
     assert value("waiting", reason="environment step") == LIVE["reasons"]["environment step"]
     assert value("worker_kv_used_ratio", worker="vllm-0") == pytest.approx(0.25)
     assert value("weight_update_seconds_count") > 0
+    assert value("worker_slo_slack_seconds", worker="served-0", slo="tpot") == -0.0312
+    assert value("worker_slo_late_tokens_total", worker="served-0", slo="ttft") == 3
+    assert value("worker_lent_pages", worker="served-0") == 37
     assert value("trajectories", end="failed") == LIVE["ledger"]["failed"]
 
 

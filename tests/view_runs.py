@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-_NAME = "test_report_fixtures"
-if _NAME not in sys.modules:
-    _spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name(f"{_NAME}.py"))
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules[_NAME] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_NAME])
-write_run = sys.modules[_NAME].write_run
-SyntheticRun = sys.modules[_NAME].SyntheticRun
+from tests.test_report_fixtures import SyntheticRun, write_run
+
+__all__ = ["LIVE", "SyntheticRun", "write_run", "write_unfinished"]
 
 LIVE: dict[str, Any] = {
     "t": 100.0,
@@ -39,7 +31,13 @@ LIVE: dict[str, Any] = {
     ],
     "workers": [
         {"name": "vllm-0", "state": "up", "version": 12, "requests": 32, "running": 24, "waiting": 8, "kv_used": 256,
-         "kv_capacity": 1024, "tokens_per_s": 811.2, "preemptions": 0, "oldest_wait": 0.01},
+         "kv_capacity": 1024, "tokens_per_s": 811.2, "preemptions": 0, "oldest_wait": 0.01, "running_mean": 18.4,
+         "kv_mean": 0.4},
+        {"name": "served-0", "state": "up", "version": 12, "requests": 3, "running": 3, "waiting": 0, "kv_used": 24,
+         "kv_capacity": 128, "tokens_per_s": 96.4, "preemptions": 0, "oldest_wait": 0.0, "running_mean": 2.2,
+         "kv_mean": 0.25, "pages": 37, "budget": 64, "page_bytes": 2097152, "ttft_slack": 0.412,
+         "tpot_slack": -0.0312, "arriving": 0.38, "firsts": 940, "late_first": 3, "blamed_first": 1, "nexts": 15120,
+         "late_next": 21, "blamed_next": 7},
         {"name": "vllm-1", "state": "coming back", "version": 11, "requests": 0},
     ],
 }  # fmt: skip

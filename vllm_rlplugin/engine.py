@@ -19,7 +19,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,9 @@ class EngineCounts:
     prefix_hits: int
     generated: int
     oldest_wait: float
+    steps: int
+    step_requests: int
+    step_kv: int
     progress: int  # grows whenever anything was computed
 
 
@@ -377,17 +380,10 @@ class Engine:
     def counts(self) -> EngineCounts:
         """A snapshot; costs microseconds per request in the engine."""
         found = self._scheduler.rl_command("snapshot", {})
+        if self.released:
+            found["kv_used"] = found["kv_capacity"] = 0
         return EngineCounts(
-            running=found["running"],
-            waiting=found["waiting"],
-            kv_used=0 if self.released else found["kv_used"],
-            kv_capacity=0 if self.released else found["kv_capacity"],
-            preemptions=found["preemptions"],
-            outranked=found["outranked"],
-            prefix_queries=found["prefix_queries"],
-            prefix_hits=found["prefix_hits"],
-            generated=found["generated"],
-            oldest_wait=found["oldest_wait"],
+            **{item.name: found[item.name] for item in fields(EngineCounts) if item.name != "progress"},
             progress=found["generated"] + sum(active.core.num_computed_tokens for active in self._active.values()),
         )
 

@@ -5,7 +5,7 @@ scheduling, an ``AsyncScheduler``, each with hooks before and after its methods 
 
 * Order and preemption: see :mod:`vllm_rlplugin.preemption`. With equal priorities each step is exactly stock's.
 * After ``advance_version`` no KV of older weights is ever used again, by whatever route a request comes in.
-* Nothing is computed per step for statistics, and the counters count also when vLLM's own statistics are off.
+* Statistics cost a step a few additions, and the counters count also when vLLM's own statistics are off.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Coserving(Preempting):
         self._rl_version = 0  # 0 until the first advance_version
         self._rl_history = 0  # in each of which versions count anew
         self._rl_salted = False  # whether requests carry the version in their salt
-        self._rl_steps = self._rl_queries = self._rl_hits = self._rl_generated = 0
+        self._rl_steps = self._rl_step_requests = self._rl_step_kv = 0
+        self._rl_queries = self._rl_hits = self._rl_generated = 0
         stock: Any = super()
         stock.__init__(vllm_config, *args, **kwargs)
         self._rl_pages = PagedScheduling.of(self, options)  # None: the KV cache is vLLM's own
@@ -86,6 +87,8 @@ class Coserving(Preempting):
             output = self._rl_pages.schedule(super().schedule, *args, **kwargs)
         if output.total_num_scheduled_tokens:
             self._rl_steps += 1
+            self._rl_step_requests += len(output.num_scheduled_tokens)
+            self._rl_step_kv += self._rl_kv_used
         return output
 
     def add_request(self, request: Any) -> None:
@@ -189,6 +192,12 @@ class Coserving(Preempting):
             request.block_hashes.clear()
             request.update_block_hashes()
 
+    @property
+    def _rl_kv_used(self) -> int:
+        """Blocks, without vLLM's null block."""
+        pool = self.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
     def _rl_snapshot(self) -> dict[str, Any]:
         stock: Any = self
         running, waiting = stock.get_request_counts()
@@ -197,7 +206,7 @@ class Coserving(Preempting):
         return {
             "running": running,
             "waiting": waiting,
-            "kv_used": capacity - pool.get_num_free_blocks(),
+            "kv_used": self._rl_kv_used,
             "kv_capacity": capacity if self._rl_pages is None else self._rl_pages.blocks,
             "preemptions": self._rl_preemptions,
             "outranked": self._rl_outranked,
@@ -208,6 +217,9 @@ class Coserving(Preempting):
             "oldest_wait": self._rl_oldest_wait(),
             "version": self._rl_version,
             "steps": self._rl_steps,
+            "step_requests": self._rl_step_requests,
+            "step_kv": self._rl_step_kv,
+            "shared": self._rl_pages.shared() if self._rl_pages is not None else None,
         }
 
 

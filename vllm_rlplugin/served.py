@@ -32,6 +32,7 @@ from orchestrator.api import (
     ConfigError,
     GenerationRequest,
     RetryableError,
+    SharedDevice,
     UpdateResult,
     WorkerStats,
     merge_spans,
@@ -356,6 +357,10 @@ class ServedWorker:
             generated=counts["generated"],
             oldest_wait=max(float(counts["oldest_wait"]), 0.0 if oldest is None else now - oldest),
             suspended=self.cycle.suspended,
+            shared=SharedDevice(**counts["shared"]) if counts["shared"] else None,
+            steps=counts["steps"],
+            step_requests=counts["step_requests"],
+            step_kv=counts["step_kv"],
         )
 
     async def close(self) -> None:

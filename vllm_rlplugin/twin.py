@@ -212,6 +212,9 @@ class TwinAsyncLLM:
             "oldest_wait": 0.0,
             "version": max(0, self.loaded),
             "steps": self.steps,
+            "step_requests": self.steps,
+            "step_kv": self.steps,
+            "shared": None,
         }
 
     async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:

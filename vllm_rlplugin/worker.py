@@ -273,6 +273,9 @@ class EngineWorker:
             generated=counts.generated,
             oldest_wait=max(counts.oldest_wait, 0.0 if held_since is None else now - held_since),
             suspended=self._suspended,
+            steps=counts.steps,
+            step_requests=counts.step_requests,
+            step_kv=counts.step_kv,
         )
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ from orchestrator.api.types import (
     Completion,
     CompletionTiming,
     GenerationRequest,
+    SharedDevice,
     UpdateResult,
     WorkerStats,
 )
@@ -148,6 +149,16 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
+def _finite_or_none(value: Any) -> float | None:
+    return None if value is None else _finite(value)
+
+
+def _shared(value: Any) -> SharedDevice | None:
+    if not isinstance(value, Mapping | None):
+        raise TypeError(f"{value!r:.40} is no record")
+    return None if value is None else SharedDevice(**_of_kind(SharedDevice, value))
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is not text")
@@ -162,4 +173,7 @@ def _truth(value: Any) -> bool:
 
 _INT64 = 1 << 63
 _LARGEST = 1e300  # far beyond what anybody measures; integers above it have no float
-_KINDS: dict[str, Callable[[Any], Any]] = {"int": _whole, "float": _finite, "str": _text, "bool": _truth}
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "int": _whole, "float": _finite, "float | None": _finite_or_none, "str": _text, "bool": _truth,
+    "SharedDevice | None": _shared,
+}  # fmt: skip

@@ -223,6 +223,28 @@ def _before(turn: Turn) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedDevice:
+    """What a worker may have of a device that it shares with a serving engine, and how that one is (ROSE 4.1). It owns
+    ``pages`` of ``page_bytes``, and may own ``budget``. Slacks are seconds before serving misses an SLO, below 0 it is late:
+    ``ttft_slack`` of the prompts that wait, ``tpot_slack`` of the sequences that decode, ``arriving`` of a prompt that arrives
+    now; None: there is none, or nothing is known. Counts since serving's start: first tokens and those after them,
+    ``late_*`` of these beyond their SLO, ``blamed_*`` of the late ones those that rollouts made late."""
+
+    pages: int
+    budget: int
+    page_bytes: int
+    ttft_slack: float | None = None
+    tpot_slack: float | None = None
+    arriving: float | None = None
+    firsts: int = 0
+    late_first: int = 0
+    blamed_first: int = 0
+    nexts: int = 0
+    late_next: int = 0
+    blamed_next: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
     """A snapshot of one rollout worker. KV in blocks; ``stalled``: work pending but no token for the stall time.
 
@@ -231,7 +253,9 @@ class WorkerStats:
     are tokens looked up and found in the prefix cache since the start, ``generated`` tokens since the start,
     ``oldest_wait`` seconds that the longest-waiting request has waited. ``expert_imbalance``: of a mixture of experts, the tokens
     that the experts of the fullest device are chosen for, over the mean of the devices, if each device held whole experts (at
-    least 1); 1.0: even, or no mixture, or not measured.
+    least 1); 1.0: even, or no mixture, or not measured. ``shared``: of a worker on a device of serving; None: it has its own.
+    ``steps``: engine steps that computed something, since the start; ``step_requests`` and ``step_kv``: summed over them, the
+    requests that a step computed and the KV blocks in use meanwhile. (Between two steps, when a worker answers, both may be 0.)
     """
 
     running: int
@@ -250,6 +274,10 @@ class WorkerStats:
     oldest_wait: float = 0.0
     suspended: bool = False
     expert_imbalance: float = 1.0
+    shared: SharedDevice | None = None
+    steps: int = 0
+    step_requests: int = 0
+    step_kv: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,9 @@ def retained(published: tuple[Published, ...], keep: int, holders: Iterable[Hold
     holding = list(holders)
     for target in (*wanted, *(holder.fetching for holder in holding)):
         kept |= _places(published, from_snapshot(published, target) or ())
-    for held in {holder.version for holder in holding} if versions else ():  # who speaks before an epoch's first version
+    for held in (
+        {holder.version for holder in holding} if versions else ()
+    ):  # who speaks before an epoch's first version
         kept |= _places(published, by_differences(published, held, versions[-1]) or ())
     return tuple(item for place, item in enumerate(published) if place in kept)
 

@@ -15,8 +15,12 @@ FindRun = Callable[[str], Path]
 
 def add(commands: Any, find: FindRun) -> None:
     """Add them to the command line. ``find``: a run's folder by its name."""
-    view = commands.add_parser("view", help="a live web page of a run, or of one that has ended")
-    view.add_argument("name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest)")
+    view = commands.add_parser(
+        "view", help="a live web page of a run, of one that has ended, or of all runs of a folder"
+    )
+    view.add_argument(
+        "name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest), or a folder of runs"
+    )
     view.add_argument("--port", type=int, default=0, help="on loopback (a free one)")
     view.add_argument("--token-file", default="", metavar="FILE", help="holds the page's token (a new one)")
     view.set_defaults(run=lambda arguments: _view(arguments, find))
@@ -35,10 +39,14 @@ def add(commands: Any, find: FindRun) -> None:
 
 
 def _view(arguments: argparse.Namespace, find: FindRun) -> int:
-    from orchestrator.view.program import read_token, serve
+    from orchestrator.view.program import read_token, serve, serve_runs
+    from orchestrator.view.runs import runs_in
 
-    token = read_token(arguments.token_file, "--token-file")
-    asyncio.run(serve(find(arguments.name), token, arguments.port))
+    token, folder = read_token(arguments.token_file, "--token-file"), Path(arguments.name)
+    if not (folder / "config.json").exists() and runs_in(folder):
+        asyncio.run(serve_runs(folder.resolve(), token, arguments.port))
+    else:
+        asyncio.run(serve(find(arguments.name), token, arguments.port))
     return 0
 
 

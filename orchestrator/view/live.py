@@ -12,12 +12,13 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.api import CommandError, ConfigError, RetryableError, WorkerStats
+from orchestrator.api import CommandError, ConfigError, RetryableError, SharedDevice, WorkerStats
 from orchestrator.api.jsontext import parse_object
 from orchestrator.events import EventLog
 
@@ -31,9 +32,11 @@ TRAJECTORIES = 40  # that are listed one by one, those that began first
 WORKERS = 64  # that are listed
 REASONS = 16  # that are told apart
 TEXT = 120  # characters of a reason
+ANSWERS = 6  # of a worker that its means are over: ten seconds, without those in which weights are updated
 _ASK_EVERY = 2  # samples between two questions to a worker
 _ANSWER_SECONDS = 1.0
 _GENERATION = "generation"  # as in orchestrator/envs.py
+_SHARED = tuple(field.name for field in fields(SharedDevice))  # of a worker beside serving
 _STATS = ("running", "waiting", "kv_used", "kv_capacity", "tokens_per_s", "preemptions", "oldest_wait")
 
 
@@ -94,7 +97,7 @@ class Sampler:
         self._file = folder / FILE
         self._events = events
         self._say = say
-        self._asked: dict[str, WorkerStats] = {}
+        self._asked: dict[str, deque[WorkerStats]] = {}  # the newest answers
         self._silent: set[str] = set()
         self._broken = False
         self._task: asyncio.Task[None] | None = None
@@ -125,7 +128,11 @@ class Sampler:
             name = lane.worker.name
             try:
                 async with asyncio.timeout(_ANSWER_SECONDS):
-                    self._asked[name] = await lane.worker.stats()
+                    answer = await lane.worker.stats()
+                answers = self._asked.setdefault(name, deque(maxlen=ANSWERS))
+                if answers and answer.steps < answers[-1].steps:  # it was started anew
+                    answers.clear()
+                answers.append(answer)
                 self._silent.discard(name)
             except (RetryableError, CommandError, ConfigError, TimeoutError):
                 self._silent.add(name)  # shown; whether it is lost is the heartbeat's to say
@@ -191,10 +198,22 @@ class Sampler:
         name = lane.worker.name
         row: dict[str, Any] = {"name": name, "state": _state(lane, name in self._silent), "version": lane.version}
         row["requests"] = len(lane.sent)
-        if (stats := self._asked.get(name)) is not None and not lane.removed:
-            said = asdict(stats)
-            row |= {field: round(said[field], 3) for field in _STATS}
+        if (answers := self._asked.get(name)) and not lane.removed:
+            row |= said(answers)
         return row
+
+
+def said(answers: Sequence[WorkerStats]) -> dict[str, Any]:
+    """Of a worker's answers, the newest last: what it says now, and what its engine steps since the first of them were like on
+    average. It answers between two steps, often when all that ran has just ended: what it says of now alone means little."""
+    newest = asdict(answers[-1])
+    row: dict[str, Any] = {field: round(newest[field], 3) for field in _STATS}
+    last, first = answers[-1], answers[0] if len(answers) > 1 else WorkerStats(0, 0, 0, 0, 0, 0.0, 0)
+    if steps := last.steps - first.steps:
+        row["running_mean"] = round((last.step_requests - first.step_requests) / steps, 1)
+        row["kv_mean"] = round((last.step_kv - first.step_kv) / steps / max(1, last.kv_capacity), 4)
+    beside = newest["shared"] or {}
+    return row | {field: round(beside[field], 6) for field in _SHARED if beside.get(field) is not None}
 
 
 def _state(lane: Lane, silent: bool) -> str:

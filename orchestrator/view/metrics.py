@@ -52,6 +52,14 @@ TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
     "worker_kv_used_ratio": ("gauge", ("worker",), "Share of the worker's KV blocks in use."),
     "worker_version": ("gauge", ("worker",), "The weight version that the worker holds."),
     "worker_tokens_per_second": ("gauge", ("worker",), "Tokens that the worker generates a second."),
+    "worker_lent_pages": ("gauge", ("worker",), "Pages of serving's device that the worker has."),
+    "worker_lent_pages_budget": ("gauge", ("worker",), "Pages of serving's device that the worker may have."),
+    "worker_slo_slack_seconds": (
+        "gauge",
+        ("worker", "slo"),
+        "Seconds that serving beside the worker has before it misses an SLO; below 0: it is late.",
+    ),
+    "worker_slo_late_tokens": ("counter", ("worker", "slo"), "Tokens of serving beside the worker beyond their SLO."),
     "weight_update_seconds": ("histogram", (), "Time of a worker's weight update, in which it stands still."),
     "weight_bytes": ("counter", (), "Bytes of weights that workers took up."),
     "incidents": ("counter", ("kind", "cause"), "Faults, recoveries and alarms, by kind and cause."),
@@ -139,6 +147,13 @@ def _workers(rows: list[dict[str, Any]]) -> Iterator[Metric]:
     yield _family("worker_kv_used_ratio", shares)
     yield _family("worker_version", each("version"))
     yield _family("worker_tokens_per_second", each("tokens_per_s"))
+    yield _family("worker_lent_pages", each("pages"))
+    yield _family("worker_lent_pages_budget", each("budget"))
+    for name, fields in (
+        ("worker_slo_slack_seconds", {"ttft": "ttft_slack", "tpot": "tpot_slack", "arriving": "arriving"}),
+        ("worker_slo_late_tokens", {"ttft": "late_first", "tpot": "late_next"}),
+    ):
+        yield _family(name, [((worker, slo), n) for slo, field in fields.items() for (worker,), n in each(field)])
 
 
 def _family(name: str, values: Sequence[tuple[tuple[str, ...], float]]) -> Metric:

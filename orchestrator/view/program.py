@@ -1,4 +1,5 @@
-"""The process that shows a run: ``rl-coserve view RUN``, and the child that ``rl-coserve train --view`` starts.
+"""The process that shows a run: ``rl-coserve view RUN``, and the child that ``rl-coserve train --view`` starts; or all runs of a
+folder: ``rl-coserve view RUNS``.
 
 It is one program in both cases, and all that it knows comes from the run's folder: so a page of a run that has ended is the
 page of before, and nothing that happens here (a slow browser, a scrape, an exporter that hangs) reaches the run. As a child it
@@ -21,6 +22,7 @@ from typing import Any
 from orchestrator.api import ConfigError
 from orchestrator.runfolder import RunFolder
 from orchestrator.view.exporters import Beside, described, exporters
+from orchestrator.view.runs import Runs
 from orchestrator.view.server import Hub, Server
 
 TOKEN_VARIABLE = "RL_COSERVE_VIEW_TOKEN"
@@ -57,11 +59,7 @@ async def serve(folder: Path, token: str, port: int = 0, *, since: float | None 
 
     hub, config = Hub(folder, export), RunFolder.open(folder).config()
     server = Server(hub, token, port, config.view.host, config.tls.files())
-    try:
-        await server.start()
-    except OSError as error:
-        fix = f"cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
-        raise ConfigError("view.port", port, fix) from error
+    await _listen(server)
     following = asyncio.create_task(hub.run(), name="follow the run")
     following.add_done_callback(lambda _: ended.set())
     try:
@@ -80,6 +78,35 @@ async def serve(folder: Path, token: str, port: int = 0, *, since: float | None 
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await server.close()
+
+
+async def serve_runs(folder: Path, token: str, port: int = 0) -> None:
+    """Show the runs of a folder, on loopback, until a signal. Raises ConfigError for a port that is taken."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    runs = Runs(folder)
+    server = Server(runs, token, port, hubs=lambda: runs.hubs)
+    await _listen(server)
+    following = asyncio.create_task(runs.run(), name="follow the runs")
+    following.add_done_callback(lambda _: ended.set())
+    try:
+        print(f"view: {server.url}", flush=True)
+        await ended.wait()
+        if following.done():
+            following.result()  # raises what ended it
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await server.close()
+
+
+async def _listen(server: Server) -> None:
+    try:
+        await server.start()
+    except OSError as error:
+        fix = f"cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
+        raise ConfigError("view.port", server.port, fix) from error
 
 
 def _exporters(folder: Path) -> list[Beside]:

@@ -1,4 +1,5 @@
-"""The web page of a run: served on loopback (elsewhere with TLS only), behind a token, fed by server-sent events.
+"""The web page of a run, or of the runs of a folder with a page for each: served on loopback (elsewhere with TLS only), behind a
+token, fed by server-sent events.
 
 Guarantees: what is sent is made at most once a second (the last of a run at once), once for all who look, and is bounded in
 size; who reads slowly misses pictures and holds nobody up; a request without the token learns nothing; nothing outside of this
@@ -12,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http.cookies import Morsel, SimpleCookie
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -41,17 +42,31 @@ _HEADERS = {
 }
 _REFUSED = "This page needs the URL with the token that the command printed, or the token as a bearer token.\n"
 _FILES = {
-    "/report.css": ("orchestrator.report", "page.css", "text/css"),
-    "/view.css": ("orchestrator.view", "view.css", "text/css"),
-    "/view.js": ("orchestrator.view", "view.js", "text/javascript"),
-    "/draw.js": ("orchestrator.view", "draw.js", "text/javascript"),
+    "report.css": ("orchestrator.report", "page.css", "text/css"),
+    "view.css": ("orchestrator.view", "view.css", "text/css"),
+    "view.js": ("orchestrator.view", "view.js", "text/javascript"),
+    "draw.js": ("orchestrator.view", "draw.js", "text/javascript"),
+    "runs.js": ("orchestrator.view", "runs.js", "text/javascript"),
 }
 Answer = TypeVar("Answer", bound=web.StreamResponse)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class Shown(Protocol):
+    """What a page is fed from: a :class:`Hub`, or :class:`orchestrator.view.runs.Runs`."""
+
+    page: str
+    picture: bytes
+
+    async def newer_than(self, seen: int, /) -> tuple[int, bytes]:
+        """The newest picture and its number, once that is another than ``seen``."""
+        ...
+
+
 class Hub:
     """Follows one run folder for all who look. ``take`` is given every event, too: for exporters."""
+
+    page = "page.html"
 
     def __init__(self, folder: Path, take: Callable[[dict[str, Any]], None] | None = None) -> None:
         self.state = RunState(folder)
@@ -85,7 +100,7 @@ class Hub:
         if (record := self.follower.live()) is not None:
             changed = True
             self.state.take_live(record)
-        silent = self._silent()
+        silent = self.silent()
         now = asyncio.get_running_loop().time()
         self._dirty = changed or self._dirty or silent > 0
         ended = (
@@ -100,23 +115,34 @@ class Hub:
                     self.picture, self.number = picture, self.number + 1
                     self._changed.notify_all()
 
-    def _silent(self) -> int:
+    def silent(self) -> int:
         """Seconds without a sign of life of a run that has not ended; 0: there are some, or it never gave any."""
         seconds = None if self.state.over else self.follower.silent_for()
         return int(seconds) if seconds is not None and seconds >= SILENT_SECONDS else 0
 
-    async def newer_than(self, number: int) -> tuple[int, bytes]:
-        """The newest picture, once there is another than ``number``."""
+    async def newer_than(self, seen: int) -> tuple[int, bytes]:
+        """The newest picture, once there is another than ``seen``."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.number != number)
+            await self._changed.wait_for(lambda: self.number != seen)
             return self.number, self.picture
 
 
 class Server:
-    """``port`` 0: a free one; then :attr:`url` says where. On loopback; on another ``host`` only with TLS, else ConfigError."""
+    """``port`` 0: a free one; then :attr:`url` says where. On loopback; on another ``host`` only with TLS, else ConfigError.
+    ``hubs``: of runs by name, each of which has a page of its own under ``run/NAME/``."""
 
-    def __init__(self, hub: Hub, token: str, port: int = 0, host: str = "127.0.0.1", tls: Tls = SYSTEM) -> None:
-        self._hub, self._token, self.port, self._host = hub, token, port, host
+    def __init__(
+        self,
+        shown: Shown,
+        token: str,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        tls: Tls = SYSTEM,
+        *,
+        hubs: Callable[[], Mapping[str, Hub]] = dict,
+    ) -> None:
+        self._top, self._hubs = shown, hubs
+        self._token, self.port, self._host = token, port, host
         self._context = check_listener(host, tls, "view.host")
         self._watchers = 0
         self._runner: web.AppRunner | None = None
@@ -124,12 +150,13 @@ class Server:
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
         app = web.Application(middlewares=[self._guard])
-        app.router.add_get("/", self._page)
-        app.router.add_get("/stream", self._stream)
-        app.router.add_get("/state.json", self._state)
-        app.router.add_get("/metrics", self._metrics)
-        for path in _FILES:
-            app.router.add_get(path, self._file)
+        for place in ("/", "/run/{run}/"):
+            app.router.add_get(place, self._page)
+            app.router.add_get(f"{place}stream", self._stream)
+            app.router.add_get(f"{place}state.json", self._state)
+            app.router.add_get(f"{place}metrics", self._metrics)
+            for name in _FILES:
+                app.router.add_get(f"{place}{name}", self._file)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self.port, ssl_context=self._context).start()
@@ -176,22 +203,35 @@ class Server:
         cookie["secure"] = self._context is not None
         return cookie.OutputString()
 
+    def _shown(self, request: web.Request) -> Shown:
+        """What the address means. Raises HTTPNotFound for a run that is not there."""
+        if "run" not in request.match_info:
+            return self._top
+        found = self._hubs().get(request.match_info["run"])
+        if found is None:
+            raise web.HTTPNotFound(text="There is no such run.\n")
+        return found
+
     async def _page(self, request: web.Request) -> web.Response:
-        return web.Response(text=_text("orchestrator.view", "page.html"), content_type="text/html")
+        return web.Response(text=_text("orchestrator.view", self._shown(request).page), content_type="text/html")
 
     async def _file(self, request: web.Request) -> web.Response:
-        package, name, kind = _FILES[request.path]
+        package, name, kind = _FILES[request.path.rpartition("/")[2]]
         return web.Response(text=_text(package, name), content_type=kind)
 
     async def _state(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._hub.picture, content_type="application/json")
+        return web.Response(body=self._shown(request).picture, content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=exposition(self._hub.state), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        shown = self._shown(request)
+        if not isinstance(shown, Hub):
+            raise web.HTTPNotFound(text="Each run has metrics of its own: run/NAME/metrics\n")
+        return web.Response(body=exposition(shown.state), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
+        shown = self._shown(request)
         if self._watchers >= WATCHERS:
-            return web.Response(status=503, text=f"{WATCHERS} pages look at this run already\n")
+            return web.Response(status=503, text=f"{WATCHERS} pages look at this already\n")
         self._watchers += 1
         try:
             answer = _headed(web.StreamResponse(headers={"Content-Type": "text/event-stream"}))
@@ -200,7 +240,7 @@ class Server:
             while True:
                 try:
                     async with asyncio.timeout(_KEEP_ALIVE):
-                        number, picture = await self._hub.newer_than(number)
+                        number, picture = await shown.newer_than(number)
                     await answer.write(b"data: " + picture + b"\n\n")
                 except TimeoutError:
                     await answer.write(b": nothing new\n\n")

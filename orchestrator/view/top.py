@@ -33,6 +33,8 @@ def screen(now: Mapping[str, Any]) -> RenderableType:
     parts += [_timeline(now["timeline"]), Text("")]
     parts.append(_numbers(now))
     parts += [Text(""), _reasons(now), Text(""), _workers(now["workers"])]
+    if beside := [row for row in now["workers"] if "budget" in row]:
+        parts += [Text(""), _beside(beside)]
     if now["incidents"]:
         parts += [Text(""), _incidents(now["incidents"])]
     return Group(*parts)
@@ -117,16 +119,37 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     rows.add_column("worker")
     rows.add_column("state")
-    for name in ("KV used", "requests", "running", "waiting", "version", "tokens/s"):
+    for name in ("KV, mean", "requests", "running, mean", "waiting", "version", "tokens/s"):
         rows.add_column(name, justify="right")
     for row in found[:_ROWS]:
         capacity = row.get("kv_capacity")
         share = f"{100 * row['kv_used'] / capacity:.0f} %" if capacity else "-"
         state = row.get("state", "-")
         cells = [_count(row.get(name)) for name in ("requests", "running", "waiting", "version", "tokens_per_s")]
+        if "running_mean" in row:
+            share, cells[1] = f"{share}, {100 * row['kv_mean']:.0f} %", f"{cells[1]}, {row['running_mean']:.1f}"
         rows.add_row(Text(str(row["name"])), Text(state, "" if state in ("up", "-") else "yellow"), share, *cells)
     if len(found) > _ROWS:
         rows.add_row(Text(f"and {len(found) - _ROWS} more", "dim"))
+    return rows
+
+
+def _beside(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Workers on devices of serving: what they have, and what serving can spare."""
+    rows = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    rows.add_column("beside serving")
+    for name in ("pages", "TTFT slack", "TPOT slack", "arrival", "late first", "late next"):
+        rows.add_column(name, justify="right")
+    for row in found[:_ROWS]:
+        slacks = [
+            Text("-") if (left := row.get(name)) is None else Text(f"{left:.3f} s", "bold red" if left < 0 else "")
+            for name in ("ttft_slack", "tpot_slack", "arriving")
+        ]
+        late = [
+            f"{row[name]:,} of {row[of]:,}" if of in row else "-"
+            for name, of in (("late_first", "firsts"), ("late_next", "nexts"))
+        ]
+        rows.add_row(Text(str(row["name"])), f"{row['pages']:,} of {row['budget']:,}", *slacks, *late)
     return rows
 
 

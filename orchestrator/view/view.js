@@ -55,10 +55,26 @@ function cards(now) {
 
 function kv(row) {
   if (!row.kv_capacity) return "–";
-  const share = row.kv_used / row.kv_capacity;
-  const bar = svg("svg", { class: `kv${share > 0.95 ? " full" : ""}`, viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
-    svg("rect", { x: 0, y: 0, height: 10, width: 100 * share }));
-  return html("span", {}, bar, percent(share));
+  const share = row.kv_used / row.kv_capacity, shown = row.kv_mean === undefined ? share : row.kv_mean;
+  const bar = svg("svg", { class: `kv${shown > 0.95 ? " full" : ""}`, viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
+    svg("rect", { x: 0, y: 0, height: 10, width: 100 * shown }));
+  return html("span", {}, bar, percent(share) + (row.kv_mean === undefined ? "" : ` · ${percent(row.kv_mean)}`));
+}
+
+const running = (row) => whole(row.running) + (row.running_mean === undefined ? "" : ` · ${brief(row.running_mean)}`);
+const slack = (seconds) => (seconds === undefined ? "–"
+  : html("span", seconds < 0 ? { class: "late" } : {}, `${brief(seconds)} s`));
+const late = (number, all, blamed) => (all === undefined ? "–" : `${count(number)} of ${count(all)} · ${count(blamed)}`);
+
+// Workers that have their device together with a serving engine, which is as it said last.
+function beside(now) {
+  const rows = now.workers.filter((row) => row.budget !== undefined);
+  document.getElementById("beside-figure").hidden = !rows.length;
+  put("beside", table(
+    ["Worker", "Lent pages", "MiB", "TTFT slack", "TPOT slack", "Arrival slack", "Late first · by rollouts", "Late later · by rollouts"],
+    rows.map((row) => [row.name, `${count(row.pages)} of ${count(row.budget)}`, brief((row.pages * row.page_bytes) / (1 << 20)), slack(row.ttft_slack),
+      slack(row.tpot_slack), slack(row.arriving), late(row.late_first, row.firsts, row.blamed_first), late(row.late_next, row.nexts, row.blamed_next)]),
+    [1, 2, 3, 4, 5, 6, 7]));
 }
 
 function underWay(now) {
@@ -68,10 +84,11 @@ function underWay(now) {
   put("reasons", reasons.length ? bars(reasons, "c1") : empty(none));
   const lent = now.workers.some((row) => row.handed_back !== undefined);  // by servers of serving GPUs
   put("workers", now.workers.length
-    ? table(["Worker", "State", "KV used", "Requests", "Running", "Waiting", "Version", "Tokens/s", ...(lent ? ["Handed back"] : [])],
-      now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.requests), whole(row.running), whole(row.waiting), whole(row.version),
+    ? table(["Worker", "State", "KV now · mean", "Requests", "Running now · mean", "Waiting", "Version", "Tokens/s", ...(lent ? ["Handed back"] : [])],
+      now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.requests), running(row), whole(row.waiting), whole(row.version),
         row.tokens_per_s === undefined ? "–" : count(row.tokens_per_s), ...(lent ? [whole(row.handed_back)] : [])]), [3, 4, 5, 6, 7, 8])
     : empty("None has said how it is."));
+  beside(now);
   const rows = now.trajectories;
   document.getElementById("trajectories-title").textContent =
     `The oldest trajectories (${count(rows.length)} of ${count(now.in_flight)} in flight, ${count(now.buffered)} scored and buffered, ${count(now.queue)} turns queued)`;

@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from orchestrator.api import ConfigError
 from orchestrator.policies.admission import Mode, Slo
 from orchestrator.policies.kv_sharing import SharingRules
+from vllm_rlplugin.kvpool import beside
 from vllm_rlplugin.kvpool.admitting import Turns
 from vllm_rlplugin.kvpool.engine import PATIENCE, EnginePool, current
 from vllm_rlplugin.kvpool.guardian import Guardian
@@ -172,6 +173,10 @@ class PagedScheduling:
         if self._turns is not None:
             self._turns.note(weights, activation)
         return {}
+
+    def shared(self) -> dict[str, Any] | None:
+        """What a rollout engine has of its device, and how serving is beside it; None: of a serving engine."""
+        return None if self._turns is None else beside.shared(self._pool.pool, self._pool.slot)
 
     def tune(self, slo: Slo, mode: Mode, partition: float = 0.0) -> None:
         """Other SLOs, and which of them count, from now on; of a serving engine without requests. ``partition``: the share of the
