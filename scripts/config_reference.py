@@ -30,15 +30,16 @@ from orchestrator.config import Config  # noqa: E402
 
 HEAD = """# Every key of a config
 
-A config is a TOML file, `examples/frozenlake.toml` for example, with overrides on the command line (`rollout.alpha=2`). It is
-closed: a key that does not exist is an error that names the nearest one. `rl-coserve train CONFIG --dry-run` prints all values.
-Seconds unless a name ends in another unit. This page has what is learned and how; where and on what it runs, the simulator
-and prices are on [the second page](config_system.md). Both are written by `scripts/config_reference.py`; a test compares
-them with the code.
+A config is a TOML file, `examples/frozenlake.toml` for example, with overrides on the command line (`rollout.alpha=2`).
+It is closed: a key that does not exist is an error that names the nearest one. `rl-coserve train CONFIG --dry-run`
+prints all values. Seconds unless a name ends in another unit. This page has what is learned and how; where and on what
+it runs, the simulator and prices are on [the second page](config_system.md). Both are written by
+`scripts/config_reference.py`; a test compares them with the code.
 """
 HEAD_SYSTEM = """# Every key of a config: where it runs
 
-The second half of [the reference](config.md): environments, rewards, tools, weights, hardware, views, the simulator, prices.
+The second half of [the reference](config.md): environments, rewards, tools, weights, hardware, views, the simulator,
+prices.
 """
 FIRST = ("run", "model", "task", "rollout", "filters", "trainer", "context", "warmup", "evaluation", "checkpoint")
 

@@ -131,3 +131,30 @@ def test_output_that_nobody_reads_any_more_is_no_traceback(words: tuple[str, ...
     said = process.stderr.read().decode()
     process.stderr.close()
     assert (process.wait(timeout=60), "Traceback" in said, "BrokenPipe" in said) == (0, False, False)
+
+
+def test_a_task_beside_the_config_that_is_not_on_the_path_is_told_how_it_gets_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "task.name=guesses:GuessTask", "--dry-run"]) == 2
+    assert "PYTHONPATH=. where its file lies" in capsys.readouterr().err
+    assert main(["train", "task.name=guesses.inner:GuessTask", "--dry-run"]) == 2
+    assert "PYTHONPATH=." in capsys.readouterr().err
+
+
+def test_a_probe_that_says_what_is_wrong_ends_with_that_and_no_traceback(
+    tmp_path: Path,
+) -> None:
+    from orchestrator.api import RunError
+    from orchestrator.bench.probe import run_probe
+
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "good_probe.py").write_text(
+        "from orchestrator.api import ConfigError\nraise ConfigError('vLLM', 'not installed', 'install it')\n"
+    )
+    (tmp_path / "strange" / "bad_probe.py").write_text("raise KeyError('a defect')\n")
+    with pytest.raises(RunError) as told:
+        run_probe("good", [], package="strange", path=tmp_path)
+    assert str(told.value) == "the good probe: vLLM = 'not installed': install it"
+    with pytest.raises(RunError, match="Traceback"):
+        run_probe("bad", [], package="strange", path=tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.api import RunError
 
+_OURS = "orchestrator.api.errors."
 LIMIT = 900.0  # seconds a probe may take on a machine that does other things
 
 
@@ -36,6 +37,9 @@ def run_probe(
     except subprocess.TimeoutExpired as error:
         raise RunError(f"the {name} probe took longer than {limit:.0f} s") from error
     if done.returncode != 0:
+        last = done.stderr.strip().rpartition("\n")[2]
+        if last.startswith(_OURS):  # one clear error; the traceback above it says nothing more
+            raise RunError(f"the {name} probe: {last.partition(': ')[2]}")
         raise RunError(f"the {name} probe ended with exit code {done.returncode}: {done.stderr[-800:]}")
     lines = done.stdout.strip().splitlines()
     if not lines:

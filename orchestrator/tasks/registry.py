@@ -35,7 +35,9 @@ def find(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise ConfigError("task.name", name, f"{module} cannot be imported: {error}") from error
+        there = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        fix = "; start it with PYTHONPATH=. where its file lies" if there and target == name else ""
+        raise ConfigError("task.name", name, f"{module} cannot be imported: {error}{fix}") from error
     except AttributeError:
         raise ConfigError("task.name", name, f"{module} has no class {attribute!r}") from None
 
