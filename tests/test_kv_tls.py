@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from orchestrator.runtime.kv import check, kv_arguments
 from orchestrator.transfer import kv
 from orchestrator.transfer.kv import KvAsk, KvBlocks, KvRefused, KvServer, fetch
 from tests.test_tls import Authority
+from vllm_rlplugin import endpoints
 from vllm_rlplugin.kv_mover import KvMover, KvOptions
 from vllm_rlplugin.options import FrontendOptions
 
@@ -289,6 +291,18 @@ def test_a_config_says_it_before_anything_starts(good: Tls) -> None:
 
 
 def test_a_server_takes_the_certificate_of_its_own_https(good: Tls) -> None:
+    """As its flags say; a served one with them: tests/test_kv_served.py."""
+    config = SimpleNamespace(additional_config={})
+    for given, expected in (
+        ({}, {}),
+        ({"ssl_certfile": "both.pem"}, {"certificate": "both.pem", "key": "both.pem"}),
+        (
+            {"ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a", "ssl_cert_reqs": 2},
+            {"certificate": "c", "key": "k", "authority": "a", "verify_clients": True},
+        ),
+    ):
+        assert endpoints._kv(config, FrontendOptions(), TOKEN, argparse.Namespace(**given)).tls == expected
+
     def flags(**values: Any) -> argparse.Namespace:
         return argparse.Namespace(ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None, ssl_cert_reqs=0, **values)
 

@@ -394,6 +394,8 @@ def _kv(config: Any, options: FrontendOptions, token: str, args: Namespace) -> K
     """With the certificate of the server itself."""
     names = {"certificate": "ssl_certfile", "key": "ssl_keyfile", "authority": "ssl_ca_certs"}
     tls: dict[str, Any] = {name: found for name, flag in names.items() if (found := getattr(args, flag, None))}
+    if "certificate" in tls:
+        tls.setdefault("key", tls["certificate"])  # one PEM file may hold both, as https takes it
     if tls and getattr(args, "ssl_cert_reqs", ssl.CERT_NONE) == ssl.CERT_REQUIRED:
         tls["verify_clients"] = True
     return KvOptions(
