@@ -1,6 +1,6 @@
 """Bad input: one clear error that names field, value and fix; and every TOML of the repository loads."""
 
-import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config, parse_config, to_json
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin")
 TOMLS = sorted(path for path in ROOT.rglob("*.toml") if path.name != "pyproject.toml" and ".venv" not in path.parts)
 
 
@@ -179,16 +180,10 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]
 
 def test_every_key_is_read_by_something_that_is_no_section() -> None:
     """As an attribute, or as a field of the record that a section's values are handed on in."""
-    read: set[str] = set()
-    for package in ("orchestrator", "vllm_rlplugin", "megatron_rlplugin"):
-        for file in (ROOT / package).rglob("*.py"):
-            if file.parent.name == "sections":
-                continue
-            for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-                if isinstance(node, ast.Attribute):
-                    read.add(node.attr)
-                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    read.add(node.target.id)
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if file.parent.name != "sections"]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    read = set(re.findall(r"\.([a-z]\w*)|^    ([a-z]\w*): ", text, re.M))
+    names = {name for pair in read for name in pair}
     found = dict(keys(Config))
-    assert len(found) > 200
-    assert [path for path, name in found.items() if name not in read] == []
+    assert {"run.steps", "rollout.routing.affinity", "filters.max_similarity"} <= set(found)
+    assert [path for path, name in found.items() if name not in names] == []
