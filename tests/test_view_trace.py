@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import pty
@@ -13,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,20 +23,8 @@ from orchestrator.store import TrajectoryStore
 from orchestrator.view import trace as tracing
 from orchestrator.view.top import screen
 from orchestrator.view.trace import write_trace
+from tests import view_runs as runs
 
-
-def _helper(name: str) -> ModuleType:
-    """A module beside this one; pytest's importlib mode puts no folder of tests on the path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-runs = _helper("view_runs")
 EVIL = "[red]not markup[/red]"
 
 
