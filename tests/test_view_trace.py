@@ -159,7 +159,7 @@ def test_top_shows_one_picture_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
     folder = runs.write_unfinished(tmp_path / "run-001")
     assert main(["top", str(folder), "--once"]) == 0
     said = capsys.readouterr().out
-    for words in ("run-001", "running", "step 40 of 80", "waiting for", "5 of 8 groups", "vllm-0", "coming back", "25 %",
+    for words in ("run-001", "running", "step 40 of 80", "waiting for", "5 of 8 groups", "vllm-0", "coming back", "40 %", "18.4",
                   "environment step", "started ="):  # fmt: skip
         assert words in said, words
     assert main(["top", str(folder), "--json"]) == 0
