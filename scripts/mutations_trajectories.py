@@ -118,8 +118,8 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "routing: a turn goes to a class of another task",
         f"{POLICIES}/routing.py",
-        "if self._fallback or not first else []",
-        "",
+        "free = not first or (self._fallback and task not in self._phases)",
+        "free = True",
         ROUTING,
     ),
     (
@@ -265,7 +265,7 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "timeouts: a resume forgets them",
         "orchestrator/resume.py",
-        "        state.run_times,\n",
+        "        run_times=state.run_times,\n",
         "",
         "tests/test_rewards_timeouts.py -k checkpoint",
     ),

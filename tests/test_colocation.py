@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import random
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,19 +30,8 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.proxy import LLMProxy
 from orchestrator.sim.loop import run
+from tests import colocation_twins as twins
 
-
-def _load_twins() -> Any:
-    spec = importlib.util.spec_from_file_location("colocation_twins", Path(__file__).with_name("colocation_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _load_twins()
 WORKERS, STEPS, GROUP = 4, 2, 12
 STALL = 5.0  # seconds, of the proxy
 TRAINER = 20.0

@@ -1,15 +1,19 @@
 """Bad input: one clear error that names field, value and fix; and every TOML of the repository loads."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from orchestrator.api import ConfigError
-from orchestrator.config import load_config, parse_config, to_json
+from orchestrator.config import Config, load_config, parse_config, to_json
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin")
 TOMLS = sorted(path for path in ROOT.rglob("*.toml") if path.name != "pyproject.toml" and ".venv" not in path.parts)
 
 
@@ -163,3 +167,23 @@ def test_turns_in_step_need_an_environment_for_everybody() -> None:
     assert load_config(None, [*pool, "environment.size=64"]).environment.size == 64
     pool[2] = "run.mode=sync_plus"
     assert load_config(None, [*pool, "environment.size=8"]).environment.size == 8
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(path, name) of every key, in all sections."""
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", name
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from keys(part, f"{prefix}{name}.")
+
+
+def test_every_key_is_read_by_something_that_is_no_section() -> None:
+    """As an attribute, or as a field of the record that a section's values are handed on in."""
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if file.parent.name != "sections"]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    read = set(re.findall(r"\.([a-z]\w*)|^    ([a-z]\w*): ", text, re.M))
+    names = {name for pair in read for name in pair}
+    found = dict(keys(Config))
+    assert {"run.steps", "rollout.routing.affinity", "filters.max_similarity"} <= set(found)
+    assert [path for path, name in found.items() if name not in names] == []

@@ -26,15 +26,8 @@ from orchestrator.api import ConfigError
 from orchestrator.bench import _MODULES as BENCHMARKS
 from orchestrator.cli import _parser, main
 from orchestrator.config import load_config, parse_config
+from tests import view_runs
 from vllm_rlplugin.options import FrontendOptions, PluginOptions
-
-_NAME = "view_runs"
-if _NAME not in sys.modules:
-    _spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name(f"{_NAME}.py"))
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules[_NAME] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_NAME])
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md", "csrc/README.md"]
@@ -265,7 +258,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a checkout in which one run is."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "examples", folder / "examples")
-    run = sys.modules[_NAME].write_run(folder / "runs" / "frozenlake-001")
+    run = view_runs.write_run(folder / "runs" / "frozenlake-001")
     pages = {
         name: next(b.text for b in BLOCKS if b.page == page and b.language == language) for name, page, language in TASK
     }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,30 +29,10 @@ from orchestrator.view.metrics import exposition
 from orchestrator.view.state import RunState as Shown
 from orchestrator.view.top import screen
 from orchestrator.view.trace import _measured
+from tests import fuzzing, view_runs
 
-
-def _fuzzing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault("fuzzing", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzzing = _fuzzing()
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
 ROOT = Path(__file__).parents[1]
-
-
-def _sibling(name: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 # -- the journal -----------------------------------------------------------------------------------------------------------
@@ -143,8 +120,7 @@ def test_a_line_that_is_missing_in_the_middle_of_a_journal_is_noticed() -> None:
 
 @EXAMPLES
 def test_a_damaged_event_log_is_shown_and_reported_without_what_is_unreadable(examples: int, tmp_path: Path) -> None:
-    views = _sibling("view_runs")
-    folder: Path = views.write_unfinished(tmp_path / "run", steps=4)
+    folder: Path = view_runs.write_unfinished(tmp_path / "run", steps=4)
     lines = (folder / "events.jsonl").read_bytes().splitlines()
     live = json.loads((folder / "live.json").read_text())
     console = Console(file=io.StringIO(), width=120)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import ipaddress
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,19 +32,9 @@ from orchestrator.http_worker import HttpWorker, _batch, _object, _place, _read
 from orchestrator.rewards import code, functions, judge, pool, service
 from orchestrator.rewards.functions import FunctionFailed
 from orchestrator.sandbox import spawner, workspace
+from tests import fuzzing
 from vllm_rlplugin import bodies
 
-
-def _fuzzing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault("fuzzing", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzzing = _fuzzing()
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
 
 

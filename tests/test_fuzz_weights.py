@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import hmac
-import importlib.util
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgpack
@@ -31,18 +27,8 @@ from orchestrator.transfer.delta import format as delta_format
 from orchestrator.transfer.delta.backend import Reference
 from orchestrator.transfer.delta.native import native
 from orchestrator.transfer.retention import Holder
+from tests import fuzzing
 
-
-def _fuzzing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault("fuzzing", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzzing = _fuzzing()
 EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
 
 NAME = wire.BucketName("job", 3, 7, "full", 0, 2)

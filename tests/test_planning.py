@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,19 +36,8 @@ from orchestrator.sim.loop import run
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.resizing import ResizableSimWorker
 from orchestrator.sim.worker import SimWorker
+from tests import colocation_twins as twins
 
-
-def _load_twins() -> Any:
-    name = "colocation_twins"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _load_twins()
 STALL = 5.0
 
 

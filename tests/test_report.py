@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -20,20 +17,7 @@ from orchestrator.report.html import write_report
 from orchestrator.report.runlog import load_run
 from orchestrator.report.summary import summarize
 from orchestrator.report.timeline import LANES, clip, lanes, per_step, shares, typical_window
-
-
-def _helper(name: str) -> ModuleType:
-    """A module beside this one; pytest's importlib mode puts no folder of tests on the path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-runs = _helper("test_report_fixtures")
+from tests import test_report_fixtures as runs
 
 
 @pytest.fixture

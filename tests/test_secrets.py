@@ -7,7 +7,6 @@ only place where they may be. Then every file, every line that was printed and e
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import subprocess
 import sys
@@ -19,13 +18,13 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from orchestrator.config import Config, load_config, to_json
 from orchestrator.runfolder import RunFolder
+from tests import view_runs
 
 ROOT = Path(__file__).parents[1]
 MARK = "MARKED-SECRET-"
@@ -112,16 +111,6 @@ def files_below(*folders: Path) -> Iterator[tuple[str, bytes]]:
                 yield str(path), path.read_bytes()
 
 
-def sibling(name: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(f"token={MARK}x")
     assert len(leaks(files_below(tmp_path), [])) == 1
@@ -150,7 +139,7 @@ def test_the_reward_host_and_the_view_of_a_run_keep_their_secrets(
     overrides = [f'run.folder="{tmp_path}/runs"', "run.name=t", "view.enabled=true"]
     config: Config = load_config(None, [*overrides, *(f'{name}="{path}"' for name, path in files.items())])
     folder = RunFolder.create(config)
-    sibling("view_runs").write_unfinished(folder.path, steps=3)
+    view_runs.write_unfinished(folder.path, steps=3)
     folder.config_file.write_text(to_json(config))
     said: list[str] = []
     watch = Watch(os.getpid())

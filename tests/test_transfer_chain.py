@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,19 +29,8 @@ from orchestrator.transfer.head import FULL, Attempt, Published
 from orchestrator.transfer.publisher import Plan
 from orchestrator.transfer.retention import Holder, by_differences, from_snapshot, retained, route
 from orchestrator.transfer.routing import Region
+from tests import transfer_twins as twins
 
-
-def _twins() -> Any:
-    """Beside the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _twins()
 HALF = [Region("embed", ((0, 32), (0, 32))), Region("o", ((0, 32), (0, 48))), Region("norm", ((0, 32),))]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +11,8 @@ from orchestrator.api import ConfigError, ShardKey
 from orchestrator.transfer import CorruptWeightsError, Publisher, Resident, Subscriber, delta, routing
 from orchestrator.transfer.compression import DeltaCodec
 from orchestrator.transfer.routing import Region
+from tests import transfer_twins as twins
 
-
-def _twins() -> Any:
-    """Beside the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _twins()
 SHAPES = {"embed": (256, 64), "o": (64, 512), "norm": (64,)}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import errno
-import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -28,21 +27,9 @@ from orchestrator.transfer import (
 from orchestrator.transfer import subscriber as subscribers
 from orchestrator.transfer.filesystem import FsspecRelay
 from orchestrator.transfer.routing import Region, whole
+from tests import transfer_twins as twins
 
 fsspec = pytest.importorskip("fsspec")
-
-
-def _twins() -> Any:
-    """Beside the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _twins()
 
 
 @pytest.fixture(params=["file", "memory"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +18,7 @@ from orchestrator.bench.peer_codecs import Coo, Zstd
 from orchestrator.transfer import DeltaCodec, MemoryMetadata, MemoryRelay, Publisher
 from orchestrator.transfer.codecs import Codec
 from orchestrator.transfer.routing import label
-
-
-def _twins() -> Any:
-    """Tests are no package: the helpers are loaded from where they lie."""
-    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _twins()
+from tests import transfer_twins as twins
 
 
 class Time:

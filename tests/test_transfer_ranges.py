@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,19 +10,7 @@ import pytest
 from orchestrator.transfer import CorruptWeightsError, MemoryRelay, Subscriber
 from orchestrator.transfer import subscriber as subscribers
 from orchestrator.transfer.routing import Region
-
-
-def _twins() -> Any:
-    """Beside the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _twins()
+from tests import transfer_twins as twins
 
 
 def test_few_shards_of_a_bucket_are_read_alone_and_verified(monkeypatch: pytest.MonkeyPatch) -> None:

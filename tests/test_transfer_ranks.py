@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,19 +25,7 @@ from orchestrator.transfer import (
 from orchestrator.transfer import head as heads
 from orchestrator.transfer import manifest as manifests
 from orchestrator.transfer.routing import Region
-
-
-def _twins() -> Any:
-    """Beside the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _twins()
+from tests import transfer_twins as twins
 
 
 def counting(counts: dict[str, int]) -> tuple[MemoryRelay, MemoryMetadata]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,20 +22,8 @@ from orchestrator.view import exporters, tensorboard
 from orchestrator.view.exporters import Beside, Event
 from orchestrator.view.scalars import KINDS, scalars
 from orchestrator.view.tensorboard import TensorBoard, crc32c
+from tests import view_runs as runs
 
-
-def _helper(name: str) -> ModuleType:
-    """A module beside this one; pytest's importlib mode puts no folder of tests on the path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-runs = _helper("view_runs")
 DATE = "2026-11-21T21:06:18+00:00"
 
 

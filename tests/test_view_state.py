@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,22 +14,10 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.view import metrics
 from orchestrator.view.follow import Follower
 from orchestrator.view.state import INCIDENTS, POINTS, STAGES, Curve, RunState
-
-
-def _helper(name: str) -> ModuleType:
-    """A module beside this one; pytest's importlib mode puts no folder of tests on the path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
+from tests import view_runs as runs
 
 ROOT = Path(__file__).parents[1]
 METRIC = re.compile(r"rl_coserve:\w+")
-runs = _helper("view_runs")
 LIVE: dict[str, Any] = runs.LIVE
 
 

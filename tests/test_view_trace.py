@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import pty
@@ -13,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,20 +23,8 @@ from orchestrator.store import TrajectoryStore
 from orchestrator.view import trace as tracing
 from orchestrator.view.top import screen
 from orchestrator.view.trace import write_trace
+from tests import view_runs as runs
 
-
-def _helper(name: str) -> ModuleType:
-    """A module beside this one; pytest's importlib mode puts no folder of tests on the path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-runs = _helper("view_runs")
 EVIL = "[red]not markup[/red]"
 
 
@@ -173,7 +159,7 @@ def test_top_shows_one_picture_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
     folder = runs.write_unfinished(tmp_path / "run-001")
     assert main(["top", str(folder), "--once"]) == 0
     said = capsys.readouterr().out
-    for words in ("run-001", "running", "step 40 of 80", "waiting for", "5 of 8 groups", "vllm-0", "coming back", "25 %",
+    for words in ("run-001", "running", "step 40 of 80", "waiting for", "5 of 8 groups", "vllm-0", "coming back", "40 %", "18.4",
                   "environment step", "started ="):  # fmt: skip
         assert words in said, words
     assert main(["top", str(folder), "--json"]) == 0

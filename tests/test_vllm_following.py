@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,20 +16,9 @@ torch = pytest.importorskip("torch")
 from orchestrator.api import ShardKey  # noqa: E402
 from orchestrator.transfer import DeltaCodec, MemoryRelay, Publisher, RelayEndpoint  # noqa: E402
 from orchestrator.transfer.head import FULL  # noqa: E402
+from tests import transfer_twins as twins  # noqa: E402
 from vllm_rlplugin.engine import prepare_process  # noqa: E402
 
-
-def _twins() -> Any:
-    """Beside the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location("transfer_twins", Path(__file__).with_name("transfer_twins.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _twins()
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {
     "q": (96, 40), "k": (32, 40), "o": (40, 96), "up": (64, 40), "down": (40, 64), "norm": (40,), "fused": (48, 40),

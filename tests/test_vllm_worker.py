@@ -120,6 +120,11 @@ def test_suspend_keeps_tokens_and_stops_the_engine(setup: Setup) -> None:
         await worker.resume()
         found = await collect(worker, 2)
         assert len(found["late"].token_ids) == 2
+        idle = await worker.stats()  # nothing runs any more, yet it says what its steps were like
+        steps = idle.steps - stats.steps
+        assert (idle.running, idle.kv_used) == (0, 0)
+        assert 0 < steps <= idle.step_requests - stats.step_requests <= 2 * steps
+        assert steps <= idle.step_kv - stats.step_kv <= 2 * steps * idle.kv_capacity
         return plain, found["paused"]
 
     plain, paused = setup.run(scenario())

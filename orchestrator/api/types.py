@@ -266,7 +266,6 @@ class WorkerStats:
     tokens_per_s: float
     version: int
     stalled: bool = False
-    draining: bool = False
     outranked: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.api import RetryableError, UpdateResult, WorkerStats
 from orchestrator.policies.admission import CHUNK, STALL_SECONDS
 from orchestrator.policies.kv_sharing import victims
-from orchestrator.sim.costs import CHUNK_TOKENS, EngineCosts, seconds_of, steps_in
+from orchestrator.sim.costs import CHUNK_TOKENS, seconds_of, steps_in
 from orchestrator.sim.moving import MovingWorker
 from orchestrator.sim.serving import NEVER, PAGE, Demand, ServingEngine
 
@@ -47,8 +47,7 @@ class BorrowedSimWorker(MovingWorker):
         self.engine: ServingEngine | None = None
         self.moved: Callable[[int], ServingEngine | None] = lambda version: self.engine
         self.present = True
-        self.handed_back = self.activations = 0
-        self.away_since = -1.0
+        self.handed_back = 0
         self.recovering_seconds = 0.0  # that its device could not compute for it, because it was started
         super().__init__(*arguments, **more)
         self._start_seconds = start
@@ -225,7 +224,6 @@ class BorrowedSimWorker(MovingWorker):
         if engine is not self.engine or not self._activated:
             self.sit(engine)
             self._activated = True
-            self.activations += 1
             self.recovering_seconds += self._activation
             await asyncio.sleep(self._activation)
         result = await super().update(version)
@@ -252,7 +250,7 @@ class BorrowedSimWorker(MovingWorker):
 
     def leave(self) -> None:
         """Its device is taken from it; it was told just in time to hand back what it had."""
-        self.present, self.away_since = False, asyncio.get_running_loop().time()
+        self.present = False
         if not self._dead:
             self.hand_back()
             self._news.set()
@@ -281,8 +279,3 @@ class BorrowedSimWorker(MovingWorker):
                 timer.cancel()
         self._stall = self._waits = None
         super().die()
-
-
-def page_room(costs: EngineCosts, kv_bytes: float) -> int:
-    """Pages of what an engine's cost model has room for."""
-    return int((costs.kv_tokens or 0) * kv_bytes / PAGE)

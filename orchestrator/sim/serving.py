@@ -105,7 +105,6 @@ class ServingEngine:
     tenant: Tenant | None = None
     admission: Admission | None = None
     busy_seconds: float = 0.0  # in which it computed
-    shared_seconds: float = 0.0  # in which its tenant did
     _queue: deque[Request] = field(default_factory=deque)
     _active: list[Request] = field(default_factory=list)
     _sharing: KvSharing = field(init=False)
@@ -192,7 +191,6 @@ class ServingEngine:
         request = self._running = self._queue.popleft()
         own = self.prefill_seconds(request.prompt)
         self.busy_seconds += own
-        self.shared_seconds += wait
         self._again(_now() + wait + own, self._prefilled)
         self._grant(wait / (wait + own))
 
@@ -231,7 +229,6 @@ class ServingEngine:
             for one in self._active:
                 one.left = max(0.0, one.left - steps)
             self.busy_seconds += steps * self._own
-            self.shared_seconds += steps * (self._cycle - self._own)
 
     # -- what the tenant gets ----------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from orchestrator.sections.sim import SimTaskSection
 from orchestrator.sim.draws import END, VOCABULARY, lognormal, stream, words
 
 _WORDS = len(VOCABULARY) - 2
-MOST_TASKS = _WORDS
 _QUANTILES = [NormalDist().inv_cdf((place + 0.5) / _WORDS) for place in range(_WORDS)]
 
 

@@ -98,7 +98,7 @@ class Question:
 
     def __init__(self, payload: str) -> None:
         self._payload = payload
-        self._item = item_of(payload)
+        item_of(payload)
 
     def start(self) -> str:
         """The question."""

@@ -119,15 +119,15 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     rows.add_column("worker")
     rows.add_column("state")
-    for name in ("KV, mean", "requests", "running, mean", "waiting", "version", "tokens/s"):
+    for name in ("KV used", "requests", "running", "waiting", "version", "tokens/s"):
         rows.add_column(name, justify="right")
     for row in found[:_ROWS]:
         capacity = row.get("kv_capacity")
         share = f"{100 * row['kv_used'] / capacity:.0f} %" if capacity else "-"
         state = row.get("state", "-")
         cells = [_count(row.get(name)) for name in ("requests", "running", "waiting", "version", "tokens_per_s")]
-        if "running_mean" in row:
-            share, cells[1] = f"{share}, {100 * row['kv_mean']:.0f} %", f"{cells[1]}, {row['running_mean']:.1f}"
+        if "running_mean" in row:  # of its steps: between two of them, when it answers, often nothing runs
+            share, cells[1] = f"{100 * row['kv_mean']:.0f} %", f"{row['running_mean']:.1f}"
         rows.add_row(Text(str(row["name"])), Text(state, "" if state in ("up", "-") else "yellow"), share, *cells)
     if len(found) > _ROWS:
         rows.add_row(Text(f"and {len(found) - _ROWS} more", "dim"))

@@ -42,7 +42,7 @@ class Driver:
         self._handle = handle.value
         numbers, name, uuid = ctypes.c_uint64(), ctypes.create_string_buffer(128), ctypes.create_string_buffer(64)
         self._library.rlc_cuda_facts(self._handle, ctypes.byref(numbers), name, uuid)
-        self.granularity, self.name, self.uuid = numbers.value, name.value.decode(), uuid.value.decode()
+        self.name, self.uuid = name.value.decode(), uuid.value.decode()
 
     def close(self) -> None:
         """Let go of the library. Idempotent."""
