@@ -51,7 +51,7 @@ PLAIN = {
     "run.folder": "where run folders are made",
     "run.seed": "of what is drawn at random",
     "run.steps": "training steps, at most",
-    "model.path": "Hugging Face folder (Qwen2.5, Qwen3, Qwen3-MoE); empty: a tiny Qwen3 of the sizes below is made",
+    "model.path": "Hugging Face folder (dense Qwen3); empty: a tiny Qwen3 of the sizes below is made",
     "model.hidden_size": "of the tiny model; so are the next five",
     "model.intermediate_size": "of the MLP",
     "model.layers": "transformer layers",
