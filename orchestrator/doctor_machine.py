@@ -95,8 +95,9 @@ def disk(folder: Path | None = None, field: str = "run.folder") -> Finding:
     """Room where ``folder`` is or would be made (default: here)."""
     wanted = Path.cwd() if folder is None else folder.absolute()
     here = next(path for path in (wanted, *wanted.parents) if path.exists())
-    free = shutil.disk_usage(here).free >> 20
-    if not os.access(here, os.W_OK) or not here.is_dir():
+    usage = shutil.disk_usage(here)
+    free = usage.free >> 20
+    if not usage.total or not os.access(here, os.W_OK) or not here.is_dir():  # /proc and its like are of no size
         return Finding("fail", f"{here} cannot be written", f"start runs in a folder of your own, or set {field}")
     detail = f"{free} MB free in {here}"
     if free < DISK_MIN_MB:

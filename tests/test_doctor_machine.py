@@ -53,7 +53,9 @@ def test_a_full_disk_and_a_file_in_the_way_fail(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").write_text("in the way")
     assert machine.disk(tmp_path / "file").status == "fail"
     for free, status in ((machine.DISK_MIN_MB - 1, "fail"), (machine.DISK_TIGHT_MB - 1, "warn")):
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free << 20))
+        monkeypatch.setattr(
+            machine.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free << 20, total=9 << 40)
+        )
         found = machine.disk(tmp_path)
         assert (found.status, bool(found.fix)) == (status, True)
         assert machine.temporary().status == status

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,3 +160,13 @@ def test_a_probe_that_says_what_is_wrong_ends_with_that_and_no_traceback(
     assert str(told.value) == "the good probe: vLLM = 'not installed': install it"
     with pytest.raises(RunError, match="Traceback"):
         run_probe("bad", [], package="strange", path=tmp_path)
+
+
+def test_a_run_that_would_fill_its_disk_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20, total=9 << 30))
+    assert main(["train", f"run.folder={tmp_path}", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: run.folder = '{tmp_path}': 5 MB free in {tmp_path}; free at least ")
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import os
 import socket
 from pathlib import Path
 
-from orchestrator import needs
+from orchestrator import doctor_machine, needs
 from orchestrator.agents.chat import ModelChat
 from orchestrator.agents.choice import outcome_scores
 from orchestrator.api import ConfigError, RetryableError, Task, parts_of
@@ -52,6 +52,7 @@ def check(config: Config, task: Task) -> None:
     _environments(config, task)
     _lengths(config, task)
     _heldout(config)
+    _room(config)
     _relay(config)
     check_port(config)
     _metadata(config)
@@ -107,6 +108,13 @@ def check_port(config: Config) -> None:
         except OSError as error:
             fix = f"cannot be bound on {address} ({error.strerror}); choose another, or 0 for a free one"
             raise ConfigError("relay.port", config.relay.port, fix) from error
+
+
+def _room(config: Config) -> None:
+    """What the doctor would call a failure: checkpoints and trajectories have no room, or may not be written there."""
+    found = doctor_machine.disk(Path(config.run.folder))
+    if found.status == "fail":
+        raise ConfigError("run.folder", config.run.folder, f"{found.detail}; {found.fix}")
 
 
 def _model(config: Config, task: Task) -> None:

@@ -35,11 +35,14 @@ def make(config: Config, folder: Path) -> Path:
     task = make_task(config)
     module, _, name = TINY_MODEL.partition(":")
     try:
+        from safetensors import SafetensorError
+
         create = getattr(importlib.import_module(module), name)
-        create(**arguments(config, task, folder))
     except ModuleNotFoundError as error:
         fix = "is needed to write weights: use the environment that has vLLM or Megatron-Core"
         raise ConfigError(str(error.name), "not installed", fix) from error
-    except OSError as error:
-        raise ConfigError("FOLDER", str(folder), f"cannot be written ({error.strerror})") from error
+    try:
+        create(**arguments(config, task, folder))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("FOLDER", str(folder), f"cannot be written: {error}") from error
     return folder.resolve()
