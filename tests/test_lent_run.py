@@ -22,7 +22,7 @@ requests = pytest.importorskip("requests")
 from orchestrator.api import http as wire  # noqa: E402
 from orchestrator.cli import main  # noqa: E402
 from orchestrator.events import read_events  # noqa: E402
-from orchestrator.ledger import recount  # noqa: E402
+from orchestrator.ledger import END_STATES, recount  # noqa: E402
 from orchestrator.tasks.calculator import CalculatorTask  # noqa: E402
 from vllm_rlplugin.kvpool.engine import pool_path  # noqa: E402
 from vllm_rlplugin.leasing import lease_path  # noqa: E402
@@ -110,7 +110,7 @@ def servers(tmp_path: Path, vllm_serve: Any) -> Iterator[tuple[Any, Any, str]]:
     slo = ["--rl-kv-pool-ttft", "20", "--rl-kv-pool-tpot", "10", "--rl-kv-pool-window", "1"]
     own = {
         "serving": ["--rl-kv-pool-role", "serving", *slo],
-        "rollout": ["--rl-kv-pool-budget-mib", "6", "--rl-deactivate-after", "0"],
+        "rollout": ["--rl-kv-pool-budget-mib", "6"],
     }
     with ExitStack() as stack:
         stack.callback(lambda: pool_path(POOL).unlink(missing_ok=True))
@@ -175,7 +175,7 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
             assert (returned["worker"], returned["reason"]) == (rollout.url, "reclaimed")
             until(lambda: status(rollout)["activation"]["state"] == "inactive")
             assert (lent()["inactive"], lent()["pages"]) == (True, 0)
-            assert status(rollout)["lease"] is None
+            until(lambda: status(rollout)["lease"] is None)
             before, computed = len(events("step")), lent()["tokens"]
             until(lambda: len(events("step")) >= before + 2)
             assert lent()["tokens"] == computed, "nothing ran there meanwhile"
@@ -187,7 +187,7 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
             before = len(events("step"))
             until(lambda: len(events("step")) >= before + 1)
         run.send_signal(signal.SIGINT)
-        assert run.wait(90) == 0, log.read_text()[-3000:]
+        assert run.wait(90) == 130, log.read_text()[-3000:]  # interrupted
     finally:
         if run.poll() is None:
             run.kill()
@@ -196,7 +196,7 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
     (end,) = events("run_end")
     assert end["status"] == "interrupted"
     counts = end["ledger"]
-    assert counts["in_flight"] == 0
+    assert counts["started"] == counts["in_flight"] + sum(counts[state] for state in END_STATES)
     assert recount((folder / "lent-001" / "ledger.jsonl").read_text().splitlines()) == counts
     # What was handed back went on elsewhere, with its tokens; users saw nothing; nobody was killed.
     told = events("handed_back")
