@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,9 @@ def servers(tmp_path: Path, vllm_serve: Any) -> Iterator[tuple[Any, Any, str]]:
     }
     with ExitStack() as stack:
         stack.callback(lambda: pool_path(POOL).unlink(missing_ok=True))
-        stack.callback(lambda: lease_path(pool_path(POOL)).unlink(missing_ok=True))
+        lease = lease_path(pool_path(POOL))
+        for file in (lease, lease.with_name(f"{lease.name}.lock")):
+            stack.callback(partial(file.unlink, missing_ok=True))
         made = []
         for role, flags in own.items():
             (tmp_path / role).mkdir()
