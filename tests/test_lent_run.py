@@ -39,10 +39,10 @@ SETTINGS = [
     "rollout.workers=1",
     "rollout.borrowed.most=1",
     "rollout.borrowed.every=0.5",
-    "rollout.borrowed.patience=2",
+    "rollout.borrowed.patience=5",
     "rollout.borrowed.rest=2",
     "rollout.borrowed.idle=0",
-    "rollout.borrowed.lease=10",
+    "rollout.borrowed.lease=30",
     "rollout.routing.cap=2",
     "rollout.routing.served_cap=12",
     "rollout.environments=16",
@@ -174,7 +174,7 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
             assert (code, found["killed"]) == (0, [])
             assert found["out"] == found["kept"]
             until(lambda: events("handed_back") and events("returned"))
-            returned = events("returned")[0]
+            returned = events("returned")[-1]
             assert (returned["worker"], returned["reason"]) == (rollout.url, "reclaimed")
             until(lambda: status(rollout)["activation"]["state"] == "inactive")
             assert (lent()["inactive"], lent()["pages"]) == (True, 0)
@@ -183,9 +183,10 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
             until(lambda: len(events("step")) >= before + 2)
             assert lent()["tokens"] == computed, "nothing ran there meanwhile"
             # Lent again, and used again.
+            had = len(events("borrowed"))
             command(capsys, "lend", "--max", "1")
-            until(lambda: len(events("borrowed")) == 2)
-            assert [event["reason"] for event in events("borrowed")] == ["the run starts", "used least"]
+            until(lambda: len(events("borrowed")) > had)
+            assert events("borrowed")[-1]["reason"] == "used least"
             until(lambda: lent()["tokens"] > computed + 200)
             before = len(events("step"))
             until(lambda: len(events("step")) >= before + 1)
