@@ -162,6 +162,7 @@ def test_a_server_whose_pages_are_reclaimed_is_given_back_its_turns_go_on_elsewh
         await until(lambda: run.servers == {first.url})
         await until(lambda: run.told("returned")[1:] == [(second.url, "another is used less")])
         assert first.control.activation.state == "active"
+        assert run.told("activated") == [(first.url, "")]
         assert (await run.turn(9)).versions == ((1, 20),), "the present weights, before its first request"
         assert not run.fatal
         await run.close()

@@ -187,6 +187,7 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
             command(capsys, "lend", "--max", "1")
             until(lambda: len(events("borrowed")) > had)
             assert events("borrowed")[-1]["reason"] == "used least"
+            assert events("activated")[-1]["worker"] == rollout.url
             until(lambda: lent()["tokens"] > computed + 200)
             before = len(events("step"))
             until(lambda: len(events("step")) >= before + 1)

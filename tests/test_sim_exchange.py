@@ -61,6 +61,9 @@ class Chance:
         self._workers[url].come()
         return self._workers[url]
 
+    def took(self, worker: BorrowedWorker) -> None:
+        """Nothing to say."""
+
     async def leave(self, worker: BorrowedWorker) -> None:
         found = self._workers[worker.name]
         if found.present:
