@@ -59,6 +59,9 @@ class Market(Protocol):
     def worker(self, url: str) -> BorrowedWorker:
         """A client of a server. Nothing is sent yet."""
 
+    def took(self, worker: BorrowedWorker) -> None:
+        """It has the present weights: an event says so where it had to be activated."""
+
     async def leave(self, worker: BorrowedWorker) -> None:
         """Close it: its server is deactivated where it is a rollout engine of a pool, and its lease is free."""
 
@@ -185,6 +188,7 @@ class Exchange:
             await asyncio.shield(self._market.leave(worker))
             raise
         else:
+            self._market.took(worker)
             self._borrowed(name, "used least")
 
     async def _give_back(self, name: str, why: str, before: asyncio.Task[None] | None) -> None:

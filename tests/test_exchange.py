@@ -53,8 +53,8 @@ class Run:
             self.events,
             stall_timeout=20,
             restarts=2,
-            heartbeat=0.05,
-            misses=2,
+            heartbeat=0.2,
+            misses=50,
             router=router,
             on_fatal=self.fatal.append,
         )
@@ -95,7 +95,7 @@ class Run:
 
 
 def config_of(*urls: str, cap: int = 8, **borrowed: Any) -> Config:
-    settings = {"every": 0.05, "patience": 0.4, "rest": 0.3, "idle": 0, "window": 0.5, **borrowed}
+    settings = {"every": 0.05, "patience": 1.0, "rest": 0.3, "idle": 0, "window": 0.5, **borrowed}
     routing = {"served_cap": cap}
     return parse_config({"rollout": {"workers": 0, "served": list(urls), "borrowed": settings, "routing": routing}})
 
@@ -162,6 +162,7 @@ def test_a_server_whose_pages_are_reclaimed_is_given_back_its_turns_go_on_elsewh
         await until(lambda: run.servers == {first.url})
         await until(lambda: run.told("returned")[1:] == [(second.url, "another is used less")])
         assert first.control.activation.state == "active"
+        assert run.told("activated") == [(first.url, "")]
         assert (await run.turn(9)).versions == ((1, 20),), "the present weights, before its first request"
         assert not run.fatal
         await run.close()

@@ -17,10 +17,11 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.policies.admission import ServingState
 from orchestrator.policies.kv_sharing import SharingRules
-from vllm_rlplugin.kvpool import engine
+from vllm_rlplugin.kvpool import engine, lending
 from vllm_rlplugin.kvpool.guardian import Guardian
 from vllm_rlplugin.kvpool.ledger import PagePool
 from vllm_rlplugin.kvpool.words import Rolled, Served
+from vllm_rlplugin.leasing import LeaseBook, lease_path
 
 RULES = SharingRules(pages=100, headroom=0.2)
 
@@ -148,8 +149,13 @@ def test_the_status_says_what_is_lent_to_whom_and_what_became_of_the_slos(
     assert found["dry_run"]
     assert (found["rollouts"][0]["pid"], found["rollouts"][0]["tokens"]) == (child, 7)
     assert (found["slo"]["late_first"], found["slo"]["state"]["tpot_slack"]) == (2, None)
+    assert found["lease"] is None
+    LeaseBook("a server", lease_path(setup.path)).take("run-007", "/its/metadata", "its key", 60)
     assert main(["lend", "--pool", setup.name, "--status"]) == 0
     text = capsys.readouterr().out
+    for file in setup.path.parent.glob(f"{lease_path(setup.path).name}*"):
+        file.unlink()
+    assert "job run-007 has the lease" in text
     assert "TTFT 70.0 ms, TPOT -" in text
     assert "late first tokens 2 of 9, 1 by rollouts" in text
     assert "dry run" in text
@@ -169,6 +175,8 @@ def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup)
     setup.pool.publish(Served(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
     metrics.refresh()
     metrics.refresh()
+    assert metrics.recent["lends"] is True
+    assert 0 <= metrics.recent["serving_now"] <= 1
     found = registry.get_sample_value
     assert found(PREFIX + "admitted_tokens_total") == 7
     assert found(PREFIX + "late_first_tokens_by_rollouts_total") == 1
@@ -179,7 +187,9 @@ def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup)
     os.waitpid(child, 0)
     setup.children.remove(child)
     setup.pool.reap()
+    lending.lend(setup.pool, 0.0, None)
     metrics.refresh()
+    assert metrics.recent["lends"] is False, "nothing for a run to borrow"
     assert found(PREFIX + "admitted_tokens_total") == 7
     assert found(PREFIX + "pages_rollout") == 0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -135,6 +136,35 @@ def test_all_engines_of_a_pool_have_one_lease_which_ends_with_the_last_that_is_g
         assert list(tmp_path.glob("*.lease")) == []
 
     play(scenario, 2, tmp_path / "pool")
+
+
+def test_servers_that_are_processes_of_their_own_never_give_one_gpu_to_two_jobs(tmp_path: Path) -> None:
+    server = """
+import os, sys, time
+from pathlib import Path
+from orchestrator.api import CommandError
+from vllm_rlplugin.leasing import LeaseBook
+folder, job = Path(sys.argv[1]), sys.argv[2]
+book, alone, had = LeaseBook(job, folder / "pool.lease"), folder / "alone", 0
+end = time.monotonic() + 30
+while had < 50 and time.monotonic() < end:
+    try:
+        book.take(job, "", f"the-key-of-{job}", 10)
+    except CommandError:
+        time.sleep(0.0003)
+        continue
+    os.close(os.open(alone, os.O_CREAT | os.O_EXCL))  # fails if anybody else has it
+    time.sleep(0.0003)
+    alone.unlink()
+    book.give_back(f"the-key-of-{job}")
+    had += 1
+    time.sleep(0.0005)
+print(had)
+"""
+    words = [sys.executable, "-c", server, str(tmp_path)]
+    servers = [subprocess.Popen([*words, job], cwd=ROOT, stdout=subprocess.PIPE, text=True) for job in ("a", "b", "c")]
+    told = [process.communicate(timeout=60)[0].strip() for process in servers]
+    assert ([process.returncode for process in servers], told) == ([0] * 3, ["50"] * 3)
 
 
 def test_two_jobs_of_one_name_are_two_and_a_resumed_one_shuts_its_former_life_out() -> None:

@@ -30,10 +30,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.api import CommandError, RetryableError
-from vllm_rlplugin.served import ServedWorker
+
+if TYPE_CHECKING:
+    from vllm_rlplugin.served import ServedWorker
 
 LOCK_SECONDS = 1.0  # that a record may be locked by another process; it takes microseconds
 WATCH_SECONDS = 0.5  # between two looks whether the lease has run out
@@ -198,15 +200,19 @@ class LeaseKeeper:
         """For ever; ends when the engine has died."""
         while not self._worker.broken:
             await asyncio.sleep(WATCH_SECONDS)
-            lease = self.book.present()
-            if self._granted is None or (lease is not None and (lease.job, lease.place) == self._granted):
-                continue
+            try:
+                await self._look()
+            except (RetryableError, CommandError) as error:
+                _logger.warning("what a job left could not be ended: %s", error)
+
+    async def _look(self) -> None:
+        if self._granted is None:
+            return
+        lease = self.book.present()
+        if lease is None or (lease.job, lease.place) != self._granted:
             job, self._granted = self._granted[0], None
             self.expired += 1
-            try:
-                await self._clear(job)
-            except (RetryableError, CommandError) as error:
-                _logger.warning("what job %s left could not be ended: %s", job, error)
+            await self._clear(job)
 
     async def _clear(self, job: str) -> None:
         left = await self._worker.abort_all() if self._worker.unfinished_ids else 0

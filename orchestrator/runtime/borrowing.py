@@ -133,6 +133,11 @@ class Market:
         self._made[made.name] = made
         return made
 
+    def took(self, worker: BorrowedWorker) -> None:
+        """See there."""
+        assert isinstance(worker, HttpWorker)
+        served.tell_activated(worker, self._events)
+
     async def leave(self, worker: BorrowedWorker) -> None:
         """See there."""
         assert isinstance(worker, HttpWorker)

@@ -125,9 +125,8 @@ async def start(served: Sequence[HttpWorker], events: EventLog | None = None) ->
     async def one(worker: HttpWorker) -> None:
         try:
             await worker.start()
-            if events is not None and worker.activation:
-                found = {name: worker.activation.get(name) for name in ("activation_seconds", "weights_bytes")}
-                events.emit("activated", worker=worker.name, **found)
+            if events is not None:
+                tell_activated(worker, events)
         except CommandError as error:
             fix = ""
             if error.code == "requests_in_flight":
@@ -139,6 +138,13 @@ async def start(served: Sequence[HttpWorker], events: EventLog | None = None) ->
             raise RunError(f"{_FIELD}: {worker.url} did not take the run's relay: {error}") from error
 
     await asyncio.gather(*(one(worker) for worker in served))
+
+
+def tell_activated(worker: HttpWorker, events: EventLog) -> None:
+    """An event, if it had to be."""
+    if worker.activation:
+        found = {name: worker.activation.get(name) for name in ("activation_seconds", "weights_bytes")}
+        events.emit("activated", worker=worker.name, **found)
 
 
 def _reachable(config: Config, candidates: Sequence[str]) -> None:

@@ -15,11 +15,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, RetryableError
 from vllm_rlplugin.kvpool.engine import pool_path
 from vllm_rlplugin.kvpool.ledger import PagePool, TenantGone
 from vllm_rlplugin.kvpool.processes import kill
 from vllm_rlplugin.kvpool.words import Control, Rolled, Served
+from vllm_rlplugin.leasing import LeaseBook, lease_path
 
 WAIT = 5.0  # seconds that `reclaim` waits until everything is back
 _PART = 1_000_000
@@ -47,6 +48,15 @@ def status(pool: PagePool) -> dict[str, Any]:
         "slo": None if said is None else _plain(asdict(said)),
         "rollouts": rollouts,
     }
+
+
+def leased(pool: PagePool) -> dict[str, Any] | None:
+    """Which RL job has the pool's GPU, and for how long unless it renews that; None: none. Raises ConfigError."""
+    try:
+        lease = LeaseBook("", lease_path(pool.path)).present()
+    except RetryableError as error:
+        raise ConfigError("--pool", str(pool.path), str(error)) from error
+    return None if lease is None else {"job": lease.job, "seconds": round(lease.left(time.monotonic()), 3)}
 
 
 def lend(pool: PagePool, most: float | None, dry: bool | None) -> None:
@@ -131,6 +141,8 @@ def describe(found: dict[str, Any]) -> str:
             f"  late first tokens {slo['late_first']} of {slo['firsts']}, {slo['blamed_first']} by rollouts; "
             f"late later ones {slo['late_next']} of {slo['nexts']}, {slo['blamed_next']} by rollouts"
         )
+    if (lease := found.get("lease")) is not None:
+        lines.append(f"job {lease['job']} has the lease, renewed or over within {lease['seconds']:.0f} s")
     for row in found["rollouts"]:
         lines.append(
             f"rollout {row['name']}: process {row['pid']}, {_state(row)}; {row['tokens']} tokens in "
@@ -160,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
             if options.max is None and options.dry_run is None:
                 raise ConfigError("--max", None, "say what is lent: --max SHARE, --dry-run, or --status")
             lend(pool, options.max, options.dry_run)
-        found = status(pool)
+        found = {**status(pool), "lease": leased(pool)}
         print(json.dumps(found) if options.json else describe(found))
         return 0
     finally:
