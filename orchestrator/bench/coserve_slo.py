@@ -41,7 +41,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     source = json.loads(TRACE.read_text(encoding="utf-8"))
     how = (
-        ["--seconds", "4", "--rounds", "1", "--modes", "static,none,dual"]
+        ["--seconds", "3", "--rounds", "1", "--modes", "static,none,dual"]
         if quick
         else ["--seconds", "6", "--rounds", "2"]
     )
