@@ -82,29 +82,42 @@ and 32B/32k.
 _ROSE = """
 ### Why ROSE's differ
 
-- **Figure 14**: the workload is ASSUMED but for its share of prompts, and calibrated on the run without borrowed GPUs and the one
-  with four (`orchestrator/sim/scenarios/rose.toml`). With the paper's cap of 16 the dedicated GPUs are filled first, and their
-  turns stay where their prefixes lie: the longest trajectories have fifteen neighbours there until the end, which more borrowed
-  GPUs do not change. Caps of 10 and 11, which spread the batch evenly, give 1.80 (`even caps` in the JSON). A longer tail (sigma
-  1.0 for 0.5) gives 1.60, Mooncake's conversation trace in place of Azure's 1.38, with serving busy for a third of the time.
-- **Alike to the digit** are rows in which the last trajectory of each step ran on a dedicated GPU, which the borrowed ones do not
-  touch: 8B with serving, serverless and multiplexed devices. Prism's loss by prefixes computed anew, and the loss of serverless
-  devices by restarts, are on borrowed GPUs only, and off the longest trajectory's way.
-- **Serving's TPOT** is far from its SLO, where ROSE's is near it (136 of 150 ms): ours lets one admitted rollout step stand
-  between two of serving, and takes no more of the slack.
-- **The SLO of the first token is not kept at 32B**: P99 1.31 s for 1 s, 2.9 % of the prompts are beyond. Serving alone is at
-  0.86 s there (half of the cluster: two engines prefill). A step is admitted by what the present queue can spare; prompts of the
-  same burst that come after it wait behind all that was admitted, one step a prompt. At 8B 0.4 % are beyond 0.5 s.
-- **Spot, serverless, autoscaling**: the paper prints neither when devices came and went nor how long they started: ASSUMED.
-  Starts of 40 s take 2 to 4 % of the time; what is printed, up to 26 %, takes starts of minutes. An autoscaler that needs 20 s to
-  load a model is late by more than ten of them after a burst; printed is 1.2 to 2.4 s.
-- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, on dedicated
-  and borrowed GPUs alike and without caps, overfills the budgets of the borrowed ones, and loses far more than printed.
-- **32B gains too much** (2.9 for a printed 1.86 over ROLL): only 64 of the 256 trajectories of each dedicated engine may run at a
-  time (16 a GPU), so that five times the devices bring nearly three times the speed; by the printed times 750 s of a step are
-  there however many devices generate. ALFWorld's lengths and environment times are ASSUMED.
-- **Figure 7**: one step off the policy, a rollout binds in our model at any number of devices, so that the gain is that of the
-  rollout. DAPO is played with twice the groups, not with the paper's rule from step to step.
+Every row that is more than 5 % off. A step's time differs by a third from step to step, so 8B is five steps of each of
+three seeds.
+
+- **Figure 14, 16 GPUs (-7 %)**: the dedicated GPUs are filled first (the paper's cap of 16), and their turns stay where
+  their prefixes lie. The longest trajectories have fifteen neighbours there, which more borrowed GPUs do not change: 12
+  of 15 steps take as long to the digit beside serving as beside multiplexed devices. Our rows of 8 and 16 GPUs fit 305
+  s + 4,080 s / GPUs, which gives 1.72 for 24: so much an even spread is worth, and caps of 10 and 11 give 1.84 (`even
+  caps` in the JSON). The paper's text says fill first, so it stays. A longer tail (sigma 1.0 for 0.5) gives 1.56,
+  Mooncake's trace in place of Azure's 1.34, with serving busy for a third of the time; serving engines that prefill and
+  decode on one device (ROSE 4.3, no figure there) 1.55.
+- **The workload's tail**: the 75th percentile of our trajectories' times is 76 to 79 % of the rollout at 8B, 48 % at
+  32B (2.2's setup); printed is at most 30 %. It cannot be had together with the printed times: a trajectory ends at 32k
+  tokens, which alone on an engine of ours takes 265 s (8B) and 301 s (32B, four GPUs). Printed times fit 324 s and 752
+  s that remain however many GPUs generate, 2.5 times ours at 32B.
+- **32B gains too much** (2.75 over ROLL, printed 1.86; spot and serverless alike): for that reason. Ours fit 352 s +
+  5,495 s / engines.
+- **ROSE over spot devices** (1.04 for 1.20; at 32B 1.02 for 1.26): beyond 8 borrowed GPUs nothing is gained in most
+  steps (above), and a market that leaves 10 of 16 in the mean loses as little. When devices come and go is only drawn
+  in the paper: ASSUMED.
+- **Starting, % of GPU time**: 40 s a start, ASSUMED. Functions of 15 minutes then lose 3.4 and 4.0 %; the printed 6.8
+  to 26.1 % are 61 to 235 s a lease, while the text says tens of seconds. Spot: 1.9 and 2.4 %, for 6.8 to 7.3.
+- **Autoscaling's first tokens** (13 and 22 s for 1.2 and 2.4): 20 s to load a model, ASSUMED, of which every burst of
+  the trace sees the whole; a quarter of the prompts is late.
+- **Prism's rollouts** (0.99 for 1.47; at 32B 1.06 for 1.36): prefixes are computed anew on borrowed devices only, which
+  the longest trajectory does not visit. Its first tokens (0.72 s for 0.97; 0.84 for 1.63): one step before each prompt,
+  where Prism's engines compute at the same time and slow each other down.
+- **ROSE's own first tokens**: 0.2 % off at 8B, 11 % below the printed ones at 32B: no rollout step begins while a
+  prompt waits, so that they are those of serving alone (0.72 s) and one step.
+- **Serving's TPOT** is far from its SLO, where ROSE's is near it (136 of 150 ms): ours lets one admitted rollout step
+  stand between two of serving, and takes no more of the slack.
+- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, without
+  caps, takes as long as no borrowed device at all (812 for 815 s at 8B, 1,561 for 1,726 s at 32B), where the paper's is
+  16 % slower than ROSE.
+- **Figure 7**: one step off the policy, a rollout binds in our model at any number of devices, so that the gain is that
+  of the rollout (1.57 and 2.75 above). DAPO is played with twice the groups, not with the paper's rule from step to
+  step.
 """
 
 
