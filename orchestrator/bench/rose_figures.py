@@ -183,10 +183,7 @@ def _tables_4_5(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     steps, _, given = SIZES[size]
     base = mean(found["coserve"]["steps"][0])
     speed = float(scenario("rose", given).sim.borrowed.speed)
-    printed = {
-        "8B": {"1.5": (511.7, 380.2), "2": (569.9, 459.1)},
-        "32B": {"1.5": (977.7, 870.2), "2": (989.9, 899.1)},
-    }[size]
+    printed = {"8B": {"2": (569.9, 459.1)}, "32B": {"2": (989.9, 899.1)}}[size]
     rows, place = list[dict[str, Any]](), "ROSE appendix D, table 5"
     for density, (seconds, ttft) in printed.items():
         one = played([*given, f"sim.borrowed.speed={speed * float(density)}"], steps, 1)
@@ -195,8 +192,6 @@ def _tables_4_5(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(row(f"{size}: rollout, traffic x {density} over x 1", f"{ratio:.2f}", ratio, ratio, ours, place))
         ours = 1000 * one["ttft_p99"]
         rows.append(row(f"{size}, traffic x {density}: P99 TTFT, ms", f"{ttft}", ttft, ttft, ours, place))
-        ours = 1000 * one["alone_ttft_p99"]
-        rows.append(row(f"{size}, traffic x {density}, alone: P99 TTFT, ms", "not printed", 0.0, 1e9, ours, "ours"))
     if size == "8B":
         one = found["lease 100"] = played([*given, "sim.borrowed.lease_seconds=100"], steps, 1)
         ratio, ours, place = 502.1 / 496.3, one["rollout_seconds"] / base, "ROSE appendix C, table 4"

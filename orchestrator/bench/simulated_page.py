@@ -82,47 +82,30 @@ and 32B/32k.
 _ROSE = """
 ### Why ROSE's differ
 
-Every row that is more than 5 % off. A step's time differs by a third from step to step, so 8B is five steps of each of
-three seeds.
-
-- **Figure 14, 16 GPUs (-7 %)**: the dedicated GPUs are filled first (the paper's cap of 16), and their turns stay where
-  their prefixes lie. The longest trajectories have fifteen neighbours there, which more borrowed GPUs do not change: 12
-  of 15 steps take as long to the digit beside serving as beside multiplexed devices. Our rows of 8 and 16 GPUs fit 305
-  s + 4,080 s / GPUs, which gives 1.72 for 24: so much an even spread is worth, and caps of 10 and 11 give 1.84 (`even
-  caps` in the JSON). The paper's text says fill first, so it stays. A longer tail (sigma 1.0 for 0.5) gives 1.56,
-  Mooncake's trace in place of Azure's 1.34, with serving busy for a third of the time; serving engines that prefill and
-  decode on one device (ROSE 4.3, no figure there) 1.55.
-- **The workload's tail**: the 75th percentile of our trajectories' times is 76 to 79 % of the rollout at 8B, 48 % at
-  32B (2.2's setup); printed is at most 30 %. It cannot be had together with the printed times: a trajectory ends at 32k
-  tokens, which alone on an engine of ours takes 265 s (8B) and 301 s (32B, four GPUs). Printed times fit 324 s and 752
-  s that remain however many GPUs generate, 2.5 times ours at 32B.
-- **32B gains too much** (2.75 over ROLL, printed 1.86; spot and serverless alike): for that reason. Ours fit 352 s +
-  5,495 s / engines.
-- **ROSE over spot devices** (1.04 for 1.20; at 32B 1.02 for 1.26): beyond 8 borrowed GPUs nothing is gained in most
-  steps (above), and a market that leaves 10 of 16 in the mean loses as little. When devices come and go is only drawn
-  in the paper: ASSUMED.
-- **Starting, % of GPU time**: 40 s a start, ASSUMED. Functions of 15 minutes then lose 3.4 and 4.0 %; the printed 6.8
-  to 26.1 % are 61 to 235 s a lease, while the text says tens of seconds. Spot: 1.9 and 2.4 %, for 6.8 to 7.3.
-- **Autoscaling's first tokens** (13 and 22 s for 1.2 and 2.4): 20 s to load a model, ASSUMED, of which every burst of
-  the trace sees the whole; a quarter of the prompts is late.
-- **Prism's rollouts** (0.99 for 1.47; at 32B 1.06 for 1.36): prefixes are computed anew on borrowed devices only, which
-  the longest trajectory does not visit. Its first tokens (0.72 s for 0.97; 0.84 for 1.63): one step before each prompt,
-  where Prism's engines compute at the same time and slow each other down.
-- **ROSE's own first tokens**: 0.2 % off at 8B, 11 % below the printed ones at 32B: no rollout step begins while a
-  prompt waits, so that they are those of serving alone (0.72 s) and one step.
-- **Serving's TPOT** is far from its SLO, where ROSE's is near it (136 of 150 ms): ours lets one admitted rollout step
-  stand between two of serving, and takes no more of the slack.
-- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, without
-  caps, takes as long as no borrowed device at all (812 for 815 s at 8B, 1,561 for 1,726 s at 32B), where the paper's is
-  16 % slower than ROSE.
-- **Figure 7** (8B 1.55, 2.10, 1.56; 32B 3.16, 3.77, 3.12): one step off the policy, a rollout binds in our model at any
-  number of devices, so that the gain is that of the rollout (1.57 and 2.75 above). DAPO is played with twice the
-  groups, not with the paper's rule from step to step.
-- **Table 5**: serving alone is as late there as with rollouts (8B 1.19 and 1.95 s, 32B 1.90 and 3.43 s; with rollouts
-  at most 1 % more). The hour of Azure's code trace has a burst that twice its speed makes twice as steep; the paper's
-  day takes twice the traffic with 36 % more. 32B's rollouts are one seed of three steps, within their noise.
-- **Serving alone at 8B** is 7 % above the P99 that it was calibrated by: it is the worst of three seeds, which differ
-  in how much of the trace they see (0.31 to 0.34 s).
+- **Figure 14, 16 GPUs (-7 %)**: the dedicated GPUs are filled first (the paper's cap of 16), and turns stay where their prefixes
+  lie. The longest trajectories have fifteen neighbours there, which more borrowed GPUs do not change: 12 of 15 steps take as
+  long to the digit beside serving as on multiplexed devices. Our rows of 8 and 16 GPUs fit 305 s + 4,080 s / GPUs, which gives
+  1.72 for 24: so much an even spread is worth, and caps of 10 and 11 give 1.84. A longer tail (sigma 1.0 for 0.5) gives 1.56,
+  Mooncake's trace, a third of the time busy, 1.34; serving engines that prefill and decode (ROSE 4.3, no figure there) 1.55.
+- **The workload's tail**: the 75th percentile of trajectories' times is 76 to 79 % of the rollout at 8B, 48 % at 32B (2.2's
+  setup); printed is at most 30 %, which cannot be had with the printed times: a trajectory ends at 32k tokens, which alone on an
+  engine of ours takes 265 s (8B) and 301 s (32B). Printed times fit 324 s and 752 s that remain with any number of GPUs.
+- **32B gains too much** (2.75 over ROLL, printed 1.86; spot and serverless alike): for that reason. Ours fit 352 + 5,495 / engines.
+- **ROSE over spot devices** (1.04 for 1.20; 32B 1.02 for 1.26): beyond 8 borrowed GPUs nothing is gained in most steps, so a
+  market that leaves 10 of 16 in the mean costs little. When devices come and go is only drawn in the paper: ASSUMED.
+- **Starting, % of GPU time**: 40 s a start, ASSUMED: 3.4 and 4.0 % of a lease of 15 minutes. The printed 6.8 to 26.1 % are 61 to
+  235 s a lease, while the text says tens of seconds. Spot: 1.9 and 2.4 %, for 6.8 to 7.3.
+- **Autoscaling's first tokens** (13 and 22 s for 1.2 and 2.4): 20 s to load a model, ASSUMED; a quarter of them is late.
+- **Prism** (rollouts 0.99 for 1.47, 32B 1.06 for 1.36): prefixes are computed anew on borrowed devices only, which the longest
+  trajectory does not visit. First tokens (0.72 s for 0.97, 0.84 for 1.63): one step before each, where Prism's overlap.
+- **ROSE's own latencies**: no rollout step begins while a prompt waits, so first tokens are serving's alone and one step (32B
+  -11 %); one step stands between two decode steps (TPOT 0.02 s of 0.15, printed 0.136).
+- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, without caps,
+  takes as long as no borrowed device (812 for 815 s, 32B 1,561 for 1,726 s), where the paper's is 16 % slower than ROSE.
+- **Figure 7** (8B 1.55, 2.10, 1.56; 32B 3.16, 3.77, 3.12): one step off the policy a rollout binds at any number of devices, so
+  that the gain is the rollout's. DAPO is played with twice the groups, not with the paper's rule from step to step.
+- **Table 5**: serving alone is as late (1.95 s, 32B 3.43 s; rollouts add 1 % at most): the trace's one burst is twice as steep at
+  twice the speed. Serving alone at 8B (+7 %) is the worst of three seeds, which see 0.31 to 0.34 s.
 """
 
 
