@@ -90,7 +90,7 @@ _ROSE = """
 - **The workload's tail**: the 75th percentile of trajectories' times is 76 to 79 % of the rollout at 8B, 48 % at 32B (2.2's
   setup); printed is at most 30 %, which cannot be had with the printed times: a trajectory ends at 32k tokens, which alone on an
   engine of ours takes 265 s (8B) and 301 s (32B). Printed times fit 324 s and 752 s that remain with any number of GPUs.
-- **32B gains too much** (2.75 over ROLL, printed 1.86; spot and serverless alike): for that reason. Ours fit 352 + 5,495 / engines.
+- **32B gains too much** (2.75 over ROLL for 1.86; spot and serverless alike): for that reason. Ours fit 352 + 5,495 / engines.
 - **ROSE over spot devices** (1.04 for 1.20; 32B 1.02 for 1.26): beyond 8 borrowed GPUs nothing is gained in most steps, so a
   market that leaves 10 of 16 in the mean costs little. When devices come and go is only drawn in the paper: ASSUMED.
 - **Starting, % of GPU time**: 40 s a start, ASSUMED: 3.4 and 4.0 % of a lease of 15 minutes. The printed 6.8 to 26.1 % are 61 to
