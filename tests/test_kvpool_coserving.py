@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_rlplugin.coserve_probe import TRAJECTORY, Pair, scaled, summary
+from orchestrator.bench.coserve_slo import LADDER, table
+from vllm_rlplugin.coserve_probe import MODES, TRAJECTORY, Pair, scaled, summary
 from vllm_rlplugin.kvpool.engine import pool_path
 from vllm_rlplugin.kvpool.ledger import PagePool
 from vllm_rlplugin.kvpool.words import Control
@@ -118,6 +119,21 @@ def test_the_summary_counts_over_all_replays_and_says_what_of_the_idle_share_was
     found = summary(rows, 100.0)
     assert (found["requests"], found["late"], found["ttft_p99"], found["busy"]) == (3, 1, 0.3, 0.4)
     assert "rollout_tokens_per_s" not in found
+
+
+def test_the_table_has_the_rungs_that_a_result_has_in_the_order_of_the_ladder() -> None:
+    row = {"ttft_p99_over_alone": 1.234, "tpot_p99_over_alone": 1.1, "late": 2, "requests": 84, "over_idle_share": None}
+    modes = {
+        "alone": {},
+        "dual": {**row, "rollout_tokens_per_s": 1020.4},
+        "static": {**row, "rollout_tokens_per_s": 7.0},
+    }
+    rows = table({"detail": {"modes": modes}}).splitlines()[2:]
+    assert rows[0].startswith(
+        "| static partition of the KV memory, no admission | 1.23 | 1.10 | 2 of 84 | 7, not known |"
+    )
+    assert rows[1] == "| + dual admission | 1.23 | 1.10 | 2 of 84 | 1,020, not known |"
+    assert set(LADDER) == set(MODES)
 
 
 def test_pages_that_go_from_process_to_process_are_the_same_memory() -> None:

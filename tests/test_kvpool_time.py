@@ -234,6 +234,16 @@ def test_an_idle_engine_says_so_by_itself(setup: Setup) -> None:
     assert setup.said().arriving == pytest.approx(0.1), "half of the SLO while no prompt was ever seen"
 
 
+def test_a_prompt_that_is_aborted_before_its_first_token_is_not_waited_for(setup: Setup) -> None:
+    prompt = request("a", 400, arrival=setup.at)
+    setup.meter.arrived(prompt)
+    setup.meter.idle()
+    assert setup.said().waiting, "it is still there"
+    prompt.is_finished = lambda: True
+    setup.meter.idle()
+    assert (setup.said().busy, setup.said().waiting) == (False, False)
+
+
 # -- rollouts ----------------------------------------------------------------------------------------------------------
 
 

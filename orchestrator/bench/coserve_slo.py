@@ -7,6 +7,8 @@ of the two ratios under dual admission; the detail has serving alone and each mo
 of serving alone, and those late because of rollouts. Modes are the ladder of ROSE's table 2 and figure 9: static
 partition of the KV memory, memory preemption, prefix cache, then admission by each SLO and by both. ``--quick``: one round of
 serving alone, static partition, no admission and dual admission.
+
+``python -m orchestrator.bench.coserve_slo FILE`` prints the table of docs/coserving.md from a result.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,14 @@ from orchestrator.runfolder import describe_machine
 
 NAME = "coserve-slo"
 TRACE = Path(__file__).with_name("azure_code.json")
+LADDER = {  # ROSE, table 2 and figure 9
+    "static": "static partition of the KV memory, no admission",
+    "preempt": "+ memory preemption",
+    "none": "+ prefix cache",
+    "ttft": "+ admission by TTFT only",
+    "tpot": "+ admission by TPOT only",
+    "dual": "+ dual admission",
+}
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
@@ -30,7 +41,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     begun = datetime.datetime.now(datetime.UTC).isoformat()
     source = json.loads(TRACE.read_text(encoding="utf-8"))
     how = (
-        ["--seconds", "4", "--rounds", "1", "--modes", "static,none,dual"]
+        ["--seconds", "3", "--rounds", "1", "--modes", "static,none,dual"]
         if quick
         else ["--seconds", "6", "--rounds", "2"]
     )
@@ -64,3 +75,20 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "nonce": nonce,
         },
     }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Of a result, in Markdown: the modes that it has."""
+    lines = ["| mode | P99 TTFT over alone | P99 TPOT over alone | late | rollout tokens/s, over the idle share |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for mode, name in LADDER.items():
+        if (row := found["detail"]["modes"].get(mode)) is not None:
+            tails = f"{row['ttft_p99_over_alone']:.2f} | {row['tpot_p99_over_alone']:.2f}"
+            share = "not known" if row["over_idle_share"] is None else f"{row['over_idle_share']:.2f}"
+            late = f"{row['late']} of {row['requests']}"
+            lines.append(f"| {name} | {tails} | {late} | {row['rollout_tokens_per_s']:,.0f}, {share} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))

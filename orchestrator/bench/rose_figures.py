@@ -1,5 +1,5 @@
 """Simulated figures of ROSE beside the printed ones: 7 (end to end), 8 (spot and serverless), tables 1 (autoscaling and
-multiplexing in place of co-serving) and 3 (the rollout scheduler).
+multiplexing in place of co-serving), 3 (the rollout scheduler), 4 (leases of prefixes) and 5 (more traffic).
 
 ``rose.toml`` and, for 32B, the overrides here; whole clusters, as bursts of serving do not shrink with a part of one. 8B: five
 steps of each of three seeds; 32B: three steps, of 1,024 trajectories each. Baselines get the same devices and the same
@@ -11,6 +11,7 @@ the autoscaler acts. A printed time is compared as a ratio to ROSE's own; the va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 from typing import Any
 
 from orchestrator.bench.rose_runs import played
@@ -115,7 +116,9 @@ def _rollouts(size: str, quick: bool) -> tuple[dict[str, Any], list[dict[str, An
             continue
         steps, seeds, given = SIZES[size]
         found[name] = played([*given, *extra], *((2, 1) if quick else (steps, seeds)))
-    return found, [*_figure_8(size, found), *([] if quick else [*_table_1(size, found), *_table_3(size, found)])]
+    if quick:
+        return found, _figure_8(size, found)
+    return found, [*_figure_8(size, found), *_table_1(size, found), *_table_3(size, found), *_tables_4_5(size, found)]
 
 
 def _figure_8(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -172,6 +175,27 @@ def _table_3(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
         ours = base / found[how]["rollout_seconds"]
         why = "what the paper's baseline does is not printed: here a trajectory stays with the worker that it began on"
         rows.append(row(f"{size}: + {name} over none", f"{gain}", gain, gain, ours, place, why))
+    return rows
+
+
+def _tables_4_5(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Sensitivity: one seed, over the same seed as it is; adds the runs to ``found``."""
+    steps, _, given = SIZES[size]
+    base = mean(found["coserve"]["steps"][0])
+    speed = float(scenario("rose", given).sim.borrowed.speed)
+    printed = {"8B": {"2": (569.9, 459.1)}, "32B": {"2": (989.9, 899.1)}}[size]
+    rows, place = list[dict[str, Any]](), "ROSE appendix D, table 5"
+    for density, (seconds, ttft) in printed.items():
+        one = played([*given, f"sim.borrowed.speed={speed * float(density)}"], steps, 1)
+        found[f"density {density}"] = one
+        ratio, ours = seconds / ROSE_SECONDS[size], one["rollout_seconds"] / base
+        rows.append(row(f"{size}: rollout, traffic x {density} over x 1", f"{ratio:.2f}", ratio, ratio, ours, place))
+        ours = 1000 * one["ttft_p99"]
+        rows.append(row(f"{size}, traffic x {density}: P99 TTFT, ms", f"{ttft}", ttft, ttft, ours, place))
+    if size == "8B":
+        one = found["lease 100"] = played([*given, "sim.borrowed.lease_seconds=100"], steps, 1)
+        ratio, ours, place = 502.1 / 496.3, one["rollout_seconds"] / base, "ROSE appendix C, table 4"
+        rows.append(row("8B: rollout, leases of 100 s over 10 s", f"{ratio:.2f}", ratio, ratio, ours, place))
     return rows
 
 

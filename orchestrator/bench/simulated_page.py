@@ -82,29 +82,30 @@ and 32B/32k.
 _ROSE = """
 ### Why ROSE's differ
 
-- **Figure 14**: the workload is ASSUMED but for its share of prompts, and calibrated on the run without borrowed GPUs and the one
-  with four (`orchestrator/sim/scenarios/rose.toml`). With the paper's cap of 16 the dedicated GPUs are filled first, and their
-  turns stay where their prefixes lie: the longest trajectories have fifteen neighbours there until the end, which more borrowed
-  GPUs do not change. Caps of 10 and 11, which spread the batch evenly, give 1.80 (`even caps` in the JSON). A longer tail (sigma
-  1.0 for 0.5) gives 1.60, Mooncake's conversation trace in place of Azure's 1.38, with serving busy for a third of the time.
-- **Alike to the digit** are rows in which the last trajectory of each step ran on a dedicated GPU, which the borrowed ones do not
-  touch: 8B with serving, serverless and multiplexed devices. Prism's loss by prefixes computed anew, and the loss of serverless
-  devices by restarts, are on borrowed GPUs only, and off the longest trajectory's way.
-- **Serving's TPOT** is far from its SLO, where ROSE's is near it (136 of 150 ms): ours lets one admitted rollout step stand
-  between two of serving, and takes no more of the slack.
-- **The SLO of the first token is not kept at 32B**: P99 1.31 s for 1 s, 2.9 % of the prompts are beyond. Serving alone is at
-  0.86 s there (half of the cluster: two engines prefill). A step is admitted by what the present queue can spare; prompts of the
-  same burst that come after it wait behind all that was admitted, one step a prompt. At 8B 0.4 % are beyond 0.5 s.
-- **Spot, serverless, autoscaling**: the paper prints neither when devices came and went nor how long they started: ASSUMED.
-  Starts of 40 s take 2 to 4 % of the time; what is printed, up to 26 %, takes starts of minutes. An autoscaler that needs 20 s to
-  load a model is late by more than ten of them after a burst; printed is 1.2 to 2.4 s.
-- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, on dedicated
-  and borrowed GPUs alike and without caps, overfills the budgets of the borrowed ones, and loses far more than printed.
-- **32B gains too much** (2.9 for a printed 1.86 over ROLL): only 64 of the 256 trajectories of each dedicated engine may run at a
-  time (16 a GPU), so that five times the devices bring nearly three times the speed; by the printed times 750 s of a step are
-  there however many devices generate. ALFWorld's lengths and environment times are ASSUMED.
-- **Figure 7**: one step off the policy, a rollout binds in our model at any number of devices, so that the gain is that of the
-  rollout. DAPO is played with twice the groups, not with the paper's rule from step to step.
+- **Figure 14, 16 GPUs (-7 %)**: the dedicated GPUs are filled first (the paper's cap of 16), and turns stay where their prefixes
+  lie. The longest trajectories have fifteen neighbours there, which more borrowed GPUs do not change: 12 of 15 steps take as
+  long to the digit beside serving as on multiplexed devices. Our rows of 8 and 16 GPUs fit 305 s + 4,080 s / GPUs, which gives
+  1.72 for 24: so much an even spread is worth, and caps of 10 and 11 give 1.84. A longer tail (sigma 1.0 for 0.5) gives 1.56,
+  Mooncake's trace, a third of the time busy, 1.34; serving engines that prefill and decode (ROSE 4.3, no figure there) 1.55.
+- **The workload's tail**: the 75th percentile of trajectories' times is 76 to 79 % of the rollout at 8B, 48 % at 32B (2.2's
+  setup); printed is at most 30 %, which cannot be had with the printed times: a trajectory ends at 32k tokens, which alone on an
+  engine of ours takes 265 s (8B) and 301 s (32B). Printed times fit 324 s and 752 s that remain with any number of GPUs.
+- **32B gains too much** (2.75 over ROLL for 1.86; spot and serverless alike): for that reason. Ours fit 352 + 5,495 / engines.
+- **ROSE over spot devices** (1.04 for 1.20; 32B 1.02 for 1.26): beyond 8 borrowed GPUs nothing is gained in most steps, so a
+  market that leaves 10 of 16 in the mean costs little. When devices come and go is only drawn in the paper: ASSUMED.
+- **Starting, % of GPU time**: 40 s a start, ASSUMED: 3.4 and 4.0 % of a lease of 15 minutes. The printed 6.8 to 26.1 % are 61 to
+  235 s a lease, while the text says tens of seconds. Spot: 1.9 and 2.4 %, for 6.8 to 7.3.
+- **Autoscaling's first tokens** (13 and 22 s for 1.2 and 2.4): 20 s to load a model, ASSUMED; a quarter of them is late.
+- **Prism** (rollouts 0.99 for 1.47, 32B 1.06 for 1.36): prefixes are computed anew on borrowed devices only, which the longest
+  trajectory does not visit. First tokens (0.72 s for 0.97, 0.84 for 1.63): one step before each, where Prism's overlap.
+- **ROSE's own latencies**: no rollout step begins while a prompt waits, so first tokens are serving's alone and one step (32B
+  -11 %); one step stands between two decode steps (TPOT 0.02 s of 0.15, printed 0.136).
+- **Table 3**: what the paper's baseline does is not printed. Ours, in which a trajectory stays where it began, without caps,
+  takes as long as no borrowed device (812 for 815 s, 32B 1,561 for 1,726 s), where the paper's is 16 % slower than ROSE.
+- **Figure 7** (8B 1.55, 2.10, 1.56; 32B 3.16, 3.77, 3.12): one step off the policy a rollout binds at any number of devices, so
+  that the gain is the rollout's. DAPO is played with twice the groups, not with the paper's rule from step to step.
+- **Table 5**: serving alone is as late (1.95 s, 32B 3.43 s; rollouts add 1 % at most): the trace's one burst is twice as steep at
+  twice the speed. Serving alone at 8B (+7 %) is the worst of three seeds, which see 0.31 to 0.34 s.
 """
 
 

@@ -133,8 +133,8 @@ class ServingMeter:
     # -- from the guardian's thread ----------------------------------------------------------------------------------
 
     def idle(self) -> None:
-        """Nothing may have happened for long: say that there is nothing to do, if so."""
-        if not self._requests and not self._steps:
+        """Nothing may have happened for long: say that there is nothing to do, if so, as after requests that were aborted."""
+        if not self._steps:
             self._publish(self._now(), only_idle=True)
 
     # -- what is published -------------------------------------------------------------------------------------------
