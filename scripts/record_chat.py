@@ -3,9 +3,9 @@
     python scripts/record_chat.py MODEL_FOLDER RUN_FOLDER problems,chores,puzzles --seconds 280
 
 The way is a run's own: ``EnvManager``, ``LLMProxy``, our vLLM worker, ``TrajectoryStore``; groups of ``--members`` start one
-after the other, of the tasks in turn, ``--at-once`` trajectories play at a time. In the last ``--drain`` of the seconds nothing begins, and what
-is under way ends: else the long ones would be missing. A second call goes on with the prompts behind those of the first.
-``scripts/pack_lengths.py`` makes one small file of a folder.
+after the other, of the tasks in turn, ``--at-once`` trajectories play at a time. In the last ``--drain`` of the seconds nothing
+begins, and what is under way ends: else the long ones would be missing. A second call goes on with the prompts behind those of
+the first. ``scripts/pack_lengths.py`` makes one small file of a folder.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from orchestrator.api import Prompt, RunError, Sampling, TrajectoryError
 from orchestrator.bench.chat_tasks import TASKS, HuggingFaceChat
@@ -62,7 +63,7 @@ async def record(options: argparse.Namespace) -> None:
     tasks = [TASKS[name](chat, chat.size) for name in options.tasks]
     options.folder.mkdir(parents=True, exist_ok=True)
     progress = options.folder / "recorded.json"
-    before = json.loads(progress.read_text()) if progress.exists() else {"prompts": 0, "seconds": 0.0}
+    before: dict[str, Any] = json.loads(progress.read_text()) if progress.exists() else {"prompts": 0, "seconds": 0.0}
     worker = Restless(
         model=options.model,
         dtype=options.dtype,

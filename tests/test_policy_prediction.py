@@ -12,6 +12,7 @@ import pytest
 from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
 from orchestrator.bench import prediction as bench
 from orchestrator.bench.length_sets import Case, outcome_of
+from orchestrator.policies.conformal import RATE, Conformal
 from orchestrator.policies.features import (
     PROMPT_TOKENS,
     SIZE,
@@ -24,7 +25,6 @@ from orchestrator.policies.features import (
     progress_of,
 )
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Oracle, Outcome, Progressive, sound
-from orchestrator.policies.conformal import RATE, Conformal
 from orchestrator.policies.regression import Ridge
 
 

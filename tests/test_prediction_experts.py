@@ -14,8 +14,10 @@ import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.bench import prediction as bench
-from orchestrator.bench.chat_tasks import ChatTask, Chores, Problems
+from orchestrator.bench.chat_tasks import ChatTask, Chores, Problems, Puzzles
 from orchestrator.bench.length_sets import Case, built_in, pack, packed, trajectories_of
+from orchestrator.bench.resampling import paired, words
+from orchestrator.policies import prediction
 from orchestrator.policies.encoder import HashedEncoder
 from orchestrator.policies.features import DENSE, Progress
 from orchestrator.policies.prediction import History, LengthPredictor, Outcome, Progressive, prompt_only
@@ -134,6 +136,80 @@ def test_forecasts_that_are_all_equal_and_lengths_that_never_vary_are_borne() ->
     assert forecast.low <= 12.0 <= forecast.high + 0.1
 
 
+def test_intervals_of_new_prompts_are_calibrated_on_known_ones_as_if_they_were_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forty prompts come six times. What was new came first, when everything was four times as long."""
+
+    def one(number: int, prompt: str, early: bool, draw: random.Random) -> Outcome:
+        said = (max(1, round((200 if early else 50) * draw.lognormvariate(0.0, 0.5))),)
+        return Outcome((Progress(f"t{number}", "made-up", prompt, (3,), (3,), (1,), (), ()),), said, True)
+
+    covered = {}
+    for fresh in (0, 512):
+        monkeypatch.setattr(prediction, "_FRESH", fresh)
+        draw, predictor = random.Random(4), Progressive(50.0, seed=1)
+        for number in range(240):
+            predictor.learn(one(number, f"p{number % 40}", number < 40, draw))
+        predictor.finish()
+        new = [one(1000 + number, f"new{number}", False, draw) for number in range(200)]
+        made = [predictor.forecast(each.before[0]) for each in new]
+        inside = [said.low <= each.said[0] <= said.high for said, each in zip(made, new, strict=True)]
+        covered[fresh] = sum(inside) / len(inside)
+    assert 0.7 <= covered[512] <= 0.9
+    assert abs(covered[0] - 0.8) > 0.1, "the way that was left shows nothing"
+
+
+# -- how sure a difference is ----------------------------------------------------------------------------------------------
+
+
+def test_a_difference_has_an_interval_by_which_it_is_better_worse_or_a_tie() -> None:
+    draw = np.random.default_rng(3)
+    true = draw.uniform(10.0, 100.0, 300)
+    good, bad = true + draw.normal(0.0, 10.0, 300), true + draw.normal(0.0, 60.0, 300)
+    alike = true + draw.normal(0.0, 10.0, 300)
+    groups = [f"p{number // 4}" for number in range(300)]
+    found = [paired(ours, theirs, true, groups, bench.pearson, 1) for ours, theirs in ((good, bad), (bad, good))]
+    assert [words(row) for row in found] == ["better", "worse"]
+    for ours, theirs in ((good, alike), (alike, good)):
+        assert words(paired(ours, theirs, true, groups, bench.pearson, 1)) == "tie"
+    same = paired(good, good, true, groups, bench.pearson, 1)
+    assert (same["gain"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
+    assert found[0] == paired(good, bad, true, groups, bench.pearson, 1)
+    assert found[0]["low"] < found[0]["gain"] < found[0]["high"]
+    for rows in (np.zeros(0), true[:5]):
+        with pytest.raises(ValueError, match="as many of each"):
+            paired(rows, true, true, groups, bench.pearson, 1)
+
+
+def test_trajectories_of_one_prompt_are_drawn_together() -> None:
+    """Ten alike say no more than one: counted one by one the interval would be a third as wide."""
+    draw = np.random.default_rng(5)
+    true = np.repeat(draw.uniform(10.0, 100.0, 40), 10)
+    ours, theirs = (true + np.repeat(draw.normal(0.0, wide, 40), 10) for wide in (20.0, 30.0))
+    width = {}
+    for name, groups in (("prompts", [str(n // 10) for n in range(400)]), ("rows", [str(n) for n in range(400)])):
+        row = paired(ours, theirs, true, groups, bench.pearson, 1)
+        width[name] = row["high"] - row["low"]
+    assert width["prompts"] > 2.0 * width["rows"]
+
+
+def test_the_bench_says_of_each_measure_by_how_much_and_how_sure() -> None:
+    cases = [
+        Case(f"p{number // 4}", number % 4, world("progress", number, random.Random(number))) for number in range(120)
+    ]
+    found = bench.compare(cases, "online", 1)
+    said = bench.verdict(found)
+    for name in ("pearson", "recall_0.1", "recall_0.2"):
+        for turn, gain, (low, high), is_ in zip(
+            bench.TURNS, *(said[f"{name}_{what}"] for what in ("over_best_baseline", "interval", "is")), strict=True
+        ):
+            best = max(found[other][f"turn {turn}"][name] for other in bench.BASELINES)
+            assert gain == pytest.approx(found["progressive"][f"turn {turn}"][name] - best, abs=1e-4)
+            assert is_ == ("better" if low > 0 else "worse" if high < 0 else "tie")
+    assert said["pearson_is"][2] == "better"
+
+
 # -- sets ----------------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +303,16 @@ def test_a_right_answer_ends_a_problem_and_wrong_ones_last_to_the_limit() -> Non
     task = Problems(Letters(), 128)
     assert talk(task, "Two and two?|4", lambda turn: "It is 5, no: 4." if turn == 2 else "None.") == (2, True)
     assert talk(task, "Two and two?|4", lambda turn: "5") == (task.max_turns, False)
+
+
+def test_a_puzzle_is_asked_for_again_until_its_answer_is_said() -> None:
+    pytest.importorskip("reasoning_gym")
+    task = Puzzles(Letters(), 128)
+    assert talk(task, "calendar_arithmetic/3", lambda turn: "A Tuesday." if turn == 3 else "Sunday") == (3, True)
+    assert talk(task, "gcd/3", lambda turn: "It is 1.") == (1, True)
+    assert talk(task, "gcd/3", lambda turn: "Who knows") == (task.max_turns, False)
+    kinds = {next(task.prompts("train", seed)).payload.partition("/")[0] for seed in range(40)}
+    assert len(kinds) > 4
 
 
 def test_a_chore_is_done_by_the_commands_that_it_names() -> None:

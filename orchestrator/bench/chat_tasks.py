@@ -7,7 +7,7 @@ trajectory ends in its first turn, or in its last). ``Chores``: the household of
 sentences with the commands that are possible, the first of which that the reply names is carried out. ``Puzzles``: questions of
 the library reasoning-gym with short answers, asked for again as those of ``Problems`` are.
 
-The limit of a reply is far above what a small model says to these as a rule, so that lengths are its own; some replies reach it.
+A reply has a limit; how many reach it is the model's and the temperature's affair, and to be said of what was recorded.
 """
 
 from __future__ import annotations

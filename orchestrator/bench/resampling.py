@@ -9,6 +9,7 @@ predictors stay what they were trained to be (Efron and Tibshirani 1993, section
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ def paired(
     """``measure`` of ours less that of theirs, with an interval of :data:`LEVEL`. Arrays are of the same rows, shape [n];
     ``groups`` says whose row each is. Raises ValueError for none, and for rows that do not belong together."""
     if not len(ours) == len(theirs) == len(true) == len(groups) > 0:
-        raise ValueError(f"rows of {len(ours)}, {len(theirs)}, {len(true)} and {len(groups)}: as many of each, one at least")
+        raise ValueError(
+            f"rows of {len(ours)}, {len(theirs)}, {len(true)} and {len(groups)}: as many of each, one at least"
+        )
     names = {name: number for number, name in enumerate(dict.fromkeys(groups))}
     whose = np.array([names[name] for name in groups])
     order = np.argsort(whose, kind="stable")
     starts = np.searchsorted(whose[order], np.arange(len(names) + 1))
-    members = [order[start:end] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    members = [order[start:end] for start, end in pairwise(starts.tolist())]
     draw, found = np.random.default_rng([seed, len(true)]), []
     for _ in range(RESAMPLES):
         rows = np.concatenate([members[one] for one in draw.integers(0, len(members), len(members))])

@@ -7,8 +7,9 @@ residual it moves by ``rate`` times what it should miss less what it missed.
 
 Guarantees: over ``n`` residuals of a class, whatever they are, the share that lay below the lower bound it was given exceeds
 the wanted one by at most ``(1 + rate) / (rate n)``, and so above (proposition 4.1 there; a level that has reached 0 has an
-infinite bound, which nothing misses). That few lie outside is not guaranteed: an interval always has its prediction. Every residual is of a prediction that was made before it was learned. Without residuals of
-its own a class has the bounds of the nearest one that has enough.
+infinite bound, which nothing misses). That few lie outside is not guaranteed: an interval always has its prediction. Every
+residual is of a prediction that was made before it was learned. Without residuals of its own a class has the bounds of the
+nearest one that has enough.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ their errors on what came next, by turn and by how much is known of the prompt: 
 followed. The forecast is a mean, not a median: that is what loads add up from.
 
 Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is
-long. Intervals are adaptive conformal ones, by the same classes (:mod:`orchestrator.policies.conformal`). :func:`prompt_only` and :class:`History` are what it is compared with
-(Heddle 7.2), :class:`Oracle` knows.
+long. Intervals are adaptive conformal ones, by the same classes (:mod:`orchestrator.policies.conformal`).
+:func:`prompt_only` and :class:`History` are what it is compared with (Heddle 7.2), :class:`Oracle` knows.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from orchestrator.policies.features import (
     encode,
     make_bends,
 )
+from orchestrator.policies.finished import Memory
 from orchestrator.policies.regression import Array, Ridge
 from orchestrator.policies.stacking import Stack
 
@@ -55,10 +56,7 @@ _KNOWN = 3  # how much is known of the prompt: nothing, one or two trajectories,
 _LEAST_ROWS = 64.0  # before the model speaks
 _EAGER = 0.25  # share of new rows after which it is solved anew, while there are few
 _STACK_MEMORY = 4_000.0  # rows: experts get better, the ridge and the encoder by what they learn
-_PROMPTS = 20_000  # that are remembered, the least recently finished forgotten first
-_MEMBERS = 32  # trajectories of a prompt that are
 _ASKED = 16_384  # turn boundaries that are kept until their trajectory ends, the oldest forgotten first
-_TURNS = 256  # beyond, one turn is like the other
 _ARRAYS = ("products", "targets", "weights", "errors", "counts")  # of the regression, that are kept
 _LONGEST = math.log1p(1e8)
 _FRESH = 512  # residuals of new prompts that are enough
@@ -92,72 +90,6 @@ class LengthPredictor(Protocol):
     def forecast(self, progress: Progress) -> Forecast: ...
 
     def learn(self, outcome: Outcome) -> None: ...
-
-
-class Memory:
-    """What finished trajectories say without a model: by prompt, by task, over all."""
-
-    def __init__(self, prior_tokens: float, prior_turns: float = 1.0) -> None:
-        self.prior = (math.log1p(prior_tokens), math.log1p(prior_turns))
-        self.prompts: dict[str, list[list[int]]] = {}  # task and prompt -> said, of each trajectory
-        self.tasks: dict[str, list[list[float]]] = {}  # "" is all -> by turn: number, sum of logs of tokens, of turns
-
-    def add(self, task: str, prompt: str, said: Sequence[int], floor: Sequence[tuple[float, float]]) -> None:
-        """``floor``: logarithms of remaining tokens and turns before each turn, as they are learned."""
-        key = f"{task}\n{prompt}"
-        members = self.prompts.pop(key, [])
-        self.prompts[key] = [*members, list(said)][-_MEMBERS:]
-        if len(self.prompts) > _PROMPTS:
-            del self.prompts[next(iter(self.prompts))]
-        for name in (task, ""):
-            rows = self.tasks.setdefault(name, [])
-            for turn, (tokens, turns) in enumerate(floor[:_TURNS]):
-                if turn == len(rows):
-                    rows.append([0.0, 0.0, 0.0])
-                rows[turn][0] += 1.0
-                rows[turn][1] += tokens
-                rows[turn][2] += turns
-
-    def of_task(self, task: str, turn: int) -> tuple[float, float, str]:
-        """Mean logarithms of remaining tokens and turns of those that came so far, and whose they are."""
-        turn = min(turn, _TURNS - 1)
-        for name in (task, ""):
-            rows = self.tasks.get(name, [])
-            if turn < len(rows) and rows[turn][0] >= 4:
-                number, tokens, turns = rows[turn]
-                return tokens / number, turns / number, "task" if name else "all"
-            if rows and turn >= len(rows):  # nobody came so far: as much as was left at the end of the longest
-                number, tokens, turns = rows[-1]
-                return tokens / number, turns / number, "task" if name else "all"
-        return (*self.prior, "prior")
-
-    def of_prompt(self, task: str, prompt: str, turn: int) -> tuple[float, float]:
-        """Mean logarithm of remaining tokens of the prompt's trajectories that came so far, and their number."""
-        found = self._left(task, prompt, turn)
-        return (sum(map(math.log1p, found)) / len(found), float(len(found))) if found else (0.0, 0.0)
-
-    def median(self, task: str, prompt: str, turn: int) -> float | None:
-        """The logarithm of remaining tokens of the middle one of them; one very long sibling does not move it."""
-        found = sorted(self._left(task, prompt, turn))
-        middle = len(found) // 2
-        if not found:
-            return None
-        return (math.log1p(found[middle]) + math.log1p(found[-1 - middle])) / 2.0
-
-    def _left(self, task: str, prompt: str, turn: int) -> list[int]:
-        return [sum(said[turn:]) for said in self.prompts.get(f"{task}\n{prompt}", []) if len(said) > turn]
-
-    def whole(self, task: str, prompt: str) -> tuple[float, float, str]:
-        """Mean logarithm of all tokens of the prompt's trajectories, else of the task's; of turns of the task's."""
-        tokens, turns, source = self.of_task(task, 0)
-        mean, number = self.of_prompt(task, prompt, 0)
-        return (mean, turns, "prompt") if number else (tokens, turns, source)
-
-    def past(self, progress: Progress) -> Past:
-        """For the vector of features: the prompt's mean is drawn to the task's while there are few."""
-        task, turns, source = self.of_task(progress.task, progress.turns)
-        mean, number = self.of_prompt(progress.task, progress.prompt, progress.turns)
-        return Past((mean * number + task) / (number + 1.0), task, number, turns, "prompt" if number else source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +188,8 @@ class Progressive:
                 said = self._experts(one, past, float(ridge[index, 0]), float(encoded[index, 0]))
                 experts = np.expm1(np.clip(said, 0.0, self._most))
                 combined = min(math.log1p(max(self.stack.combine(experts, kind), 0.0)), self._most)
-            known = (past.prompt, past.turns)
-            found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index], self._conformal.bounds(kind)))
+            known, bounds = (past.prompt, past.turns), self._conformal.bounds(kind)
+            found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index], bounds))
         return found
 
     def _experts(self, one: Progress, past: Past, ridge: float, encoded: float) -> list[float]:
