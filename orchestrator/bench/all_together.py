@@ -18,7 +18,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 from orchestrator.api import ConfigError
@@ -93,7 +95,7 @@ WORKLOADS = {
     ),
     "ROSE": Workload(
         "rose",
-        2,
+        4,
         {"H800": 16},
         (4, 8, 12),
         given=(f"sim.trainer_serial_seconds={TRAIN_SERIAL_SECONDS}", "rollout.environments=512"),
@@ -288,11 +290,20 @@ def compared(name: str, where: Workload, steps: int, seeds: Sequence[int], quick
 
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
-    """Simulate. Raises SimulationFailed."""
+    """Simulate; the full run plays the workloads in processes of their own. Raises SimulationFailed."""
     begun = now()
-    chosen = ("RollArt",) if quick else tuple(WORKLOADS)
     steps, seeds = (4, (0,)) if quick else (6, (0,))
-    found = {name: compared(name, WORKLOADS[name], steps, seeds, quick) for name in chosen}
+    if quick:
+        found = {"RollArt": compared("RollArt", WORKLOADS["RollArt"], steps, seeds, quick)}
+    else:
+        with ProcessPoolExecutor(len(WORKLOADS), mp_context=get_context("spawn")) as pool:
+            asked = {name: pool.submit(compared, name, one, steps, seeds, quick) for name, one in WORKLOADS.items()}
+            found = {name: future.result() for name, future in asked.items()}
+    return result_of(found, quick, nonce, begun)
+
+
+def result_of(found: Mapping[str, Any], quick: bool, nonce: str, begun: str) -> dict[str, Any]:
+    """The figure, of what :func:`compared` found of each workload."""
     least = min(found, key=lambda name: float(found[name]["gain"]))
     value = float(found[least]["gain"])
     return frame(
