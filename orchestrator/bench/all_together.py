@@ -315,7 +315,7 @@ def result_of(found: Mapping[str, Any], quick: bool, nonce: str, begun: str) -> 
         f"> {BAR}",
         value > BAR,
         {
-            "scale": {name: one["scale"] for name, one in found.items()},
+            "scales": {name: one["scale"] for name, one in found.items()},
             "best_single": {name: one["best_single"] for name, one in found.items()},
             "gains": {name: one["gain"] for name, one in found.items()},
             "workloads": found,

@@ -44,8 +44,8 @@ def borrowed_class(config: Config) -> str:
 
 
 def degree_of(config: Config, worker: str) -> int:
-    """Devices of a worker by its name, ``sim-INDEX``: of ``sim.degrees``, or, where prefill and decode are apart, what a real run's
-    config says of ``vllm-INDEX``, each standing for ``sim.tensor_parallel``. Borrowed ones, after the run's own, have so many."""
+    """Devices of a worker by its name, ``sim-INDEX``: of ``sim.degrees``, or, where prefill and decode are apart, what a real
+    run's config says of ``vllm-INDEX``, each standing for ``sim.tensor_parallel``. Borrowed ones have so many."""
     degrees, index = config.sim.degrees, worker.rpartition("-")[2]
     if index.isdigit() and int(index) < len(degrees):
         return degrees[int(index)]
