@@ -164,11 +164,11 @@ def settings(name: str, where: Workload) -> Iterator[tuple[str, tuple[str, ...]]
         for groups, (text, split) in itertools.product((1.0, 1.5), splits):
             yield f"redundancy {groups}, {text}", (*_ASYNC, *_NO_CAPS, f"rollout.redundant_groups={groups}", *split)
     elif name == "RollPacker":
-        every = (*anywhere, *_NO_CAPS, _SCHEDULED, _MORE)
+        rounds = (*anywhere, *_NO_CAPS, _SCHEDULED, _MORE)
         for eta in (1.25, 1.5, 2.0):
-            yield f"in turn, eta {eta}", (*every, *_TURNS, *_streamed(where), *where.workers(), *_rounds(eta))
+            yield f"in turn, eta {eta}", (*rounds, *_TURNS, *_streamed(where), *where.workers(), *_rounds(eta))
         for text, split in splits:  # its 6.7
-            yield f"one-off, {text}", (*every, *_ONE_OFF, *_rounds(1.25), *split)
+            yield f"one-off, {text}", (*rounds, *_ONE_OFF, *_rounds(1.25), *split)
     elif name == "Heddle":
         whole = (*_TURNS, *anywhere, *_NO_CAPS, *_PREDICT, *where.workers())
         cuts = (("equal", ()), ("wider", tuple(_widened(where))), ("cut", _degrees(where, whole, affine=False)))
@@ -177,8 +177,8 @@ def settings(name: str, where: Workload) -> Iterator[tuple[str, tuple[str, ...]]
     elif name == "ROSE":
         areal = ("run.mode=areal", "rollout.alpha=1", *_NO_CAPS)
         modes = (("one-off, caps", (*_ONE_OFF, *_CAPS)), ("one-off", (*_ONE_OFF, *_NO_CAPS)), ("areal", areal))
-        for (how, mode), (text, split) in itertools.product(modes, splits):
-            yield f"{how}, {text}", (*anywhere, *mode, *_DIFFERENCES, *where.borrowed(), *split)
+        for (kind, mode), (text, split) in itertools.product(modes, splits):
+            yield f"{kind}, {text}", (*anywhere, *mode, *_DIFFERENCES, *where.borrowed(), *split)
     else:
         every = (*_NO_CAPS, *_PREDICT, _SCHEDULED, _STREAM, "sim.reward_slots=0", *_DIFFERENCES, *where.borrowed())
         for text, split in splits:
