@@ -10,7 +10,8 @@ three to nine settings of what its paper leaves open (:func:`settings`), all tog
 
 Throughput is trained tokens a second after the first steps, which fill the pipeline. The value is the least of the three
 workloads. ``detail`` has, for each, what the trainer could do at most if nothing but it took time (``training_binds_at``): no set
-can be above it; and what each paper's policies add on top of the best single set, one after the other (``ladder``).
+can be above it; and what each paper's policies add on top of the best single set, one after the other (``ladder``), on the
+split of the GPUs that is best for all.
 """
 
 from __future__ import annotations
@@ -259,13 +260,12 @@ def compared(name: str, where: Workload, steps: int, seeds: Sequence[int], quick
             if mean > best.get(chosen, 0.0):
                 best[chosen], binds[chosen] = mean, binds_at(where, given, runs[0].tokens)
     single = max((one for one in SETS if one != "all"), key=lambda one: best[one])
-    found_ladder = (
-        {}
-        if quick
-        else {
-            step: _row(played(where, step, given, steps, seeds[0])) for step, given in ladder(where, where.splits[-1])
-        }
-    )
+    whole = max(table["all"], key=lambda one: float(table["all"][one]["tokens_per_s"]))
+    training = next(gpus for gpus in where.splits if whole.endswith(f", {gpus} GPUs train"))
+    found_ladder = [
+        {"policies": step, **_row(played(where, step, given, steps, seeds[0]))}
+        for step, given in ([] if quick else ladder(where, training))
+    ]
     return {
         "scale": where.scale,
         "best_single": single,

@@ -78,8 +78,8 @@ _BINDS = """
 
 Each workload is its paper's own, an n-th of it; beside it as many serving GPUs as it has of its own, which ROSE's set and all
 together may borrow. *Training allows* is what a set could train if nothing but its trainer took time, on the GPUs that train in
-its best setting. The second table adds one paper's policies after the other to RollArt's set, with as many GPUs that train as in
-the last of the settings.
+its best setting. The second table adds one paper's policies after the other to RollArt's set, on the split of the GPUs that is
+best for all together.
 """
 _ROLLPACKER = """
 ### Why RollPacker's differ
@@ -126,14 +126,17 @@ def _binding(workloads: dict[str, Any]) -> list[str]:
     ]
     steps = ["| workload | policies | tokens/s | s a step |", "| --- | --- | --- | --- |"]
     for name, found in workloads.items():
-        for chosen, runs in found["sets"].items():
+        for chosen in sorted(found["sets"], key=lambda one: (one == "all", one)):
+            runs = found["sets"][chosen]
             setting = max(runs, key=lambda one: float(runs[one]["tokens_per_s"]))
             rate, most = found["tokens_per_s"][chosen], found["training_binds_at"][chosen]
             best.append(
                 f"| {name}'s, 1/{found['scale']} | {chosen} | {setting} | {rate:,.0f} | {most:,.0f} | {rate / most:.2f} |"
             )
-        for step, one in found["ladder"].items():
-            steps.append(f"| {name}'s | {step} | {one['tokens_per_s']:,.0f} | {one['step_seconds']:.1f} |")
+        steps += [
+            f"| {name}'s | {one['policies']} | {one['tokens_per_s']:,.0f} | {one['step_seconds']:.1f} |"
+            for one in found["ladder"]
+        ]
     return [_BINDS, "\n".join(best) + "\n", "\n".join(steps) + "\n"]
 
 
