@@ -43,7 +43,9 @@ class RunState:
     run_times: Mapping[str, Sequence[float]] = field(
         default_factory=dict
     )  # of test cases, by prompt: adaptive timeouts
-    degrees: dict[str, Any] | None = None  # of the engines (orchestrator.policies.reallocation); None: nobody chooses them
+    degrees: dict[str, Any] | None = (
+        None  # of the engines (orchestrator.policies.reallocation); None: nobody chooses them
+    )
 
 
 class Checkpoints:

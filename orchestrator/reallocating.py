@@ -42,11 +42,16 @@ _FIELD = "rollout.placement.degrees"
 
 
 def make_reallocation(
-    config: Config, heads: int = 0, rates: RatesOfDegree | None = None, kept: Mapping[str, Any] | None = None
+    config: Config,
+    heads: int = 0,
+    rates: RatesOfDegree | None = None,
+    kept: Mapping[str, Any] | None = None,
+    start_seconds: float = 0.0,
 ) -> Reallocation:
     """The resource manager of a run, at the degrees that it begins with: those it had when it goes on (``kept``, of its
     checkpoint), else those that the config names, else those for the lengths that it expects. ``heads``: that degrees must
-    divide, 0: not known; ``rates``: what else is known of the degrees than the config says. Raises ConfigError."""
+    divide, 0: not known; ``rates``, ``start_seconds``: what else is known of the degrees and of an engine's start than the config
+    says. Raises ConfigError."""
     settings, devices = config.rollout.placement.degrees, config.rollout.workers
     possible = [layout.tp for layout in layouts_of(devices, devices, heads=heads)]
     profile = read_profile(config)
@@ -64,7 +69,7 @@ def make_reallocation(
             rates or rates_of_degree(config),
             degrees=settings.start,
             horizon=settings.horizon,
-            start_seconds=_start_seconds(config, profile),
+            start_seconds=_start_seconds(config, profile, start_seconds),
             per_server=devices,
         )
     except ValueError as error:
@@ -84,11 +89,11 @@ def read_profile(config: Config) -> Profile | None:
     return load_profile(Path(name), "rollout.placement.profile").profile if name else None
 
 
-def _start_seconds(config: Config, profile: Profile | None) -> float:
+def _start_seconds(config: Config, profile: Profile | None, known: float) -> float:
     """Of a change, before one was measured."""
     given = config.rollout.placement.degrees.start_seconds
     if given is not None or profile is None:
-        return given or 0.0
+        return known if given is None else given
     return max((shape.start_seconds for shape in profile.shapes.values()), default=0.0)
 
 

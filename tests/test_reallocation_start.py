@@ -98,7 +98,9 @@ def test_killed_runs_go_on_with_the_degrees_of_their_checkpoint_and_lose_nothing
             first = next((event["degrees"] for event in life if event["kind"] == "degrees"), None)
             if step is None or first is None:
                 continue
-            before = [event for event in events[:begun] if event["kind"] == "degrees" and event["step"] in (step - 1, step)]
+            before = [
+                event for event in events[:begun] if event["kind"] == "degrees" and event["step"] in (step - 1, step)
+            ]
             had = {tuple(one) for event in before for one in (event["degrees"], event["next"])} or {start}
             assert tuple(first) in had
             resumed += 1

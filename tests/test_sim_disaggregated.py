@@ -15,6 +15,7 @@ from orchestrator.sim.disaggregated import PartedSpeech
 from orchestrator.sim.hardware import MODELS
 from orchestrator.sim.run import SimResult, simulate
 from orchestrator.sim.setups import measure, scenario
+from orchestrator.sim.worker import SimWorker
 
 SMALL = ["run.steps=2", "rollout.environments=32", "rollout.groups_per_step=4", "sim.trainer_gpus=8", "sim.grain=1"]
 SMALL += ["rollout.engine.max_model_len=8192", "sim.tasks.swe-bench.response_max=400"]
@@ -92,6 +93,62 @@ def test_with_faults_every_turn_of_two_parts_is_one_that_the_policy_said(seed: i
     assert result.ledger["trained"] >= 3 * 4
     assert not result.violations
     assert moves(result)
+
+
+UNEQUAL = "rollout.disaggregation.degrees={vllm-0=4, vllm-2=2}"  # of 2P2D: a wide and a narrow engine in each pool
+
+
+def test_engines_of_each_pool_have_the_devices_that_a_real_run_would_give_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[str, float] = {}
+    begin = SimWorker._begin_leap
+
+    def seen(worker: SimWorker) -> None:
+        steps[worker.name] = worker._costs.decode(1)[0]
+        begin(worker)
+
+    monkeypatch.setattr(SimWorker, "_begin_leap", seen)
+    result = simulate(apart(UNEQUAL))
+    assert (result.ledger["trained"], result.ledger["in_flight"]) == (2 * 32, 0)
+    devices = {"sim-0": ("H800", 4), "sim-1": ("H800", 1), "sim-2": ("H20", 2), "sim-3": ("H20", 1)}
+    assert steps == {
+        name: engine_costs(apart(), kind, degree=degree).decode(1)[0] for name, (kind, degree) in devices.items()
+    }
+    assert result.events == simulate(apart("sim.degrees=[4, 1, 2, 1]")).events, "the simulator's own key says the same"
+
+
+def test_the_longest_go_to_the_wide_engine_of_the_decode_pool() -> None:
+    heddle = [
+        "rollout.prediction.enabled=true",
+        "rollout.prediction.predictor=oracle",
+        "rollout.placement.enabled=true",
+    ]
+    heddle += ['rollout.routing.affinity={default="H20"}', UNEQUAL]  # placement is over the pool that decodes
+    given = apart(*heddle)
+    said: dict[str, list[int]] = {}
+    result = simulate(
+        given, watch=lambda request, done: said.setdefault(request.trajectory_id, []).append(len(done.token_ids))
+    )
+    assert (result.ledger["trained"], result.ledger["in_flight"]) == (2 * 32, 0)
+    where: dict[str, set[str]] = {}
+    for event in moves(result):
+        where.setdefault(str(event["trajectory"]), set()).add(str(event["worker"]))
+    wide = [sum(said[name]) for name, workers in where.items() if "sim-2" in workers and name in said]
+    narrow = [
+        sum(said[name]) for name, workers in where.items() if workers <= {"sim-3", "sim-0", "sim-1"} and name in said
+    ]
+    assert narrow
+    assert sum(wide) / len(wide) > sum(narrow) / len(narrow)
+
+
+def test_degrees_that_are_named_twice_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"disaggregation\.degrees.*leave one of the two out"):
+        simulate(apart(UNEQUAL, "sim.degrees=[4, 1, 2, 1]"))
+    with pytest.raises(ConfigError, match=r"name them in rollout\.disaggregation\.degrees"):
+        apart(
+            "rollout.prediction.enabled=true",
+            "rollout.placement.enabled=true",
+            "rollout.placement.degrees.enabled=true",
+        )
 
 
 def test_tokens_that_stand_for_several_are_refused() -> None:

@@ -73,6 +73,14 @@ _WHY = """
 - **Expert parallelism** (RollPacker 7): nothing is printed. `bench expert-parallelism` plays the extension in whole runs; the
   rule alone, over rollouts of the cost model, is `experts` in the JSON of RollPacker's figures, as it was played before.
 """
+_BINDS = """
+### What binds
+
+Each workload is its paper's own, an n-th of it; beside it as many serving GPUs as it has of its own, which ROSE's set and all
+together may borrow. *Training allows* is what a set could train if nothing but its trainer took time, on the GPUs that train in
+its best setting. The second table adds one paper's policies after the other to RollArt's set, on the split of the GPUs that is
+best for all together.
+"""
 _ROLLPACKER = """
 ### Why RollPacker's differ
 
@@ -109,6 +117,30 @@ _ROSE = """
 """
 
 
+def _binding(workloads: dict[str, Any]) -> list[str]:
+    """Of all policies together: the best of each set beside what its trainer allows, and what each paper's policies add."""
+    if not workloads:
+        return []
+    best = [
+        "| workload | set | its best setting | tokens/s | training allows | share |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    steps = ["| workload | policies | tokens/s | s a step |", "| --- | --- | --- | --- |"]
+    for name, found in workloads.items():
+        for chosen in sorted(found["sets"], key=lambda one: (one == "all", one)):
+            runs = found["sets"][chosen]
+            setting = max(runs, key=lambda one: float(runs[one]["tokens_per_s"]))
+            rate, most = found["tokens_per_s"][chosen], found["training_binds_at"][chosen]
+            best.append(
+                f"| {name}'s, 1/{found['scale']} | {chosen} | {setting} | {rate:,.0f} | {most:,.0f} | {rate / most:.2f} |"
+            )
+        steps += [
+            f"| {name}'s | {one['policies']} | {one['tokens_per_s']:,.0f} | {one['step_seconds']:.1f} |"
+            for one in found["ladder"]
+        ]
+    return [_BINDS, "\n".join(best) + "\n", "\n".join(steps) + "\n"]
+
+
 def page(folder: Path) -> str:
     """The text. Files that are not there are left out."""
     parts = [_HEAD]
@@ -138,6 +170,7 @@ def page(folder: Path) -> str:
             if name == "heddle":  # the ablation is in the file
                 rows = [one for one in rows if one["printed"] != "not printed" or "our degrees" in one["what"]]
             parts.append(_rows(rows))
+            parts += _binding(found["detail"].get("workloads", {}))
             parts += [f"Not played: {what}: {why}.\n" for what, why in found["detail"].get("not_played", {}).items()]
             if name == "rollpacker-figures" and "search" in found["detail"]:  # the full form
                 parts.append("\n".join([_ROLLPACKER, *reasons(found), *_searched(found["detail"])]) + "\n")

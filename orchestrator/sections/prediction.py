@@ -36,7 +36,9 @@ class DegreesSection(Section):
     enabled: bool = False
     speeds: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = {}  # degree -> tokens a second alone,
     # relative to the others, where rollout.placement.profile names no profile; degrees that are not there are not used
-    start: tuple[Positive, ...] = ()  # degrees that the run begins with; empty: the best of what is expected, else 1 each
+    start: tuple[
+        Positive, ...
+    ] = ()  # degrees that the run begins with; empty: the best of what is expected, else 1 each
     expected_tokens: Annotated[float, Field(ge=0)] = 0.0  # of a trajectory, said by the policy; 0: nothing is expected
     expected_sigma: Annotated[float, Field(ge=0, le=4)] = 1.0  # of their logarithm, expected before the first step
     horizon: Positive = 4  # steps that a gain is counted over, against the seconds of one change

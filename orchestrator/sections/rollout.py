@@ -276,6 +276,8 @@ class RolloutSection(Section):
         others = [name for name in ("planner", "colocation", "disaggregation") if getattr(self, name).enabled]
         if others:
             fix = f"cuts the engines anew, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
+            if others == ["disaggregation"]:
+                fix = "cuts all engines anew, where each pool has its own: name them in rollout.disaggregation.degrees"
             found.append((f"{field}.enabled", True, fix))
         if not self.workers:
             fix = "cuts the run's own engines, and rollout.workers is 0: set it to false"

@@ -44,9 +44,12 @@ def borrowed_class(config: Config) -> str:
 
 
 def degree_of(config: Config, worker: str) -> int:
-    """Devices of a worker by its name, ``sim-INDEX``; borrowed ones, after the run's own, have ``sim.tensor_parallel`` each."""
+    """Devices of a worker by its name, ``sim-INDEX``: of ``sim.degrees``, or, where prefill and decode are apart, what a real
+    run's config says of ``vllm-INDEX``, each standing for ``sim.tensor_parallel``. Borrowed ones have so many."""
     degrees, index = config.sim.degrees, worker.rpartition("-")[2]
-    return degrees[int(index)] if index.isdigit() and int(index) < len(degrees) else config.sim.tensor_parallel
+    if index.isdigit() and int(index) < len(degrees):
+        return degrees[int(index)]
+    return config.rollout.disaggregation.degrees.get(f"vllm-{index}", 1) * config.sim.tensor_parallel
 
 
 def engine_costs(

@@ -33,7 +33,8 @@ def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None)
         return make_reallocation(config, kept=kept)
     per, rates, name = config.sim.tensor_parallel, SimRates(config), fleet(config)[0]
     heads = hardware.model(config.sim.model).heads
-    return make_reallocation(config, max(1, heads // per), lambda degree: rates.of(name, per * degree), kept)
+    start = config.sim.start_seconds + rates.loading(name, per)
+    return make_reallocation(config, max(1, heads // per), lambda degree: rates.of(name, per * degree), kept, start)
 
 
 def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:

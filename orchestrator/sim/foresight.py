@@ -55,6 +55,11 @@ class SimRates:
         one = workers[worker]
         return self.of(one.hardware, one.degree * max(1, one.ranks))
 
+    def loading(self, hardware_class: str, degree: int) -> float:
+        """Seconds until an engine of so many devices that has started has the weights."""
+        costs = engine_costs(self._config, hardware_class, degree=degree)
+        return costs.fetch_seconds + costs.load_seconds
+
     def of(self, hardware_class: str, degree: int) -> Rates:
         """Of a worker on so many devices. Raises ConfigError where the model does not fit."""
         found = self._made.get((hardware_class, degree))

@@ -79,9 +79,13 @@ def planner_of(config: Config, task: Task) -> ParallelismPlanner | None:
 
 def check_planner(config: Config) -> None:
     """Raises ConfigError for what the simulator cannot cut."""
-    if config.rollout.disaggregation.degrees:
-        fix = "devices of a simulated worker are in sim.degrees: leave this out"
-        raise ConfigError("rollout.disaggregation.degrees", dict(config.rollout.disaggregation.degrees), fix)
+    given = config.rollout.disaggregation.degrees
+    if given and config.sim.degrees:
+        fix = "sim.degrees says it of every worker: leave one of the two out"
+        raise ConfigError("rollout.disaggregation.degrees", dict(given), fix)
+    if given and config.sim.expert_parallel > 1:
+        fix = "workers of unequal degrees share out no whole experts: leave this out, or set sim.expert_parallel to 1"
+        raise ConfigError("rollout.disaggregation.degrees", dict(given), fix)
     if not config.rollout.reshapes:
         return
     who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
