@@ -85,6 +85,10 @@ def create_llama(
     tied: bool = False,
 ) -> str:
     """The same with the layers of Llama: no biases, no norms of q and k."""
+    if hidden_size % heads:
+        raise ConfigError(
+            "model.heads", heads, f"must divide hidden_size ({hidden_size}): transformers wants it of a Llama"
+        )
     config = _config(
         "LlamaForCausalLM", "llama", hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, len(vocabulary),
         max_positions, dtype, tied,
