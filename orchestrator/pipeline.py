@@ -16,14 +16,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from orchestrator.api import (
-    PartLost,
-    RetryableError,
-    TrainBatch,
-    TrainMetrics,
-    TrainSample,
-    Trajectory,
-)
+from orchestrator.api import PartLost, RetryableError, TrainBatch, TrainMetrics, TrainSample, Trajectory
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import RunState
 from orchestrator.config import Config

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.report.html import write_report
+from orchestrator.view import server
 from orchestrator.view.runs import Runs
 from orchestrator.view.server import Hub, Server
 from tests import view_browser as chromium
@@ -24,6 +25,12 @@ pytestmark = [
 ]
 # A name that would run as a script if it were ever taken for markup.
 EVIL = '<img src=x onerror="document.title=1">'
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs here write nothing more, and on a busy machine a browser takes longer to start than a run may be silent."""
+    monkeypatch.setattr(server, "SILENT_SECONDS", 3600.0)
 
 
 def test_the_page_shows_the_run_in_light_and_dark_and_follows_it(tmp_path: Path) -> None:

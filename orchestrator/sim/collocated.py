@@ -62,7 +62,6 @@ class CollocatedEngine(ServingEngine):
         for one in self._active:
             one.left = max(0.0, one.left - wait / self._cycle)
         self.busy_seconds += wait * self._own / self._cycle
-        self.shared_seconds += wait * (1 - self._own / self._cycle)
         self._mix(0.0, wait)
 
     def _mix(self, rolled: float, wait: float) -> None:
@@ -83,7 +82,6 @@ class CollocatedEngine(ServingEngine):
         batch = len(self._active)
         own = self.costs.prefill(tokens, pairs, batch) + (self.decode_seconds(batch) or self.costs.decode(0)[0])
         self.busy_seconds += own
-        self.shared_seconds += rolled
         self._cycle = 0.0
         self._again(asyncio.get_running_loop().time() + rolled + wait + own, self._mixed)
         self._grant(rolled / (rolled + wait + own))
