@@ -378,6 +378,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, sort_keys=True))
     else:
         print(f"{result['name']} ({result['kind']}): {result['value']} {result['unit']}; bar {result['bar']}")
+        for line in result.get("detail", {}).get("lines", ()):  # what a bench has to say beside its value
+            print(line)
         print("holds" if result["holds"] else "DOES NOT HOLD")
     return 0 if result["holds"] else 1
 

@@ -208,6 +208,10 @@ def test_the_bench_says_of_each_measure_by_how_much_and_how_sure() -> None:
             assert gain == pytest.approx(found["progressive"][f"turn {turn}"][name] - best, abs=1e-4)
             assert is_ == ("better" if low > 0 else "worse" if high < 0 else "tie")
     assert said["pearson_is"][2] == "better"
+    told = bench.lines({"made up": found})
+    assert len(told) == len(bench.TURNS) + 1
+    assert told[2].startswith("made up, turn 2: +")
+    assert told[2].endswith("better")
 
 
 # -- sets ----------------------------------------------------------------------------------------------------------------

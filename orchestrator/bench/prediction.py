@@ -197,6 +197,18 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
     return rows
 
 
+def lines(tables: dict[str, Any]) -> list[str]:
+    """For a reader: each set's differences with their intervals, a tie called so."""
+    found = []
+    for name, table in tables.items():
+        for row in table["differences"]:
+            said = row["pearson"]
+            sure = f"95 %: {said['low']:+.3f} to {said['high']:+.3f}"
+            found.append(f"{name}, turn {row['turn']}: {said['gain']:+.3f} over {said['over']} ({sure}), {said['is']}")
+        found.append(f"{name}: intervals of {COVERAGE:.0%} cover {table['progressive']['coverage']:.0%}")
+    return found
+
+
 def sets() -> dict[str, list[tuple[str, list[Case]]]]:
     """By name: how each is judged, and its cases. Raises ConfigError."""
     found: dict[str, list[tuple[str, list[Case]]]] = {
@@ -239,6 +251,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         "detail": {
             "quick": quick,
             "sets": tables,
+            "lines": lines(tables),
             "calibration_error": max(errors),
             "coverage_wanted": COVERAGE,
             "cost": cost(seed),
