@@ -1,7 +1,7 @@
 """A Megatron-Core loop of your own that trains while your ``vllm serve`` still generates. No orchestrator, no Ray.
 
     rl-coserve model MODEL                              # or a model of yours: Qwen3's layers, see model_provider
-    vllm serve MODEL --plugin rl-coserve --rl-token-file token --logprobs-mode processed_logprobs
+    vllm serve MODEL --plugin rl-coserve --rl-token-file token --logprobs-mode processed_logprobs --dtype float32
     torchrun --nproc-per-node 1 examples/megatron/own_loop.py --model MODEL --token-file token \\
         --rl-weight-relay '{"job": "mine", "kind": "fsspec", "master": "file:///tmp/relay", "metadata": "/tmp/relay.db"}' \\
         --rl-stream-training
@@ -183,13 +183,14 @@ class Rollout:
 
     def groups(self) -> Iterator[list[TrainSample]]:
         """As many as a step takes, each as soon as it is complete. Every rank goes through it."""
-        for _ in range(self._args.groups):
-            group = self._next() if dist.get_rank() == 0 else None
+        for place in range(self._args.groups):
+            group = self._next(self._args.groups - place + self._args.ahead) if dist.get_rank() == 0 else None
             told = json.loads(self._ranks.broadcast(json.dumps(group).encode()))
             yield [sample(told["name"], number, told["prompt"], one) for number, one in enumerate(told["members"])]
 
-    def _next(self) -> dict[str, Any]:
-        while len(self._open) < self._args.groups + self._args.ahead:
+    def _next(self, wanted: int) -> dict[str, Any]:
+        """One that is complete; ``wanted`` are under way meanwhile."""
+        while len(self._open) < wanted:
             name, self._asked = f"prompt-{self._asked}", self._asked + 1
             self._open[name] = [self._dice.randrange(self._vocabulary) for _ in range(4)], []
             self._ask(name, range(self._args.members))
