@@ -74,12 +74,9 @@ _WHY = """
   rule alone, over rollouts of the cost model, is `experts` in the JSON of RollPacker's figures, as it was played before.
 """
 _BINDS = """
-### What binds
-
-Each workload is its paper's own, an n-th of it; beside it as many serving GPUs as it has of its own, which ROSE's set and all
-together may borrow. *Training allows* is what a set could train if nothing but its trainer took time, on the GPUs that train in
-its best setting. The second table adds one paper's policies after the other to RollArt's set, on the split of the GPUs that is
-best for all together.
+Beside each paper's own workload stand as many serving GPUs as it has of its own, which ROSE's set and all together may borrow.
+*Training allows*: if nothing but the trainer took time, on the GPUs that train in the set's best setting. Other sets, and all
+settings, are in the JSON.
 """
 _ROLLPACKER = """
 ### Why RollPacker's differ
@@ -118,27 +115,24 @@ _ROSE = """
 
 
 def _binding(workloads: dict[str, Any]) -> list[str]:
-    """Of all policies together: the best of each set beside what its trainer allows, and what each paper's policies add."""
+    """Of all policies together and the best single set: what the trainer allows; and what each paper's policies add."""
     if not workloads:
         return []
-    best = [
+    lines = [
         "| workload | set | its best setting | tokens/s | training allows | share |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    steps = ["| workload | policies | tokens/s | s a step |", "| --- | --- | --- | --- |"]
+    added = ["| workload | policies added one after the other, tokens/s |", "| --- | --- |"]
     for name, found in workloads.items():
-        for chosen in sorted(found["sets"], key=lambda one: (one == "all", one)):
-            runs = found["sets"][chosen]
+        for chosen in (found["best_single"], "all"):
+            runs, rate = found["sets"][chosen], found["tokens_per_s"][chosen]
             setting = max(runs, key=lambda one: float(runs[one]["tokens_per_s"]))
-            rate, most = found["tokens_per_s"][chosen], found["training_binds_at"][chosen]
-            best.append(
-                f"| {name}'s, 1/{found['scale']} | {chosen} | {setting} | {rate:,.0f} | {most:,.0f} | {rate / most:.2f} |"
-            )
-        steps += [
-            f"| {name}'s | {one['policies']} | {one['tokens_per_s']:,.0f} | {one['step_seconds']:.1f} |"
-            for one in found["ladder"]
-        ]
-    return [_BINDS, "\n".join(best) + "\n", "\n".join(steps) + "\n"]
+            most = found["training_binds_at"][chosen]
+            what = f"{name}'s, 1/{found['scale']} | {chosen} | {setting}"
+            lines.append(f"| {what} | {rate:,.0f} | {most:,.0f} | {rate / most:.2f} |")
+        said = "; ".join(f"{one['policies']} {one['tokens_per_s']:,.0f}" for one in found["ladder"])
+        added.append(f"| {name}'s | {said} |")
+    return [_BINDS, "\n".join(added) + "\n", "\n".join(lines) + "\n"]
 
 
 def page(folder: Path) -> str:
@@ -169,6 +163,12 @@ def page(folder: Path) -> str:
             rows = found["detail"]["rows"]
             if name == "heddle":  # the ablation is in the file
                 rows = [one for one in rows if one["printed"] != "not printed" or "our degrees" in one["what"]]
+            if name == "all-together":
+                best = [
+                    f"{one}'s workload: all policies over {by}'s set"
+                    for one, by in found["detail"]["best_single"].items()
+                ]
+                rows = [one for one in rows if one["what"] in best]
             parts.append(_rows(rows))
             parts += _binding(found["detail"].get("workloads", {}))
             parts += [f"Not played: {what}: {why}.\n" for what, why in found["detail"].get("not_played", {}).items()]
