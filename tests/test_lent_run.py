@@ -125,9 +125,23 @@ def servers(tmp_path: Path, vllm_serve: Any) -> Iterator[tuple[Any, Any, str]]:
         yield made[0], made[1], models["rollout"]
 
 
-def status(server: Any) -> dict[str, Any]:
+def asked(server: Any, path: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    return dict(requests.get(f"{server.url}{wire.STATUS}", headers=headers, timeout=60).json())
+    return dict(requests.get(f"{server.url}{path}", headers=headers, timeout=60).json())
+
+
+def status(server: Any) -> dict[str, Any]:
+    return asked(server, wire.STATUS)
+
+
+def computes(server: Any) -> int:
+    """Requests that run now."""
+    return int(asked(server, wire.STATS)["running"])
+
+
+def generated(server: Any) -> int:
+    """Tokens, ever."""
+    return int(asked(server, wire.STATS)["generated"])
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -168,7 +182,9 @@ def test_a_run_goes_on_while_the_gpu_that_it_borrowed_is_reclaimed_and_uses_it_a
             # It borrows the server, and its turns run there.
             until(lambda: len(events("step")) >= 1 and lent()["tokens"] > 200, 200)
             assert status(rollout)["lease"]["job"] == "lent-001"
-            until(lambda: status(rollout)["unfinished"] >= 4)
+            until(lambda: computes(rollout) >= 4)
+            made = generated(rollout)  # some tokens each
+            until(lambda: generated(rollout) >= made + 60 and computes(rollout) >= 4)
             # Everything back, in the middle of it.
             code, found = command(capsys, "reclaim")
             assert (code, found["killed"]) == (0, [])
