@@ -195,8 +195,11 @@ class Driven:
     def tell(self, what: str, **values: Any) -> None:
         """Give a command; :meth:`answer` waits for what it says."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": what, **values}) + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps({"do": what, **values}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._ended() from error
 
     def answer(self) -> dict[str, Any]:
         """To the earliest command without one; the first says that it is ready."""
@@ -204,9 +207,12 @@ class Driven:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
+        raise self._ended()
+
+    def _ended(self) -> RunError:
         code = self.process.wait()
         self._errors.seek(0)
-        raise RunError(f"the engine ended with {code}: {self._errors.read().decode(errors='replace')[-2000:]}")
+        return RunError(f"the engine ended with {code}: {self._errors.read().decode(errors='replace')[-2000:]}")
 
     def do(self, what: str, **values: Any) -> dict[str, Any]:
         """Both."""
