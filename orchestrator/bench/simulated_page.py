@@ -1,6 +1,7 @@
 """Writes ``simulated.md`` of a results folder: ``python -m orchestrator.bench.simulated_page FOLDER``.
 
-It is made of the JSON files beside it: every row of every simulated figure, printed number and ours. Nothing but the words
+It is made of the JSON files beside it: every row of every simulated figure, printed number and ours.
+Nothing but the words is written here; longer reasons are a page of their own, ``simulated_why.md``.
 """
 
 from __future__ import annotations
@@ -21,58 +22,7 @@ Made by `python -m orchestrator.bench.simulated_page docs/results` from the JSON
 (virtual time, the same pipeline), but for the first table, where real engine steps are predicted. How it counts:
 [the simulator](../simulator.md).
 """
-_WHY = """
-## Why ours differ
-
-- **What RollArt's tasks are is not printed**. FrozenLake and WebShop have the tokens of its authors' public framework, ROLL:
-  each turn brings the whole template, answers are a dozen tokens (`orchestrator/sim/scenarios/rollart.toml`); the GEM tasks'
-  tokens and most environment times are ASSUMED.
-- **Figure 4a chose one thing**: whether a turn finds its history's KV. Where it does, 2 H800 take 0.96 to 1.1 times as long as
-  6 H20, where the prompt is written anew in every turn, as one of ROLL's two ways has it, 0.48 to 0.51; printed is "as low as
-  0.53", and 2 H800 have 1.9 times the prefill rate of 6 H20 in our model. In an earlier version figure 4 also waited for a push
-  over Ethernet that its cluster does not have (34 s a step), and 2 H800 thrashed at batch 128 (6.02): they hold 5.6k tokens a
-  trajectory. SWE-bench keeps its history: written anew, our rollout of 32B would take 2,200 s for table 5's 741.
-- **Training** does not get four times as fast on four times the GPUs: [the simulator](../simulator.md) says what the papers
-  allow. With a time that goes by GPUs alone one-off could never beat Sync+ by more than 1.25, and did by 1.13 (8B); now by
-  1.34.
-- **No redundant groups** in the ladder and the fleets: the paper plays them apart (7.4). With twice the groups that were
-  needed, the shortest were trained: 24 to 37 trajectories a step of 64 got stale, batches had other tokens in each rung, and
-  `areal` was up to 1.9 times `one_off`; now it is 1.00 to 1.02 times (printed 1.03 to 1.06), and every rung trains the same
-  tokens.
-- **The last rung waits for its weights**: the next training step begins when the version is on the relay and with the workers.
-  At the rates of table 4 that is 34 + 7 s (8B), 61 + 13 s (14B), 135 + 30 s (32B) behind 81, 98 and 279 s of training. With the
-  push for nothing affinity brings 1.16 and 1.19 (8B, 14B; printed 1.22 to 1.36) instead of 1.11 and 1.04. Our own relay sends
-  differences ([delta.md](delta.md)), a small part of these bytes; here whole versions are pushed, as RollArt does.
-- **Our steps are shorter than the paper's**: what figure 14a and table 4 print together comes to steps of 232 to 372 s (8B),
-  494 to 790 s (14B) and 921 to 1,474 s (32B), behind which training and push vanish; ours are 167, 191 and 444 s. Our rollouts
-  of 32B on SWE-bench are 2.7 times as fast as printed (table 5), so that at 32B training and push bind, whatever generates.
-- **Hardware affinity** is as printed within 6 % for 8B and 14B; at 32B all three fleets take the same step, since training and
-  push bind there, and 1.14 and 1.26 with both for nothing.
-- **Figure 14a**: at 14B a step of ours is short beside its transfer, so that overlapping it gains more than printed; at 32B
-  training binds.
-- **Where nothing but rollouts counts** ("training and push for nothing"), one-off has no gain over Sync+ (it has 96 GPUs for
-  128).
-- **Scale**: an 8th of a batch has a shorter tail than a whole one; the same ladder at a 16th of it gives 8B steps that are a
-  third shorter, and one-off over Sync+ of 1.62 instead of 1.34. Whole batches were not played (eight times as long).
-- **RollArt's figure 12**: the paper runs three jobs "on a 16-H800 cluster". Both readings are played: a job that has the 16
-  GPUs for itself, and three that share them, as one batch three times as large; the value is that of three. A step of 21
-  sequences with 5k tokens each costs 14 ms in our model, one of half as many 10: a factor of 1.3, since reading the weights
-  does not shrink. The printed 2.05 needs steps that cost as much as they have sequences.
-- **Figure 14b**: with our ASSUMED lengths (sigma 0.8, up to 16k a turn) the longest of 128 GEM-math episodes is 3.6 times the
-  mean, so that leaving it out gains more than the printed 1.62.
-- **Figure 10c**: on 64 GPUs, 32 of which train, the other 32 generate no faster than all 64 did.
-- **Table 5**: our rollouts are too fast throughout (SWE-bench's tokens a turn are ASSUMED). For the dense model prefill apart
-  gains, as printed. For the mixture of experts it loses: a step's grouped matrix products, at the efficiency measured on H20,
-  are most of our decode, so engines taken away from decoding cost more there than undisturbed decoding gains.
-- **The simulator's own error** is 5.3 % at one decode step (20 sequences of 160 tokens) of the eleven sizes that were held back,
-  on a quiet machine; prefills are at most 4.0 % off, all of them 2.0 % in the mean, a whole rollout 2.2 %. It was 16.5 % before
-  prefills were counted in chunks and beyond the caches: a token costs this machine more in a long step. The form of these costs
-  was chosen on earlier, busy runs; this one only tested it.
-- **Transfers**: the papers' have a start of seconds and reach 2 to 12 GB/s of links of 25 and 50; a roofline of the link does
-  not.
-- **Expert parallelism** (RollPacker 7): nothing is printed. `bench expert-parallelism` plays the extension in whole runs; the
-  rule alone, over rollouts of the cost model, is `experts` in the JSON of RollPacker's figures, as it was played before.
-"""
+_WHY = "\nWhy ours differ: [the reasons](simulated_why.md).\n"
 _BINDS = """
 Beside each paper's own workload stand as many serving GPUs as it has of its own, which ROSE's set and all together may borrow.
 *Training allows*: if nothing but the trainer took time, on the GPUs that train in the set's best setting. Other sets, and all
