@@ -472,8 +472,8 @@ def test_what_is_no_checkpoint_is_refused(folder: str, tmp_path: Path) -> None:
 def test_a_model_of_another_architecture_is_refused(folder: str, tmp_path: Path) -> None:
     other = Path(make_folder(tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"^model.architectures = 'LlamaForCausalLM'"):
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["GPTNeoXForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"^model.architectures = 'GPTNeoXForCausalLM'"):
         make_trainer(str(other))
 
 
