@@ -50,10 +50,11 @@ def test_an_address_that_is_not_this_machines_alone_is_refused_before_anything_s
 
 
 def test_a_server_elsewhere_needs_a_relay_that_it_reaches() -> None:
-    elsewhere = {"workers": 0, "served": ["https://gpu.example:8000"]}
+    urls = ["https://gpu.example:8000"]
+    elsewhere = {"workers": 0, "served": urls}
     with pytest.raises(ConfigError, match=r"relay\.host"):
-        served._reachable(parse_config({"rollout": elsewhere}))
-    served._reachable(parse_config({"rollout": elsewhere, "relay": {"host": "10.0.0.5"}}))
+        served._reachable(parse_config({"rollout": elsewhere}), urls)
+    served._reachable(parse_config({"rollout": elsewhere, "relay": {"host": "10.0.0.5"}}), urls)
 
 
 def test_a_client_says_the_address_that_the_master_sees() -> None:
