@@ -316,7 +316,7 @@ class Progressive:
             prompts, tasks = dict(meta["prompts"]), dict(meta["tasks"])
             residuals = [[float(value) for value in values] for values in meta["residuals"]]
             ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
-            tails = np.array(meta["tails"], dtype=np.float64)
+            tails = np.array(meta.get("tails", self._conformal.tails), dtype=np.float64)  # files of before have none
             if not len(residuals) == len(ordered) == STAGES * _KNOWN or tails.shape != self._conformal.tails.shape:
                 raise ValueError(f"{len(residuals)} stages instead of {STAGES * _KNOWN}")
             if not ((tails >= 0.0) & (tails <= 1.0)).all():
