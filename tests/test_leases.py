@@ -221,7 +221,9 @@ def test_what_a_dead_run_left_is_ended_and_the_engine_that_it_had_stopped_goes_o
         await dead.disconnect()  # as when it is killed
         await until(lambda: not server.client.paused)
         assert not server.client.requests
-        assert server.control.lease.expired >= 1  # a loop that stands still for longer than the lease loses it once more
+        assert (
+            server.control.lease.expired >= 1
+        )  # a loop that stands still for longer than the lease loses it once more
         other = client(server, "other")
         await other.start()
         await other.close()
