@@ -66,6 +66,7 @@ class Lane:
     loading: bool = False  # it takes weights up by itself, beside the others
     moving: bool = False  # what it aborts goes on elsewhere
     version: int = -1  # of its weights; -1: none that we know of
+    failed: str = ""  # why it was lost last
     restarts: int = 0  # that count against the limit; of a borrowed worker: returns since it last finished a request
     lives: int = 0  # changes whenever the worker is brought up anew, also in vain
     outbox: list[GenerationRequest] = field(default_factory=list)

@@ -391,7 +391,7 @@ class LLMProxy:
         """A worker is dead or stuck: take its requests back, bring it up again in the background."""
         if not lane.alive:
             return
-        lane.alive = False
+        lane.alive, lane.failed = False, why
         self.router.close(lane.index, cache_lost=True)
         self.note_fault(f"worker {lane.worker.name}", why)
         for pending in lane.give_up():
@@ -412,8 +412,8 @@ class LLMProxy:
             except (*_LOST, TimeoutError) as error:
                 if not lane.borrowed:
                     lane.restarts += 1
-                    why = f"it failed {lane.restarts + 1} times"
-                    self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {error!r}")
+                    lane.failed, why = repr(error), f"it failed {lane.restarts + 1} times"
+                    self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {lane.failed}")
                     continue
                 await asyncio.sleep(_ASK_AGAIN)
                 alone = 0.0 if others_live(self.lanes, lane) else alone + loop.time() - begun
@@ -433,7 +433,8 @@ class LLMProxy:
             return
         lane.removed = True
         if all(other.removed for other in self.lanes):
-            self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}"))
+            last = f"the last time: {lane.failed[:300]}"
+            self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}, {last}"))
         else:
             self._tell_stranded(self.router.retire(lane.index))
 

@@ -266,6 +266,8 @@ def test_when_no_worker_is_left_the_run_ends_with_the_reason() -> None:
         while not fatal:
             await asyncio.sleep(0.01)
         assert isinstance(fatal[0], RunError)
+        assert "w: it failed 3 times, the last time: " in str(fatal[0])
+        assert str(fatal[0]).endswith("')")  # what the last restart raised
         waiting.cancel()
 
     play([worker], scenario, restarts=2)

@@ -39,7 +39,7 @@ def make_model(folder: Path) -> None:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
     made.train_from_iterator(["a0 a1 a2 b3 b4 c5 c6 d7 user assistant system, a move in one word"] * 40, trainer)
-    shape = {"hidden_size": 48, "intermediate_size": 128, "layers": 2, "heads": 3, "kv_heads": 1, "head_dim": 16}
+    shape = {"hidden_size": 96, "intermediate_size": 128, "layers": 2, "heads": 3, "kv_heads": 1, "head_dim": 32}
     words = [f"w{index}" for index in range(made.get_vocab_size())]
     tiny.create_llama(str(folder), vocabulary=words, max_positions=256, dtype="float32", seed=0, tied=True, **shape)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>")
