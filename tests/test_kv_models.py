@@ -33,21 +33,22 @@ def required(*groups: Any, prefix_caching: bool = True) -> None:
     _require_plain(config, SimpleNamespace(kv_cache_groups=found))
 
 
-def test_full_attention_moves_also_beside_windows_whose_blocks_vllm_then_keeps() -> None:
+def test_windows_are_refused_also_where_vllm_describes_them_as_full_attention() -> None:
     required(FULL)
     layers = {"layer.0": FULL, "layer.1": WINDOW}
     unify_hybrid_kv_cache_specs(layers)  # what vLLM does where a KV connector takes one group only
     assert {type(spec) for spec in layers.values()} == {FullAttentionSpec}
-    required(FullAttentionSpec.merge(list(layers.values())))
+    with pytest.raises(ConfigError, match="layers with a sliding window"):
+        required(FullAttentionSpec.merge(list(layers.values())))
 
 
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ((WINDOW,), "SlidingWindowSpec"),
+        ((WINDOW,), "layers with a sliding window"),
         ((MAMBA,), "MambaSpec"),
         ((FULL, MAMBA), "FullAttentionSpec, MambaSpec"),
-        ((FULL, WINDOW), "FullAttentionSpec, SlidingWindowSpec"),
+        ((FULL, WINDOW), "layers with a sliding window"),
         ((), "no KV cache"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

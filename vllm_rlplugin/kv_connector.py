@@ -189,6 +189,9 @@ def _require_plain(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError for a model whose prefix is more than the full blocks of one kind of attention."""
     groups = kv_cache_config.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    # vLLM may describe layers with a window as full attention and keep all of their blocks: no engine was seen to move those.
+    if any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups):
+        kinds = ["layers with a sliding window"]
     if len(groups) != 1 or kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]):
         fix = "KV moves between engines with full attention in every layer only: switch kv_transfer off for this model"
         raise ConfigError("kv_transfer", ", ".join(kinds) or "no KV cache", fix)
