@@ -22,6 +22,7 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.http_worker import HttpWorker
 from orchestrator.runtime import served
 from orchestrator.transfer import RelayEndpoint
+from tests.served_twins import until
 from vllm_rlplugin.kvpool.engine import pool_path
 from vllm_rlplugin.options import FrontendOptions
 from vllm_rlplugin.twin import ENDPOINT, TOKEN, TwinServer
@@ -41,11 +42,6 @@ def play(scenario: Callable[[TwinServer, HttpWorker], Awaitable[None]], **option
             await server.stop()
 
     asyncio.run(main())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)
 
 
 def turn(name: str, tokens: int = 4) -> GenerationRequest:

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from orchestrator.runtime import served
 from orchestrator.runtime.borrowing import Market, read_candidates
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
+from tests.served_twins import twins, until, used
 from vllm_rlplugin.twin import ENDPOINT, TOKEN, TwinServer
 
 URL = "http://127.0.0.1:8000"
@@ -49,21 +49,10 @@ def play(number: int, scenario: Callable[[list[TwinServer]], Awaitable[None]], m
     monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
 
     async def main() -> None:
-        servers = [await TwinServer().start() for _ in range(number)]
-        try:
-            async with asyncio.timeout(60):
-                await scenario(servers)
-        finally:
-            for server in servers:
-                await server.stop()
+        async with twins(number) as servers:
+            await scenario(servers)
 
     asyncio.run(main())
-
-
-def used(server: TwinServer, share: float, *, lends: bool = True) -> None:
-    """As the metrics of a KV pool in which serving uses so much, and did in the last hour."""
-    said = {"serving_use": share, "seconds": 3600.0, "serving_now": share, "lends": lends}
-    server.control.device = SimpleNamespace(recent=said)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -198,8 +187,3 @@ def test_a_server_has_no_more_turns_than_its_budget_has_room_for_and_none_withou
 
 async def turn(proxy: LLMProxy, number: int) -> Any:
     return await proxy.generate(GenerationRequest(f"r{number}", f"t{number}", 0, (1, 2, 3), Sampling(20), "test"))
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)

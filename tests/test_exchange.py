@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from orchestrator.runtime import served
 from orchestrator.runtime.borrowing import Market
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
+from tests.served_twins import twins, until, used
 from vllm_rlplugin.twin import ENDPOINT, TOKEN, TwinServer
 
 
@@ -100,34 +100,17 @@ def config_of(*urls: str, cap: int = 8, **borrowed: Any) -> Config:
     return parse_config({"rollout": {"workers": 0, "served": list(urls), "borrowed": settings, "routing": routing}})
 
 
-def used(server: TwinServer, share: float, *, lends: bool = True) -> None:
-    """As the metrics of a KV pool in which serving uses so much, and did before."""
-    said = {"serving_use": share, "seconds": 3600.0, "serving_now": share, "lends": lends}
-    server.control.device = SimpleNamespace(recent=said)  # type: ignore[assignment]
-
-
 def play(number: int, scenario: Callable[[list[TwinServer]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_COSERVE_TOKEN", TOKEN)
 
     async def main() -> None:
-        servers = [await TwinServer().start() for _ in range(number)]
-        for server in servers:
-            server.client.relay.update(dict.fromkeys(range(9), ""))
-            server.control.facts["options"] = {"kv_pool": "gpu0", "kv_pool_role": "rollout"}
-            used(server, 0.1)
-        try:
-            async with asyncio.timeout(60):
-                await scenario(servers)
-        finally:
+        async with twins(number, versions=9) as servers:
             for server in servers:
-                await server.stop()
+                server.control.facts["options"] = {"kv_pool": "gpu0", "kv_pool_role": "rollout"}
+                used(server, 0.1)
+            await scenario(servers)
 
     asyncio.run(main())
-
-
-async def until(true: Callable[[], Any]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)
 
 
 def test_a_server_whose_pages_are_reclaimed_is_given_back_its_turns_go_on_elsewhere_and_it_is_taken_again(

@@ -22,6 +22,7 @@ from orchestrator.api import CommandError, GenerationRequest, RetryableError, Sa
 from orchestrator.api import http as wire
 from orchestrator.http_worker import HttpWorker
 from orchestrator.transfer import RelayEndpoint
+from tests.served_twins import twins, until
 from vllm_rlplugin.leasing import LeaseBook
 from vllm_rlplugin.twin import ENDPOINT, TOKEN, TwinServer
 
@@ -55,22 +56,10 @@ def client(server: TwinServer, job: str, lease: float = 60.0) -> HttpWorker:
 
 def play(scenario: Callable[..., Awaitable[None]], number: int = 1, pool: Path | None = None) -> None:
     async def main() -> None:
-        servers = [await TwinServer().start(pool=pool) for _ in range(number)]
-        for server in servers:
-            server.client.relay.update(dict.fromkeys(range(20), ""))
-        try:
-            async with asyncio.timeout(60):
-                await scenario(*servers)
-        finally:
-            for server in servers:
-                await server.stop()
+        async with twins(number, versions=20, pool=pool) as servers:
+            await scenario(*servers)
 
     asyncio.run(main())
-
-
-async def until(true: Callable[[], Any]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)
 
 
 async def a_run(server: TwinServer, job: str, seconds: float) -> asyncio.subprocess.Process:

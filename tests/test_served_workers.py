@@ -25,6 +25,7 @@ from orchestrator.runtime import borrowing, preflight, served
 from orchestrator.sim.run import simulate
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
+from tests.served_twins import twins, until
 from vllm_rlplugin import twin
 from vllm_rlplugin.twin import ENDPOINT, TOKEN, TwinServer
 
@@ -232,29 +233,19 @@ class Fleet:
 
 def play(number: int, scenario: Callable[[Fleet], Awaitable[None]], stall: float = 5.0) -> None:
     async def main() -> None:
-        servers = [await TwinServer().start() for _ in range(number)]
-        fleet = Fleet(servers, stall)
-        for server in servers:
-            server.client.relay[0] = ""
-        try:
-            async with asyncio.timeout(60):
+        async with twins(number, versions=1) as servers:
+            fleet = Fleet(servers, stall)
+            try:
                 await served.start(fleet.workers)
                 fleet.proxy.start()
                 await fleet.move_to(0)
                 await scenario(fleet)
-        finally:
-            await fleet.proxy.close()
-            for worker in fleet.workers:
-                await worker.close()
-            for server in servers:
-                await server.stop()
+            finally:
+                await fleet.proxy.close()
+                for worker in fleet.workers:
+                    await worker.close()
 
     asyncio.run(main())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)
 
 
 def test_a_server_that_disappears_costs_no_request_and_is_taken_back_with_the_weights_of_then(
