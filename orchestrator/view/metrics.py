@@ -143,7 +143,11 @@ def _workers(rows: list[dict[str, Any]]) -> Iterator[Metric]:
     yield _family("worker_up", [((str(row["name"]),), float(row.get("state", "up") == "up")) for row in rows])
     for name, field in (("requests", "requests"), ("running", "running"), ("waiting", "waiting")):
         yield _family(f"worker_{name}", each(field))
-    shares = [((str(row["name"]),), row["kv_used"] / row["kv_capacity"]) for row in rows if row.get("kv_capacity")]
+    shares = [
+        ((str(row["name"]),), row["kv_used"] / row["kv_capacity"])
+        for row in rows
+        if "kv_used" in row and row.get("kv_capacity")
+    ]
     yield _family("worker_kv_used_ratio", shares)
     yield _family("worker_version", each("version"))
     yield _family("worker_tokens_per_second", each("tokens_per_s"))

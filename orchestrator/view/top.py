@@ -123,10 +123,10 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Table:
         rows.add_column(name, justify="right")
     for row in found[:_ROWS]:
         capacity = row.get("kv_capacity")
-        share = f"{100 * row['kv_used'] / capacity:.0f} %" if capacity else "-"
+        share = f"{100 * row['kv_used'] / capacity:.0f} %" if capacity and "kv_used" in row else "-"
         state = row.get("state", "-")
         cells = [_count(row.get(name)) for name in ("requests", "running", "waiting", "version", "tokens_per_s")]
-        if "running_mean" in row:  # of its steps: between two of them, when it answers, often nothing runs
+        if row.keys() >= {"running_mean", "kv_mean"}:  # of its steps: between two, when it answers, often nothing runs
             share, cells[1] = f"{100 * row['kv_mean']:.0f} %", f"{row['running_mean']:.1f}"
         rows.add_row(Text(str(row["name"])), Text(state, "" if state in ("up", "-") else "yellow"), share, *cells)
     if len(found) > _ROWS:
@@ -145,11 +145,11 @@ def _beside(found: Sequence[Mapping[str, Any]]) -> Table:
             Text("-") if (left := row.get(name)) is None else Text(f"{left:.3f} s", "bold red" if left < 0 else "")
             for name in ("ttft_slack", "tpot_slack", "arriving")
         ]
-        late = [
-            f"{row[name]:,} of {row[of]:,}" if of in row else "-"
-            for name, of in (("late_first", "firsts"), ("late_next", "nexts"))
+        shares = [
+            f"{row[name]:,} of {row[of]:,}" if name in row and of in row else "-"
+            for name, of in (("pages", "budget"), ("late_first", "firsts"), ("late_next", "nexts"))
         ]
-        rows.add_row(Text(str(row["name"])), f"{row['pages']:,} of {row['budget']:,}", *slacks, *late)
+        rows.add_row(Text(str(row["name"])), shares[0], *slacks, *shares[1:])
     return rows
 
 
