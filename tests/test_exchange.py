@@ -242,6 +242,36 @@ def test_a_server_that_another_job_has_is_left_alone_and_taken_when_that_job_has
     play(2, scenario, monkeypatch)
 
 
+def test_a_server_whose_taking_ended_as_nobody_foresaw_is_a_fault_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take, failed = ElasticProxy.take, []
+
+    async def broken_once(proxy: ElasticProxy, *arguments: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise ZeroDivisionError("nobody foresaw this")
+        return await take(proxy, *arguments)
+
+    monkeypatch.setattr(ElasticProxy, "take", broken_once)
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        other = HttpWorker(second.url, TOKEN, relay=RelayEndpoint.from_dict({**ENDPOINT, "job": "other"}))
+        await other.start()
+        run = Run(config_of(first.url, second.url, most=2))
+        await run.start()
+        await other.close()
+        async with asyncio.timeout(10):
+            await until(lambda: run.servers == {first.url, second.url})
+        faults = [event["detail"] for event in run.said if event["kind"] == "fault"]
+        assert any("nobody foresaw this" in detail for detail in faults)
+        assert not run.fatal
+        await run.close()
+
+    play(2, scenario, monkeypatch)
+
+
 def test_one_that_is_not_needed_goes_back_and_comes_again_when_turns_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(servers: list[TwinServer]) -> None:
         first, second = servers
