@@ -150,7 +150,9 @@ class Exchange:
         if self._changing.get(name) is task:
             del self._changing[name]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._policy.refused(name, asyncio.get_running_loop().time())  # else it would pass for ours, and rest for ever
+            self._policy.refused(
+                name, asyncio.get_running_loop().time()
+            )  # else it would pass for ours, and rest for ever
             self._proxy.note_fault(f"borrowing {name}", f"{error!r}")
 
     def _see(self, offers: Sequence[Offer]) -> None:
