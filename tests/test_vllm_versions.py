@@ -6,6 +6,7 @@ is skipped and says why; ``python scripts/vllm_sources.py --check`` is the same 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import sys
@@ -75,6 +76,19 @@ def test_every_hook_of_the_installed_vllm_is_as_it_was_tested() -> None:
     assert hookpoints.check_all() == ()
     checked, differing = hookpoints.check_loaded()  # all of it is imported now
     assert (checked, differing) == (len(hookpoints.HOOKS) + len(hookpoints.names()), ())
+
+
+@pytest.mark.engine
+def test_a_server_that_says_again_what_is_live_reads_no_source_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its event loop waits while it looks: 0.7 s for every status, when that parsed vLLM's sources anew."""
+    prepare_process(1)
+    hookpoints.check_all()
+    monkeypatch.setattr(hookpoints.SourceTree, "installed", lambda folder: pytest.fail("the sources are read again"))
+    assert hookpoints.check_loaded()[1] == ()
+    scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+    monkeypatch.setattr(scheduler, "add_request", lambda self, changed: None)
+    (differs,) = hookpoints.check_loaded()[1]
+    assert "Scheduler.add_request" in differs, "what can change in a process is looked at again"
 
 
 def test_every_hook_and_import_is_in_the_installed_sources(installed: SourceTree) -> None:

@@ -29,6 +29,7 @@ from vllm_rlplugin import bodies
 from vllm_rlplugin.activation import Activation
 from vllm_rlplugin.auth import Guard, find_token
 from vllm_rlplugin.control_route import STATE, ControlRoute, Door
+from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.kv_mover import KvMover, KvOptions
 from vllm_rlplugin.kvpool.engine import pool_path
 from vllm_rlplugin.kvpool.keeping import PoolKeeper
@@ -353,6 +354,7 @@ class ControlPlugin:
         """Make the worker. Raises ConfigError when this server cannot have one: it does not start then."""
         if os.environ.get(ACTIVE) != "1":
             return
+        require_loaded()  # which reads sources for half a second: never while requests wait
         config = engine_client.vllm_config
         _check_topology(config, args)
         options = FrontendOptions.of(args)
