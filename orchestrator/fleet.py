@@ -48,6 +48,7 @@ def plan(
         skew=settings.skew,
         affinity=settings.affinity,
         fallback=settings.fallback,
+        spread=settings.spread,
         phases=phases(parts or DisaggregationSection(), [seat.hardware for seat in seats]),
     )
 
