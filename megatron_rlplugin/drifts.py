@@ -10,7 +10,9 @@ definition (the smallest value that at least so many of a hundred do not exceed)
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,13 +39,9 @@ def counts(drift_T: Tensor) -> Tensor:
 
 def ratios(counted: Sequence[float]) -> dict[str, float]:
     """The percentiles of pi_old / pi_rollout, before any cap; none of no token."""
-    total = math.fsum(counted)
+    total, seen = math.fsum(counted), list(accumulate(counted))
     found: dict[str, float] = {}
     for name, share in PERCENTILES.items() if total else ():
-        seen, place = 0.0, 0
-        for place, count in enumerate(counted):
-            seen += count
-            if seen >= share * total:
-                break
+        place = bisect_left(seen, min(share * total, seen[-1]))  # sums may differ in their last bits
         found[name] = math.exp(_SCALE * math.sinh((place - _HALF) * _WIDTH))
     return found

@@ -24,8 +24,12 @@ class TrainerSection(Section):
     objective: Literal["grpo", "dapo", "ppo", "reinforce++", "rloo", "gspo"] = "grpo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None  # None: the objective's own, see docs/megatron.md
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative; 3 is usual
-    ratio_to: Literal["trainer", "rollout"] = "trainer"  # what the clip compares with: pi_old recomputed, or what sampled
+    dual_clip: Annotated[float, Field(gt=1)] | None = (
+        None  # bound of the ratio where the advantage is negative; 3 is usual
+    )
+    ratio_to: Literal["trainer", "rollout"] = (
+        "trainer"  # what the clip compares with: pi_old recomputed, or what sampled
+    )
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL to the reference, the weights RL began with
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False  # subtract the KL from each token's reward instead of adding it to the loss (k1)
