@@ -55,7 +55,9 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     detail: dict[str, Any] = {"value_is_of": VALUE, "rules": rules, "rows": rows}
     if not quick:
         others = {"longer tail": _TAIL, "Mooncake's conversation trace": _MOONCAKE, "collocated": _COLLOCATED}
-        detail["others"] = {
+        papers = ("rollout.routing.imbalance=2",)  # the paper's rule with the other one's imbalance
+        more = _figure_14((16,), 5, 1, papers, "dedicated-first")[0]
+        detail["others"] = {"dedicated-first, imbalance 2": more} | {
             f"{name}, {rule}": _figure_14((16,), 5, 1, (*given, *extra), rule)[0]
             for name, extra in others.items()
             for rule, given in RULES.items()
