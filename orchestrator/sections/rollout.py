@@ -227,9 +227,6 @@ class RolloutSection(Section):
         if self.borrowed.most > len(self.served) and not self.borrowed.file:
             fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
             found.append(("borrowed.most", self.borrowed.most, fix))
-        if self.borrowed.exchanged and self.placement.enabled:
-            fix = "places trajectories on the workers that a run begins with: leave out rollout.borrowed, or set it to false"
-            found.append(("placement.enabled", True, fix))
         if not (self.workers or self.served):
             fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
             found.append(("workers", 0, fix))
