@@ -17,7 +17,6 @@ from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts
 from orchestrator.lanes import Lane
-from orchestrator.placing import RatesOf
 from orchestrator.planning import Planning, planning_of
 from orchestrator.policies.loads import Rates, rates_of
 from orchestrator.policies.planner import layouts_of
@@ -34,6 +33,7 @@ from orchestrator.policies.reallocation import (
 from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, ranks_of
+from orchestrator.worker_rates import RatesOf
 
 if TYPE_CHECKING:
     from orchestrator.parts import Parts

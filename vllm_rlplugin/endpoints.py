@@ -139,7 +139,7 @@ async def suspend(request: Request) -> JSONResponse:
     """Stop between two engine steps; in-flight requests keep their tokens."""
     control = _control(request)
     async with _used(request) as worker:
-        control.lease.stopped = control.lease.stopped or wire.LEASE_HEADER in request.headers
+        control.lease.suspends(wire.LEASE_HEADER in request.headers)
         await worker.suspend()
     return JSONResponse({"suspended": True, "version": worker.cycle.version})
 
@@ -164,7 +164,7 @@ async def resume(request: Request) -> JSONResponse:
     """Go on; in-flight requests recompute their KV under the new weights."""
     async with _used(request) as worker:
         await worker.resume()
-        _control(request).lease.stopped = False
+        _control(request).lease.resumed()
     return JSONResponse({"suspended": False, "version": worker.cycle.version})
 
 
@@ -183,14 +183,14 @@ async def deactivate(request: Request, body: bodies.DeactivateBody | None = None
 @router.post(wire.LEASE)
 async def lease(request: Request, body: bodies.LeaseBody) -> JSONResponse:
     """Take the GPU for a job, or renew that; 409 ``leased`` while another job has it. The header RL-Coserve-Lease has the key."""
-    seconds = _control(request).lease.take(body.job, body.place, _key(request), body.seconds)
+    seconds = await _control(request).lease.take(body.job, body.place, _key(request), body.seconds)
     return JSONResponse({"seconds": seconds})
 
 
 @router.post(wire.GIVE_BACK)
 async def give_back(request: Request) -> JSONResponse:
     """The job does not use this server any more. Idempotent."""
-    return JSONResponse({"given_back": _control(request).lease.give_back(_key(request))})
+    return JSONResponse({"given_back": await _control(request).lease.give_back(_key(request))})
 
 
 def _key(request: Request) -> str:

@@ -118,6 +118,7 @@ class TurnRouter:
         self._tiers = [self._tiered and seat.borrowed for seat in seats]
         self._pools = {(hardware, tier): Pool() for hardware in self._classes for tier in (False, True)}
         self._pool_of = [self._pools[seat.hardware, tier] for seat, tier in zip(seats, self._tiers, strict=True)]
+        self.fleet = 0  # counts the workers that were retired, regained, joined or are of another class
         self._lines: dict[tuple[str, ...], _Line] = {}
         self._line_of: dict[str, _Line] = {}
         for task in self._affinity:
@@ -151,11 +152,13 @@ class TurnRouter:
         """It never comes back. Returns the waiting turns that no worker is left for; they have left the queue."""
         self.close(worker, cache_lost=True)
         self._retired[worker] = True
+        self.fleet += 1
         return self._strand()
 
     def regain(self, worker: int) -> None:
         """It was retired, and is started after all: its devices are cut anew."""
         self._retired[worker] = False
+        self.fleet += 1
         self._left |= {self._seats[worker].hardware}
 
     def reseat(self, worker: int, hardware: str) -> list[str]:
@@ -163,6 +166,7 @@ class TurnRouter:
         if hardware == self._seats[worker].hardware:
             return []
         self.close(worker, cache_lost=True)
+        self.fleet += 1
         self._seats[worker] = replace(self._seats[worker], hardware=hardware)
         self._know(hardware)
         self._pool_of[worker] = self._pools[hardware, self._tiers[worker]]
@@ -172,6 +176,7 @@ class TurnRouter:
         """A worker more; its place. It is closed until it is opened."""
         self._can_take(seat)
         worker = len(self._seats)
+        self.fleet += 1
         self._seats.append(seat)
         for marks in (self._open, self._keeps, self._retired):
             marks.append(False)
@@ -304,7 +309,7 @@ class TurnRouter:
             self._holder.pop(self._key(trajectory, task), None)
 
     def place(self, trajectory: str, worker: int) -> None:
-        """Its turns go to this worker from now on, whatever the rule says, while it may serve them."""
+        """Its turns go to this worker from now on, whatever the rule says, while it may serve them; -1: by the rule."""
         self._placed[trajectory] = worker
 
     def brought(self, trajectory: str, worker: int) -> None:
@@ -314,8 +319,15 @@ class TurnRouter:
     def eligible(self, task: str) -> list[int]:
         """The open workers that a placement of the task's trajectories is over: of the class it asks for, or of all; borrowed
         ones where there are no others."""
+        return self._meant(task, [worker for worker in range(len(self._seats)) if self._open[worker]])
+
+    def classes(self, task: str) -> frozenset[str]:
+        """Of the workers that :meth:`eligible` would name if all that may come back were open. Changes with ``fleet`` only."""
+        left = [worker for worker, gone in enumerate(self._retired) if not gone]
+        return frozenset(self._seats[worker].hardware for worker in self._meant(task, left))
+
+    def _meant(self, task: str, usable: list[int]) -> list[int]:
         first = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ""))
-        usable = [worker for worker in range(len(self._seats)) if self._open[worker]]
         meant = [worker for worker in usable if first in ("", self._seats[worker].hardware)]
         meant = meant or (usable if self._fallback else [])
         return [worker for worker in meant if not self._tiers[worker]] or meant

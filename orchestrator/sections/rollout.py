@@ -250,9 +250,6 @@ class RolloutSection(Section):
         if self.borrowed.most > len(self.served) and not self.borrowed.file:
             fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
             found.append(("borrowed.most", self.borrowed.most, fix))
-        if self.borrowed.exchanged and self.placement.enabled:
-            fix = "places trajectories on the workers that a run begins with: leave out rollout.borrowed, or set it to false"
-            found.append(("placement.enabled", True, fix))
         if self.routing.spread == "least-utilized" and self.placement.enabled:
             fix = "says itself where a trajectory goes: leave out rollout.routing.spread, or set it to false"
             found.append(("placement.enabled", True, fix))
