@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 import vllm_rlplugin
@@ -38,7 +38,7 @@ from vllm_rlplugin.leasing import LeaseBook, LeaseKeeper, lease_path
 from vllm_rlplugin.live import LiveEngine
 from vllm_rlplugin.metrics import Metrics, keep_fresh
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
-from vllm_rlplugin.outbox import Outbox
+from vllm_rlplugin.outbox import Outbox, written
 from vllm_rlplugin.pool_metrics import PoolMetrics
 from vllm_rlplugin.served import Limits, ServedWorker
 
@@ -123,15 +123,15 @@ async def prioritize(request: Request, body: bodies.PrioritizeBody) -> JSONRespo
     return JSONResponse({"requests": meant})
 
 
-@router.get(wire.COMPLETIONS)
+@router.get(wire.COMPLETIONS, response_class=Response)
 async def completions(
     request: Request,
     acknowledged: Annotated[int | None, Query(ge=0)] = None,
     timeout: Annotated[float, Query(ge=0, le=wire.MAX_POLL_SECONDS)] = 20.0,  # noqa: ASYNC109
-) -> JSONResponse:
+) -> Response:
     """The next batch of completions, waited for; kept until a later call acknowledges its sequence number."""
     number, batch = await _control(request).outbox.take(acknowledged, timeout)
-    return JSONResponse({"sequence": number, "completions": [wire.completion_to_json(item) for item in batch]})
+    return Response(await written(number, batch), media_type="application/json")
 
 
 @router.post(wire.SUSPEND)
