@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,10 +41,8 @@ def ratios(counted: Sequence[float]) -> dict[str, float]:
     total = math.fsum(counted)
     found: dict[str, float] = {}
     for name, share in PERCENTILES.items() if total else ():
-        seen, place = 0.0, 0
-        for place, count in enumerate(counted):
-            seen += count
-            if seen >= share * total:
-                break
+        place = next(
+            (index for index, seen in enumerate(accumulate(counted)) if seen >= share * total), len(counted) - 1
+        )
         found[name] = math.exp(_SCALE * math.sinh((place - _HALF) * _WIDTH))
     return found

@@ -24,8 +24,12 @@ class TrainerSection(Section):
     objective: Literal["grpo", "dapo", "ppo", "reinforce++", "rloo", "gspo"] = "grpo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None  # None: the objective's own, see docs/megatron.md
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative; 3 is usual
-    ratio_to: Literal["trainer", "rollout"] = "trainer"  # what the clip compares with: pi_old recomputed, or what sampled
+    dual_clip: Annotated[float, Field(gt=1)] | None = (
+        None  # bound of the ratio where the advantage is negative; 3 is usual
+    )
+    ratio_to: Literal["trainer", "rollout"] = (
+        "trainer"  # what the clip compares with: pi_old recomputed, or what sampled
+    )
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL to the reference, the weights RL began with
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False  # subtract the KL from each token's reward instead of adding it to the loss (k1)
@@ -55,6 +59,8 @@ class TrainerSection(Section):
     reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
+    entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off
+    tis_alarm: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of tokens at the cap or left out; 0: off
 
     @model_validator(mode="after")
     def _fits(self) -> TrainerSection:
