@@ -165,7 +165,8 @@ class Pipeline:
             self.feeder.take(self._samples(self.rollout.buffer.newest()))
 
     def _samples(self, taken: Sequence[Taken]) -> tuple[TrainSample, ...]:
-        return tuple(sample for item in taken for sample in to_samples(item.trajectory, self._weight(item)))
+        rule = self.config.reward.overlong.rule
+        return tuple(sample for item in taken for sample in to_samples(item.trajectory, self._weight(item), rule))
 
     def _weight(self, item: Taken) -> float:
         return self.lag_weight.of(item.lag)

@@ -26,7 +26,9 @@ FALL = [0.5] * 5 + [0.3, 0.2, 0.12, 0.08, 0.06, 0.05]
 def test_entropy_collapse_is_said_once_with_what_it_was() -> None:
     (alarm,) = run(FALL)
     assert alarm.what == "entropy"
-    assert alarm.detail.startswith("0.0867 after step 10, 17% of the 0.5 of the first 5 steps (trainer.entropy_alarm = 20%)")
+    assert alarm.detail.startswith(
+        "0.0867 after step 10, 17% of the 0.5 of the first 5 steps (trainer.entropy_alarm = 20%)"
+    )
     assert "90% of the groups" in alarm.detail
     assert "trainer.kl_coefficient" in alarm.detail
 
@@ -82,7 +84,9 @@ def test_bars_of_zero_are_off_and_each_alarm_is_said_when_its_bar_is_crossed() -
     off = Watch(Bars(gap=0.02, entropy=0.0, tis=0.0, ess=0.0))
     assert [alarm for step in range(12) for alarm in off.step(step, bad, 0.0, 1.0)] == []
     on = Watch(BARS)
-    found = [[alarm.what for alarm in on.step(step, values, 0.0, 1.0)] for step, values in enumerate([bad, bad, {}, bad])]
+    found = [
+        [alarm.what for alarm in on.step(step, values, 0.0, 1.0)] for step, values in enumerate([bad, bad, {}, bad])
+    ]
     assert found == [["ess", "policies"], [], [], ["ess", "policies"]]
     gap = Watch(BARS)
     assert [len(gap.step(step, {"logprob_gap_mean": 0.03}, 0.5, 0.0)) for step in range(3)] == [1, 1, 1]
