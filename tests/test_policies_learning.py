@@ -20,14 +20,14 @@ def run(entropies: list[float], *, silent: float = 0.9, success: float = 0.46, *
     return found
 
 
-FALL = [0.5] * 5 + [0.3, 0.2, 0.12, 0.08, 0.06, 0.05]
+FALL = [0.5] * 5 + [0.3, 0.2, 0.12, 0.08, 0.06, 0.05, 0.05, 0.05]
 
 
 def test_entropy_collapse_is_said_once_with_what_it_was() -> None:
     (alarm,) = run(FALL)
     assert alarm.what == "entropy"
     assert alarm.detail.startswith(
-        "0.0867 after step 10, 17% of the 0.5 of the first 5 steps (trainer.entropy_alarm = 20%)"
+        "0.072 after step 12, 14% of the 0.5 of the first 5 steps (trainer.entropy_alarm = 20%)"
     )
     assert "90% of the groups" in alarm.detail
     assert "trainer.kl_coefficient" in alarm.detail
@@ -41,8 +41,8 @@ def test_prompts_that_repeat_are_named_as_the_reason() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"silent": 0.3}, id="groups still differ"),
-        pytest.param({"success": 0.97}, id="the task is solved"),
+        pytest.param({"silent": 0.7}, id="groups still differ"),
+        pytest.param({"success": 0.6}, id="most answers are right"),
     ],
 )
 def test_a_low_entropy_alone_is_no_alarm(more: dict[str, Any]) -> None:
@@ -51,7 +51,9 @@ def test_a_low_entropy_alone_is_no_alarm(more: dict[str, Any]) -> None:
 
 def test_one_low_step_is_no_alarm_and_a_second_collapse_is_another() -> None:
     assert run([0.5] * 6 + [0.01] + [0.5] * 3) == []
-    assert len(run([0.5] * 5 + [0.01] * 4 + [0.5] * 4 + [0.01] * 4)) == 2
+    assert len(run([0.5] * 5 + [0.01] * 6 + [0.5] * 6 + [0.01] * 6)) == 2
+    hovering = [0.5] * 5 + [0.09, 0.11] * 20  # about the bar of 0.1
+    assert len(run(hovering)) <= 1
 
 
 def test_a_run_that_goes_on_compares_with_what_it_began_with() -> None:
@@ -60,7 +62,7 @@ def test_a_run_that_goes_on_compares_with_what_it_began_with() -> None:
         before.step(step, {"entropy": 0.5}, 0.4, 1.0)
     watch = Watch(BARS, before.entropies)
     values = {"entropy": 0.05, "groups_silent_share": 0.9}
-    found = [alarm for step in range(5, 9) for alarm in watch.step(step, values, 0.4, 1.0)]
+    found = [alarm for step in range(5, 11) for alarm in watch.step(step, values, 0.4, 1.0)]
     assert [alarm.what for alarm in found] == ["entropy"]
     assert "0.5 of the first 5" in found[0].detail
 

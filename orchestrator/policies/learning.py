@@ -4,9 +4,10 @@ Guarantees: pure; an alarm is said when its bar is crossed and again only after 
 (``trainer.logprob_gap_alarm``, ``trainer.entropy_alarm``, ``trainer.tis_alarm``, ``rollout.ess_alarm``), 0 switches off the last
 three. The gap of engine and trainer is said at every step that is over it: nothing else is worth reading until that is mended.
 
-Entropy has collapsed when the mean of the last three steps is below the bar's share of the first five's AND most groups of the
-last three have members that all got the same reward, so that nothing is left to raise it again. A low entropy alone is what
-learning a deterministic task looks like, and a batch that is nearly all right has nothing more to teach: neither is an alarm.
+Entropy has collapsed when the mean of the last five steps is below the bar's share of the first five's AND three of four groups
+of the last five have members that all got the same reward, so that nothing is left to raise it again, AND most
+answers are wrong. A low entropy alone is what learning a deterministic task looks like, and members that agree on what is right
+are no wonder: neither is an alarm. It is said again only after the entropy was half as high again as the bar.
 Background: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models", 2; DAPO 3.1.
 """
 
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 
 from orchestrator.api import Prompt, Trajectory
 
-FIRST, LAST = 5, 3  # steps that the entropy is compared over
-SILENT = 0.5  # share of groups of equal rewards from which on little is learned
-SOLVED = 0.9  # share of right answers from which on that is no wonder
+FIRST, LAST = 5, 5  # steps that the entropy is compared over
+SILENT = 0.75  # share of groups of equal rewards from which on little is learned
+SOLVED = 0.5  # share of right answers from which on agreement is no wonder
 _REMEMBERED = 250_000  # prompts
 
 
@@ -134,7 +135,9 @@ class Watch:
         first = sum(self.entropies) / FIRST
         now, silent, right = (sum(column) / LAST for column in zip(*self._recent, strict=True))
         low = now < self._bars.entropy * first
-        if not self._crossed("entropy", low and silent > SILENT and right < SOLVED):
+        if not low and now < 1.5 * self._bars.entropy * first and "entropy" in self._said:
+            return []
+        if not self._crossed("entropy", low and ((silent > SILENT and right < SOLVED) or "entropy" in self._said)):
             return []
         detail = f"{now:.3g} {behind}, {now / first:.0%} of the {first:.3g} of the first {FIRST} steps (trainer.entropy_alarm = "
         detail += f"{self._bars.entropy:.0%}), and {silent:.0%} of the groups have members that all got the same reward"
