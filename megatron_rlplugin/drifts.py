@@ -10,7 +10,6 @@ definition (the smallest value that at least so many of a hundred do not exceed)
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -39,9 +38,11 @@ def counts(drift_T: Tensor) -> Tensor:
 
 def ratios(counted: Sequence[float]) -> dict[str, float]:
     """The percentiles of pi_old / pi_rollout, before any cap; none of no token."""
-    total, seen = math.fsum(counted), list(accumulate(counted))
+    total = math.fsum(counted)
     found: dict[str, float] = {}
     for name, share in PERCENTILES.items() if total else ():
-        place = bisect_left(seen, min(share * total, seen[-1]))  # sums may differ in their last bits
+        place = next(
+            (index for index, seen in enumerate(accumulate(counted)) if seen >= share * total), len(counted) - 1
+        )
         found[name] = math.exp(_SCALE * math.sinh((place - _HALF) * _WIDTH))
     return found

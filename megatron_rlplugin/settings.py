@@ -64,6 +64,8 @@ class TrainerSettings:
     reference_samples: int = 0
     logprob_gap_samples: int = 32
     logprob_gap_alarm: float = 0.02
+    entropy_alarm: float = 0.2
+    tis_alarm: float = 0.1
 
     def __post_init__(self) -> None:
         self._require("objective", self.objective in OBJECTIVES, f"must be one of {', '.join(OBJECTIVES)}")
@@ -89,6 +91,8 @@ class TrainerSettings:
         named = {"ratio_to": RATIOS, "tis_mode": TIS_MODES, "lr_decay": DECAYS}
         for name, known in named.items():
             self._require(name, getattr(self, name) in known, f"must be one of {', '.join(known)}")
+        self._require("entropy_alarm", 0 <= self.entropy_alarm < 1, "must be at least 0 and below 1")
+        self._require("tis_alarm", 0 <= self.tis_alarm <= 1, "must lie between 0 and 1")
         self._require("gamma", 0 < self.gamma <= 1, "must lie between 0 and 1")
         self._require("gae_lambda", 0 <= self.gae_lambda <= 1, "must lie between 0 and 1")
         self._require("value_learning_rate", self.value_rate > 0, "must be above 0")

@@ -59,6 +59,8 @@ class TrainerSection(Section):
     reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
+    entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off
+    tis_alarm: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of tokens at the cap or left out; 0: off
 
     @model_validator(mode="after")
     def _fits(self) -> TrainerSection:
