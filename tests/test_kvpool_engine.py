@@ -86,8 +86,11 @@ class Pages:
         self.mapped -= set(groups)
         self.free += len(groups)
 
+    def settle(self) -> None:
+        self.settled = getattr(self, "settled", 0) + 1
 
-def parking_of(pages: Pages, in_flight: int = 0, clock: list[float] | None = None) -> tuple[Any, Parking]:
+
+def parking_of(pages: Any, in_flight: int = 0, clock: list[float] | None = None) -> tuple[Any, Parking]:
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(32, enable_caching=True, hash_block_size=16)

@@ -29,6 +29,9 @@ class Backing(Protocol):
     def drop(self, groups: list[int]) -> None:
         """Their pages are free for others."""
 
+    def settle(self) -> None:
+        """Returns when the device has done what it was told to do before."""
+
 
 class Parking:
     """``in_flight``: steps that may still run when a block is freed (0: none; with async scheduling 2). ``now``: seconds."""
@@ -75,7 +78,9 @@ class Parking:
         self._let_go()
 
     def settled(self) -> None:
-        """No step is under way."""
+        """No step is under way. What follows a step's output on the device, as a drafter's KV, is waited for."""
+        if self._leaving:
+            self._backing.settle()
         for group in self._leaving:
             self._leaving[group] = 0
         self._let_go()
@@ -127,6 +132,7 @@ class Parking:
         self.settled()
         if set(self._used) != {0} or self._pool.get_num_free_blocks() != self.geometry.group_blocks - 1:
             raise RuntimeError("blocks are in use")
+        self._backing.settle()
         self._backing.drop([0])
         self.asleep = True
 

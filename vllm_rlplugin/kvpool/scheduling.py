@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from orchestrator.api import ConfigError
 from orchestrator.policies.admission import Mode, Slo
 from orchestrator.policies.kv_sharing import SharingRules
-from vllm_rlplugin.kvpool import beside
+from vllm_rlplugin.kvpool import beside, warming
 from vllm_rlplugin.kvpool.admitting import Turns
 from vllm_rlplugin.kvpool.engine import PATIENCE, EnginePool, current
 from vllm_rlplugin.kvpool.guardian import Guardian
@@ -51,7 +51,8 @@ class PagedScheduling:
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
-        in_flight = 2 if scheduler.scheduler_config.async_scheduling else 0
+        # A drafter goes on on the device, and writes KV, when the output of its step is here already: one step more.
+        in_flight = (2 if scheduler.scheduler_config.async_scheduling else 0) + (scheduler.num_lookahead_tokens > 0)
         manager = scheduler.kv_cache_manager
         self._parking = Parking(
             manager.block_pool,
@@ -82,6 +83,7 @@ class PagedScheduling:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
             )
+        warming.write_to_null_block(False)  # from here on blocks are allocated, and have pages
         config = scheduler.vllm_config
         if pool.role != "serving":
             if not config.scheduler_config.enable_chunked_prefill:
@@ -140,11 +142,12 @@ class PagedScheduling:
         does: tuple[Callable[..., dict[str, Any]], ...] = (self.look, self.deactivate, self.activate, self.note_weights)
         return dict(zip(POOL_COMMANDS, does, strict=True))[command](**arguments)
 
-    def deactivate(self) -> dict[str, Any]:
-        """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}."""
+    def deactivate(self, stepped: bool = True) -> dict[str, Any]:
+        """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}. Not
+        ``stepped``: since it was activated, so that requests which wait have nothing yet, and stay."""
         if self._turns is None:
             return {"refused": "a serving engine is not deactivated"}
-        if self._flights or self._scheduler.requests:
+        if self._flights or (stepped and self._scheduler.requests):
             return {"refused": f"it has {len(self._scheduler.requests)} requests"}
         if not self._parking.asleep:
             if not self._scheduler.reset_prefix_cache():
