@@ -86,14 +86,17 @@ class Pages:
         self.mapped -= set(groups)
         self.free += len(groups)
 
+    def settle(self) -> None:
+        """Nothing runs on a device."""
 
-def parking_of(pages: Pages, clock: list[float] | None = None) -> tuple[Any, Parking]:
+
+def parking_of(pages: Any, clock: list[float] | None = None, **options: Any) -> tuple[Any, Parking]:
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(32, enable_caching=True, hash_block_size=16)
     at = clock if clock is not None else [0.0]
     geometry = Geometry.of(32, [(0, 1024)], 4096)
-    return pool, Parking(pool, geometry, pages, backed=[0], now=lambda: at[0], keep=10.0)
+    return pool, Parking(pool, geometry, pages, backed=[0], now=lambda: at[0], keep=10.0, **options)
 
 
 def test_only_blocks_with_pages_are_ever_handed_out() -> None:

@@ -6,7 +6,8 @@ Guarantees (tests/test_kvpool_engine.py, on a real engine):
   cache, so that nothing stock does can touch it: "no page" is to stock "no free block".
 * A group's pages are dropped when all of its blocks are parked and every step is over that was scheduled before that: with
   async scheduling a batch in flight still reads and writes them. Steps are counted when they are scheduled and when their
-  outputs are there, in that order; nothing else, such as a look, counts as one.
+  outputs are there, in that order; nothing else, such as a look, counts as one. A drafter goes on on the device, and writes
+  KV, when the output of its step is here already: that is waited for too.
 * The pool grows by what is wanted and there is; what there is not is not waited for.
 * A group that nobody has used for ``keep`` seconds is given back, the least recently used first.
 
@@ -31,9 +32,13 @@ class Backing(Protocol):
     def drop(self, groups: list[int]) -> None:
         """Their pages are free for others."""
 
+    def settle(self) -> None:
+        """Returns when the device has done what it was told to do before."""
+
 
 class Parking:
-    """``now``: seconds, monotonic."""
+    """``after``: steps that must have ended after the last one that may use a group (1 with a drafter); where none is in flight,
+    the device is waited for. ``now``: seconds, monotonic."""
 
     def __init__(
         self,
@@ -44,12 +49,14 @@ class Parking:
         backed: Iterable[int],
         now: Callable[[], float],
         keep: float = 10.0,
+        after: int = 0,
     ) -> None:
         self.geometry = geometry
         self.keep = keep
         self._pool = pool
         self._backing = backing
         self._now = now
+        self._after = after
         self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
         self._scheduled = self._ended = 0  # steps
         self._leaving: dict[int, int] = {}  # parked, still mapped -> steps that had been scheduled by then
@@ -132,6 +139,7 @@ class Parking:
         self.shrink(len(self._used))
         if set(self._used) != {0} or self._pool.get_num_free_blocks() != self.geometry.group_blocks - 1:
             raise RuntimeError("blocks are in use")
+        self._backing.settle()
         self._backing.drop([0])
         self.asleep = True
 
@@ -151,7 +159,11 @@ class Parking:
         self._let_go()
 
     def _let_go(self) -> None:
-        gone = [group for group, before in self._leaving.items() if before <= self._ended]
+        ended = self._ended - self._after
+        if self._after and self._leaving and not self.in_flight:
+            self._backing.settle()
+            ended = self._ended
+        gone = [group for group, before in self._leaving.items() if before <= ended]
         if gone:
             self._backing.drop(gone)
             for group in gone:

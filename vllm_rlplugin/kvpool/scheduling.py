@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from orchestrator.api import ConfigError
 from orchestrator.policies.admission import Mode, Slo
 from orchestrator.policies.kv_sharing import SharingRules
-from vllm_rlplugin.kvpool import beside
+from vllm_rlplugin.kvpool import beside, warming
 from vllm_rlplugin.kvpool.admitting import Turns
 from vllm_rlplugin.kvpool.engine import PATIENCE, EnginePool, current
 from vllm_rlplugin.kvpool.guardian import Guardian
@@ -59,6 +59,7 @@ class PagedScheduling:
             backed=[0],
             now=time.monotonic,
             keep=keep,
+            after=int(scheduler.num_lookahead_tokens > 0),  # what a drafter writes comes after its step's output
         )
         self._block_tokens = scheduler.block_size
         self._looked = 0.0
@@ -79,6 +80,7 @@ class PagedScheduling:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
             )
+        warming.write_to_null_block(False)  # from here on blocks are allocated, and have pages
         config = scheduler.vllm_config
         if pool.role != "serving":
             if not config.scheduler_config.enable_chunked_prefill:
@@ -137,11 +139,12 @@ class PagedScheduling:
         does: tuple[Callable[..., dict[str, Any]], ...] = (self.look, self.deactivate, self.activate, self.note_weights)
         return dict(zip(POOL_COMMANDS, does, strict=True))[command](**arguments)
 
-    def deactivate(self) -> dict[str, Any]:
-        """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}."""
+    def deactivate(self, stepped: bool = True) -> dict[str, Any]:
+        """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}. Not
+        ``stepped``: since it was activated, so that requests which wait have nothing yet, and stay."""
         if self._turns is None:
             return {"refused": "a serving engine is not deactivated"}
-        if self._scheduler.requests:
+        if stepped and self._scheduler.requests:
             return {"refused": f"it has {len(self._scheduler.requests)} requests"}
         if self._parking.in_flight:  # with async scheduling the last request ends before the last batch
             return {"refused": "its last batch is in flight"}
