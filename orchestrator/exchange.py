@@ -21,12 +21,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrator.api import BorrowedWorker, CommandError, ConfigError, RetryableError
+from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError
 from orchestrator.config import Config
 from orchestrator.elastic import ElasticProxy
 from orchestrator.events import EventLog
 from orchestrator.policies.borrowing import Borrowing, BorrowRules, Demand
 from orchestrator.policies.routing import ANY, Seat
+from orchestrator.policies.seats import LEAST_UTILIZED
 from orchestrator.sections import BorrowedSection, RoutingSection
 
 OTHERS, DROPPED = "another job has it", "no candidate any more"
@@ -127,7 +128,10 @@ class Exchange:
         own = any(not lane.borrowed and not lane.removed for lane in proxy.lanes)
         least = 0 if own else 1
         most = self._settings.most or len(offers)
-        needed = self._demand.wanted(now, proxy.dedicated_turns(), self._routing.served_cap, most)
+        turns, cap = proxy.dedicated_turns(), self._routing.served_cap
+        if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
+            turns, cap = sum(not lane.borrowed and not lane.removed for lane in proxy.lanes), 1
+        needed = self._demand.wanted(now, turns, cap, most)
         begins, self._version = proxy.version != self._version, proxy.version
         change = self._policy.ask(self._market.job, max(least, needed), now, exchange=begins, least=least)
         for name, why in zip(change.given_back, change.reasons, strict=True):
@@ -180,6 +184,8 @@ class Exchange:
         loop = asyncio.get_running_loop()
         worker = self._market.worker(name)
         hardware = self._routing.hardware.get(name, ANY)
+        if isinstance(worker, PlacedWorker) and worker.hardware:
+            hardware = worker.hardware
         try:
             await self._proxy.take(worker, Seat(hardware, self._routing.served_cap, True))
         except _LOST as error:

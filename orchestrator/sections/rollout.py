@@ -52,7 +52,9 @@ class RoutingSection(Section):
             fix = f"goes by nobody's load, and {what} does: take 'cache-affine' or 'least-loaded', or leave out spread"
             found.append(("policy", self.policy, fix))
         if self.skew:
-            found.append(("skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance"))
+            found.append(
+                ("skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance")
+            )
         for name in ("cap", "served_cap"):
             if not getattr(self, name):
                 fix = f"{what} compares the shares of caps that are taken: set it to at least 1 (ROSE takes 16)"
