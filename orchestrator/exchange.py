@@ -11,6 +11,7 @@ Guarantees:
   request.
 * A run without workers of its own keeps its last server, whatever is wrong with it, until it has another: the proxy says when
   that has lasted too long.
+* A server that the proxy has given up, as it did not come back in time, is given back, and may be taken again like any other.
 * Every change is an event: ``borrowed`` and ``returned``, with the reason and the use that decided it.
 """
 
@@ -25,7 +26,7 @@ from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWo
 from orchestrator.config import Config
 from orchestrator.elastic import ElasticProxy
 from orchestrator.events import EventLog
-from orchestrator.policies.borrowing import Borrowing, BorrowRules, Demand
+from orchestrator.policies.borrowing import GONE, Borrowing, BorrowRules, Demand
 from orchestrator.policies.routing import ANY, Seat
 from orchestrator.policies.seats import LEAST_UTILIZED
 from orchestrator.sections import BorrowedSection, RoutingSection
@@ -122,6 +123,7 @@ class Exchange:
         now, proxy = asyncio.get_running_loop().time(), self._proxy
         self._see(offers)
         self._drop(offers)
+        self._give_up(now)
         self._demand.saw(now, proxy.peak())
         if proxy.updating:
             return  # at the next look
@@ -179,6 +181,15 @@ class Exchange:
                 self._begin_return(name, OTHERS if name in named else DROPPED)
             if name not in named or (name in ours and named[name]):
                 self._policy.left(name)
+
+    def _give_up(self, now: float) -> None:
+        """Those that the proxy has given up, however well they say they are: else they would be ours, and of no use, for good."""
+        ours = self._policy.of(self._market.job)
+        for lane in self._proxy.lanes:
+            name = lane.worker.name
+            if lane.borrowed and lane.removed and name in ours and name not in self._changing:
+                self._begin_return(name, GONE)
+                self._policy.refused(name, now)
 
     async def _take(self, name: str) -> None:
         loop = asyncio.get_running_loop()
