@@ -74,6 +74,9 @@ class ElasticProxy(LLMProxy):
             if self._heartbeat.caps is not None:
                 self._heartbeat.caps.join(lane)
         assert lane.parked
+        if lane.removed:  # it was given up, and is there after all
+            lane.removed = False
+            self.router.regain(lane.index)
         lane.worker, lane.restarts, lane.full = worker, 0, False
         lane.lives += 1
         try:

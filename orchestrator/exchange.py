@@ -11,6 +11,7 @@ Guarantees:
   request.
 * A run without workers of its own keeps its last server, whatever is wrong with it, until it has another: the proxy says when
   that has lasted too long.
+* A server that the proxy has given up, as it did not come back in time, is given back, and may be taken again like any other.
 * Every change is an event: ``borrowed`` and ``returned``, with the reason and the use that decided it.
 """
 
@@ -21,12 +22,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrator.api import BorrowedWorker, CommandError, ConfigError, RetryableError
+from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError
 from orchestrator.config import Config
 from orchestrator.elastic import ElasticProxy
 from orchestrator.events import EventLog
-from orchestrator.policies.borrowing import Borrowing, BorrowRules, Demand
+from orchestrator.policies.borrowing import GONE, Borrowing, BorrowRules, Demand
 from orchestrator.policies.routing import ANY, Seat
+from orchestrator.policies.seats import LEAST_UTILIZED
 from orchestrator.sections import BorrowedSection, RoutingSection
 
 OTHERS, DROPPED = "another job has it", "no candidate any more"
@@ -123,13 +125,17 @@ class Exchange:
         now, proxy = asyncio.get_running_loop().time(), self._proxy
         self._see(offers)
         self._drop(offers)
+        self._give_up(now)
         self._demand.saw(now, proxy.peak())
         if proxy.updating:
             return  # at the next look
         own = any(not lane.borrowed and not lane.removed for lane in proxy.lanes)
         least = 0 if own else 1
         most = self._settings.most or len(offers)
-        needed = self._demand.wanted(now, proxy.dedicated_turns(), self._routing.served_cap, most)
+        turns, cap = proxy.dedicated_turns(), self._routing.served_cap
+        if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
+            turns, cap = sum(not lane.borrowed and not lane.removed for lane in proxy.lanes), 1
+        needed = self._demand.wanted(now, turns, cap, most)
         begins, self._version = proxy.version != self._version, proxy.version
         change = self._policy.ask(self._market.job, max(least, needed), now, exchange=begins, least=least)
         for name, why in zip(change.given_back, change.reasons, strict=True):
@@ -178,10 +184,21 @@ class Exchange:
             if name not in named or (name in ours and named[name]):
                 self._policy.left(name)
 
+    def _give_up(self, now: float) -> None:
+        """Those that the proxy has given up, however well they say they are: else they would be ours, and of no use, for good."""
+        ours = self._policy.of(self._market.job)
+        for lane in self._proxy.lanes:
+            name = lane.worker.name
+            if lane.borrowed and lane.removed and name in ours and name not in self._changing:
+                self._begin_return(name, GONE)
+                self._policy.refused(name, now)
+
     async def _take(self, name: str) -> None:
         loop = asyncio.get_running_loop()
         worker = self._market.worker(name)
         hardware = self._routing.hardware.get(name, ANY)
+        if isinstance(worker, PlacedWorker) and worker.hardware:
+            hardware = worker.hardware
         try:
             await self._proxy.take(worker, Seat(hardware, self._routing.served_cap, True))
         except _LOST as error:
