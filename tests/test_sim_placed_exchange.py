@@ -112,8 +112,13 @@ def placed(seed: int) -> tuple[Config, int]:
     rollout["prediction"]["enabled"] = True
     rollout["placement"] = {"enabled": True, "migrate": rng.random() < 0.8, "renew_seconds": rng.choice((0.0, 1.0))}
     rollout["borrowed"] = {
-        "file": "none", "every": rng.choice((0.5, 3.0)), "window": 10.0, "crowded": 0.7, "patience": 4.0,
-        "rest": 2.0, "idle": rng.choice((0.0, 5.0)),
+        "file": "none",
+        "every": rng.choice((0.5, 3.0)),
+        "window": 10.0,
+        "crowded": 0.7,
+        "patience": 4.0,
+        "rest": 2.0,
+        "idle": rng.choice((0.0, 5.0)),
     }
     rollout["environments"] = max(rollout["environments"], 8)
     data["sim"]["kv_tokens"] = rng.choice((None, 320, 1000))
