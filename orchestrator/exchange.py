@@ -20,7 +20,7 @@ import asyncio
 import math
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, RetryableError, RunError
 from orchestrator.config import Config
@@ -272,9 +272,9 @@ def offer_of(url: str, status: Mapping[str, object], mine: tuple[str, str], why:
     return Offer(url, why, taken, float(now), (float(mean), float(seconds)), lends)
 
 
-def _number(value: object) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _share(value: Any) -> bool:
+def _share(value: object) -> TypeGuard[float]:
     return _number(value) and 0 <= value <= 1

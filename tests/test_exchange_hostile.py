@@ -223,3 +223,33 @@ def test_requests_that_cannot_be_taken_away_leave_the_lease_to_nobody(monkeypatc
         await run.close()
 
     play(2, scenario, monkeypatch)
+
+
+def test_who_places_trajectories_hears_of_every_server_that_is_lost_or_given_back_or_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Heard:
+        def __init__(self) -> None:
+            self.of: list[tuple[str, int]] = []
+
+        def came(self, worker: int) -> None:
+            self.of.append(("came", worker))
+
+        def left(self, worker: int) -> None:
+            self.of.append(("left", worker))
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        run = Run(config_of(first.url, second.url, most=2, crowded=0.8))
+        await run.start()
+        run.proxy.fleet = heard = Heard()
+        run.proxy.distrust(1, "it said something strange")
+        assert heard.of == [("left", 1)], "before anything of it is sent again"
+        await until(lambda: heard.of[1:] == [("came", 1)])
+        used(first, 0.95)
+        await until(lambda: heard.of[2:] == [("left", 0)])
+        used(first, 0.0)
+        await until(lambda: heard.of[3:] == [("came", 0)])
+        await run.close()
+
+    play(2, scenario, monkeypatch)
