@@ -56,6 +56,11 @@ class ElasticProxy(LLMProxy):
         return sum(caps) if all(caps) else None
 
     @property
+    def patience(self) -> float:
+        """Seconds that it waits for a borrowed worker when there is no other, as for one that is away."""
+        return 4 * self._stall_timeout
+
+    @property
     def updating(self) -> bool:
         """Whether the workers stand still for new weights: no time to exchange any."""
         return self._suspended

@@ -83,7 +83,6 @@ class Placing:
         self._group_of: dict[str, Group] = {}  # by task
         self._classes = router.fleet  # what the groups were made by
         self._fleet = 0  # how often workers came or left
-        self._gone: set[int] = set()
         self._accounts: dict[int, dict[str, Placed]] = {}  # worker -> trajectories that began there
         self._waiting: dict[
             int, list[tuple[float, str]]
@@ -183,13 +182,11 @@ class Placing:
 
     def came(self, worker: int) -> None:
         """It takes turns from now on."""
-        self._gone.discard(worker)
         self._place_anew()
         self._admit(worker)
 
     def left(self, worker: int) -> None:
         """It takes none any more, and what it has goes on elsewhere. Said before anything of it is sent again."""
-        self._gone.add(worker)
         self._place_anew()
         for trajectory, move in list(self._moves.items()):
             if worker in (move.source, move.target):
@@ -400,7 +397,7 @@ class Placing:
 
     def _admit(self, worker: int) -> None:
         """Those that fit begin; a worker for which nobody waits takes from the one for which most do."""
-        while worker >= 0 and worker not in self._gone and (candidate := self._next(worker)) is not None:
+        while worker >= 0 and (candidate := self._next(worker)) is not None:
             trajectory, placed = candidate
             if not self._fits(worker, placed):
                 return

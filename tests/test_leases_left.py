@@ -1,5 +1,5 @@
-"""What becomes of a server whose run died, stood still or could not say goodbye: it goes on for its users, whatever was under way.
-The real endpoints, worker and client on a twin of vLLM's engine client."""
+"""What becomes of a server whose run died, stood still or could not say goodbye: it goes on for its users, whatever was under
+way. The real endpoints, worker and client on a twin of vLLM's engine client."""
 
 from __future__ import annotations
 

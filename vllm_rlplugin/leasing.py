@@ -74,7 +74,7 @@ class LeaseBook:
 
     @property
     def shared(self) -> bool:
-        """Whether another process may have the record locked: :meth:`take` and :meth:`give_back` are then not for an event loop."""
+        """Whether another process may have the record locked: :meth:`take` and :meth:`give_back` may then wait."""
         return self._path is not None
 
     def present(self) -> Lease | None:
