@@ -30,6 +30,12 @@ def main() -> None:
         on_fake_driver(plugin.pop("fake_driver"))
     mps.enter(plugin.get("kv_pool", ""), plugin.get("kv_pool_mps", 0), os.environ)
     prepare_process(1, bool(plugin.get("kv_pool")))
+    if settings.pop("run_ahead", False):
+        sys.path.insert(0, os.path.dirname(__file__))
+        from late_executor import LateExecutor, force
+
+        force()
+        settings["distributed_executor_backend"] = LateExecutor
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import tokens_input
@@ -71,9 +77,12 @@ def main() -> None:
         if "add" in command:
             name, prompt, tokens = command["add"]
             add(name, prompt, tokens, command.get("priority", 0))
+        flights = 0
         for _ in range(command.get("steps", 0)):
             if engine.has_unfinished_requests():
                 step()
+                flights = max(flights, len(core.batch_queue or ()))
+        answer["flights"] = flights
         while command.get("drain") and engine.has_unfinished_requests():
             step()
         answer["outputs"], answer["pool"] = (

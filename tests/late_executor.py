@@ -31,7 +31,7 @@ class Nothing:
 
 
 class LateExecutor(UniProcExecutor):
-    """One worker in this process; each batch begins ``RL_TEST_LAG`` seconds after it was launched, or when those before it end."""
+    """One worker in this process; a batch begins ``RL_TEST_LAG`` seconds after it was launched, or when those before it end."""
 
     def _init_executor(self) -> None:
         self._stream = ThreadPoolExecutor(1)

@@ -229,7 +229,7 @@ def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_w
 
 
 def test_a_run_is_told_what_its_worker_has_of_the_device_and_what_serving_can_spare(setup: Setup) -> None:
-    lent = {"pages": 0, "budget": 8, "page_bytes": 4096}
+    lent = {"pages": 0, "budget": 8, "page_bytes": 4096, "serving_pages": 0, "pool_pages": 16}
     setup.pool.set_budget(setup.slot, 8, 1)
     assert shared(setup.other, setup.slot) == lent, "serving has not said anything yet"
     assert setup.other.acquire(3).size == 3

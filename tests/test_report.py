@@ -199,7 +199,7 @@ def test_the_summary_has_exactly_its_keys(finished: Path) -> None:
     assert set(summary) == {
         "name", "kind", "mode", "alpha", "steps", "status", "success_before_warmup", "success_start", "success_end",
         "success_intervals", "success_curve", "tokens_per_s", "streamed", "seconds", "staleness", "rounds",
-        "borrowed", "analysis", "ledger", "machine", "versions",
+        "borrowed", "serving", "analysis", "ledger", "machine", "versions",
     }  # fmt: skip
     assert set(summary["success_intervals"]["success_end"]) == {"low", "high", "prompts"}
     assert summary["success_curve"][-1][1] == summary["success_end"]

@@ -53,10 +53,15 @@ def write_model(folder: Path, role: str) -> str:
     """The config of an fp32 Qwen3, whose weights the engine makes up (``load_format`` "dummy"): what a step costs does not hang
     on them. Returns the folder."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
-    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "dtype": "float32"}
+    kind: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "dtype": "float32",
+    }
     rest = {"max_position_embeddings": 1088, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
     (folder / role).mkdir()
-    text = json.dumps({**kind, **sizes, **_SHAPES[role], **rest})
+    text = json.dumps(kind | sizes | _SHAPES[role] | rest)
     (folder / role / "config.json").write_text(text, encoding="utf-8")
     return str(folder / role)
 
@@ -93,7 +98,8 @@ class Pair:
             "kv_pool_keep": 1.0,
             "kv_pool_mib": POOL_MIB,
         }
-        common = {"max_num_seqs": 16, "max_model_len": 1088, "block_size": 32, "kv_cache_memory_bytes": 256 << 20}
+        common: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1088, "block_size": 32}
+        common |= {"kv_cache_memory_bytes": 256 << 20}
         common |= {"num_gpu_blocks_override": 512, "cpu": core, "load_format": "dummy"}
         roles: dict[str, dict[str, Any]] = {
             "serving": {"kv_pool_role": "serving", "kv_pool_window": 5.0},

@@ -225,10 +225,11 @@ def _before(turn: Turn) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class SharedDevice:
     """What a worker may have of a device that it shares with a serving engine, and how that one is (ROSE 4.1). It owns
-    ``pages`` of ``page_bytes``, and may own ``budget``. Slacks are seconds before serving misses an SLO, below 0 it is late:
-    ``ttft_slack`` of the prompts that wait, ``tpot_slack`` of the sequences that decode, ``arriving`` of a prompt that arrives
-    now; None: there is none, or nothing is known. Counts since serving's start: first tokens and those after them,
-    ``late_*`` of these beyond their SLO, ``blamed_*`` of the late ones those that rollouts made late."""
+    ``pages`` of ``page_bytes``, and may own ``budget``; serving owns ``serving_pages``, of ``pool_pages`` in all (0: not said).
+    Slacks are seconds before serving misses an SLO, below 0 it is late: ``ttft_slack`` of the prompts that wait, ``tpot_slack``
+    of the sequences that decode, ``arriving`` of a prompt that arrives now; None: there is none, or nothing is known. Counts
+    since serving's start: first tokens and those after them, ``late_*`` of these beyond their SLO, ``blamed_*`` of the late ones
+    those that rollouts made late."""
 
     pages: int
     budget: int
@@ -242,6 +243,8 @@ class SharedDevice:
     nexts: int = 0
     late_next: int = 0
     blamed_next: int = 0
+    serving_pages: int = 0
+    pool_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

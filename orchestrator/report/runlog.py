@@ -194,6 +194,7 @@ class RunLog:
     borrowing: list[dict[str, Any]] = field(
         default_factory=list
     )  # `borrowed`, `returned`, `handed_back`: orchestrator.exchange
+    serving: list[dict[str, Any]] = field(default_factory=list)  # events `serving`: orchestrator.view.neighbours
     warmup: tuple[int, float, float, float] | None = None  # steps, first loss, last loss, seconds
     status: str = "unfinished"
     reason: str = ""
@@ -393,6 +394,8 @@ def _fold(run: RunLog, event: dict[str, Any]) -> None:
             run.degrees.append(dict(event))
         case "borrowed" | "returned" | "handed_back":
             run.borrowing.append(_of_server(event))
+        case "serving":
+            run.serving.append(_of_neighbour(event))
         case "alarm" | "fault" | "recovered":
             run.incidents.append(
                 Incident(
@@ -412,6 +415,14 @@ def _of_server(event: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": str(event["kind"]), "worker": str(event["worker"]), "t": float(event["t"])}
     found["reason"] = str(event.get("reason", ""))
     return found | {name: float(event[name]) for name in ("use", "requests", "tokens", "seconds") if name in event}
+
+
+def _of_neighbour(event: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"worker": str(event["worker"]), "until": float(event["until"])}
+    found |= {name: int(event[name]) for name in ("samples", "pages", "budget", "tokens", "late", "blamed")}
+    maybe = ("serving", "serving_most", "ttft_slack", "tpot_slack", "arriving")
+    found |= {name: None if event[name] is None else float(event[name]) for name in maybe}
+    return found | {"seconds": float(event["seconds"])}
 
 
 def _pool(event: Mapping[str, Any]) -> PoolSnapshot:

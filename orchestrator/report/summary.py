@@ -10,6 +10,8 @@
 * ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
 * ``rounds``: what short and long rounds took, put off and threw away; null without them.
 * ``borrowed``: by server, how often and how long it was borrowed, why it was given back, and what it handed back; null without.
+* ``serving``: by server, how serving was beside the run: its share of the memory, its least slack in seconds, its tokens, how
+  many were late, and how many of these because of rollouts; null without.
 * ``analysis``: environment-bound or GPU-bound, with the numbers (:mod:`orchestrator.report.analysis`); null where the log has
   none.
 * ``status``: completed, interrupted or failed as the run said it; unfinished when it said nothing (killed, or running).
@@ -57,6 +59,7 @@ def summary_of(run: RunLog) -> dict[str, Any]:
         "staleness": _staleness(run),
         "rounds": rounds_of(run),
         "borrowed": borrowed_of(run),
+        "serving": serving_of(run),
         "analysis": analysed.as_dict() if (analysed := analyse(run)) else None,
         "ledger": {
             "started": run.ledger.started,
@@ -100,6 +103,25 @@ def borrowed_of(run: RunLog) -> dict[str, Any] | None:
     for row in found.values():
         row["seconds"] = round(row["seconds"], 3)
     return dict(sorted(found.items()))
+
+
+def serving_of(run: RunLog) -> dict[str, Any] | None:
+    """By server, how its serving engine was; None when the run shared no device. ``late_without``: tokens that would have been
+    late without rollouts too."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in run.serving:
+        row = found.setdefault(event["worker"], dict.fromkeys(("seconds", "samples", "tokens", "late", "blamed"), 0))
+        for name in ("seconds", "samples", "tokens", "late", "blamed"):
+            row[name] += event[name]
+        row["_share"] = row.get("_share", 0.0) + (event["serving"] or 0.0) * event["samples"]
+        for name, choose in (("serving_most", max), ("ttft_slack", min), ("tpot_slack", min), ("arriving", min)):
+            known = [value for value in (row.get(name), event[name]) if value is not None]
+            row[name] = choose(known) if known else None
+    for row in found.values():
+        row["serving"] = round(row.pop("_share") / row["samples"], 6) if row["samples"] else None
+        row["late_without"] = row["late"] - row["blamed"]
+        row["seconds"] = round(row["seconds"], 3)
+    return dict(sorted(found.items())) or None
 
 
 def rounds_of(run: RunLog) -> dict[str, Any] | None:

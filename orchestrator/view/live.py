@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.api import CommandError, ConfigError, RetryableError, SharedDevice, WorkerStats
 from orchestrator.api.jsontext import parse_object
 from orchestrator.events import EventLog
+from orchestrator.view.neighbours import Neighbours
 
 if TYPE_CHECKING:  # who only reads the file needs no pipeline
     from orchestrator.lanes import Lane
@@ -98,6 +99,7 @@ class Sampler:
         self._events = events
         self._say = say
         self._asked: dict[str, deque[WorkerStats]] = {}  # the newest answers
+        self._neighbours = Neighbours(events)
         self._silent: set[str] = set()
         self._broken = False
         self._task: asyncio.Task[None] | None = None
@@ -113,6 +115,7 @@ class Sampler:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await self._write()
+            self._neighbours.end()
 
     async def _run(self) -> None:
         for number in itertools.count():
@@ -133,6 +136,7 @@ class Sampler:
                 if answers and answer.steps < answers[-1].steps:  # it was started anew
                     answers.clear()
                 answers.append(answer)
+                self._neighbours.saw(name, answer.shared)
                 self._silent.discard(name)
             except (RetryableError, CommandError, ConfigError, TimeoutError):
                 self._silent.add(name)  # shown; whether it is lost is the heartbeat's to say

@@ -22,6 +22,7 @@ def shared(pool: PagePool, slot: int) -> dict[str, Any] | None:
     if mine is None:
         return None
     found: dict[str, Any] = {"pages": mine.used, "budget": mine.budget, "page_bytes": view.page_bytes}
+    found |= {"serving_pages": view.serving.used if view.serving is not None else 0, "pool_pages": pool.pages}
     said = Served.unpack(pool.read(view.serving.slot)) if view.serving is not None else None
     if said is None:
         return found
