@@ -13,9 +13,10 @@ from fastapi.responses import JSONResponse
 
 from orchestrator.api import Completion, CompletionTiming, GenerationRequest, Sampling
 from orchestrator.api import http as wire
+from orchestrator.api.jsontext import PIECE
 from orchestrator.bench.stalls import StallWatch
 from orchestrator.http_worker import HttpWorker
-from vllm_rlplugin.outbox import PIECE, written
+from vllm_rlplugin.outbox import PIECE_BYTES, written
 from vllm_rlplugin.served import AT_ONCE, Limits, ServedWorker
 from vllm_rlplugin.twin import TOKEN, TwinAsyncLLM, TwinServer, translate
 
@@ -77,7 +78,7 @@ def test_an_answer_is_the_json_of_before_and_others_have_their_turn_while_it_is_
     text = asyncio.run(scenario())
     whole = {"sequence": 7, "completions": [wire.completion_to_json(item) for item in batch]}
     assert text == JSONResponse(whole).body
-    assert turns >= 2 * sum(sizes) // PIECE // 2
+    assert turns >= len(text) // (2 * PIECE_BYTES)
 
 
 def test_a_server_hands_out_so_much_at_a_time_as_both_loops_bear_and_all_of_it() -> None:
