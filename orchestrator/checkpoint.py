@@ -12,14 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
 
 from orchestrator.api import ContextStart, Prompt, RunError, Trajectory, Turn
-from orchestrator.api.jsontext import parse_object
+from orchestrator.api.jsontext import parse_object, pieces
 
 FORMAT = 1  # of state.json and files.json; those without a number are of this one, too
 _PREFIX = "step-"
@@ -67,7 +67,10 @@ class Checkpoints:
 
     def commit(self, partial: Path, state: RunState) -> Path:
         """Write the state, sync everything, rename. Drops the oldest beyond ``keep``."""
-        (partial / _STATE).write_text(json.dumps({"format": FORMAT, **_state_to_json(state)}), encoding="utf-8")
+        with (partial / _STATE).open(
+            "w", encoding="utf-8"
+        ) as stream:  # beside an event loop, which goes on between pieces
+            stream.writelines(pieces({"format": FORMAT, **vars(state)}))
         files = {
             str(file.relative_to(partial)): [file.stat().st_size, _digest(file)]
             for file in sorted(partial.rglob("*"))
@@ -172,10 +175,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _state_to_json(state: RunState) -> dict[str, Any]:
-    return asdict(state)
 
 
 def _state_from_json(data: dict[str, Any]) -> RunState:

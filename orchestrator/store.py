@@ -27,12 +27,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
@@ -64,6 +65,11 @@ _TURN = pa.struct(
     ]
 )
 
+_NUMBERS = {
+    "observation_ids": np.int32,
+    "action_ids": np.int32,
+    "logprobs": np.float64,
+}  # of a turn, in Python's tuples
 _CONTEXT = pa.struct(
     [
         ("turn", pa.int32()),  # that begins it
@@ -251,7 +257,8 @@ class TrajectoryStore:
         partial = folder / f".{final.name}.partial"  # datasets skip names that start with a dot
         # In small pieces: the interpreter's lock is held while one is converted, and the event loop may want it.
         pieces = [
-            pa.RecordBatch.from_pylist(rows[at : at + _PIECE], schema=schema) for at in range(0, len(rows), _PIECE)
+            pa.RecordBatch.from_pylist([_with_arrays(row) for row in rows[at : at + _PIECE]], schema=schema)
+            for at in range(0, len(rows), _PIECE)
         ]
         table = pa.Table.from_batches(pieces, schema=schema)
         pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
@@ -401,22 +408,32 @@ def _to_row(
         "prompt_seed": prompt.seed,
         "prompt_payload": prompt.payload,
         "contexts": [
-            {"turn": index, **asdict(turn.context)} for index, turn in enumerate(trajectory.turns) if turn.context
+            {"turn": index, **{item.name: getattr(turn.context, item.name) for item in fields(turn.context)}}
+            for index, turn in enumerate(trajectory.turns)
+            if turn.context
         ],
     }
 
 
 def _from_turn(turn: Turn) -> dict[str, Any]:
     return {
-        "observation_ids": list(turn.observation_ids),
-        "action_ids": list(turn.action_ids),
-        "logprobs": list(turn.logprobs),
+        "observation_ids": turn.observation_ids,
+        "action_ids": turn.action_ids,
+        "logprobs": turn.logprobs,
         "versions": [{"version": version, "count": count} for version, count in turn.versions],
         "reward_step": turn.reward,
         "done": turn.done,
         "generate_seconds": turn.generate_seconds,
         "environment_seconds": turn.environment_seconds,
     }
+
+
+def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its numbers as arrays, one turn after the other: Arrow copies those at once, and looks at each of a tuple
+    with the interpreter's lock held, for 0.3 s where sixteen trajectories have 20,000 tokens each."""
+    turns = [{**turn, **{name: np.array(turn[name], kind) for name, kind in _NUMBERS.items()}} for turn in row["turns"]]
+    contexts = [{**start, "token_ids": np.array(start["token_ids"], np.int32)} for start in row["contexts"]]
+    return {**row, "turns": turns, "contexts": contexts}
 
 
 def _to_turns(row: Mapping[str, Any]) -> tuple[Turn, ...]:

@@ -236,7 +236,7 @@ async def _command(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if name == "kv_ask":
         return {"first": 0, "blocks": BLOCKS, "block_size": 32, "block_bytes": WIDTH, "facts": FACTS}
     if name == "kv_read":
-        return {"blocks": BLOCKS, "payload": rows().tobytes()}
+        return {"blocks": BLOCKS, "payload": rows().tobytes(), "more": False}
     assert arguments["payload"] == rows().tobytes()
     return {"blocks": BLOCKS}
 

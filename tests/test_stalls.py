@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
 from fastapi.responses import JSONResponse
 
-from orchestrator.api import Completion, CompletionTiming, GenerationRequest, Sampling
+from orchestrator.api import Completion, CompletionTiming, GenerationRequest, KvMove, KvMoved, Sampling
 from orchestrator.api import http as wire
+from orchestrator.api.jsontext import PIECE
 from orchestrator.bench.stalls import StallWatch
 from orchestrator.http_worker import HttpWorker
-from vllm_rlplugin.outbox import PIECE, written
+from vllm_rlplugin.kv_mover import KvMover, KvOptions
+from vllm_rlplugin.outbox import PIECE_BYTES, written
 from vllm_rlplugin.served import AT_ONCE, Limits, ServedWorker
 from vllm_rlplugin.twin import TOKEN, TwinAsyncLLM, TwinServer, translate
 
@@ -77,7 +82,7 @@ def test_an_answer_is_the_json_of_before_and_others_have_their_turn_while_it_is_
     text = asyncio.run(scenario())
     whole = {"sequence": 7, "completions": [wire.completion_to_json(item) for item in batch]}
     assert text == JSONResponse(whole).body
-    assert turns >= 2 * sum(sizes) // PIECE // 2
+    assert turns >= len(text) // (2 * PIECE_BYTES)
 
 
 def test_a_server_hands_out_so_much_at_a_time_as_both_loops_bear_and_all_of_it() -> None:
@@ -153,3 +158,55 @@ def test_a_burst_of_requests_is_given_to_vllm_in_turns_of_the_loop_and_in_order(
     asyncio.run(scenario())
     assert [name for turn in given for name in turn] == [f"rl-r{i}" for i in range(256)]
     assert max(map(len, given)) == AT_ONCE
+
+
+class Blocks:
+    """An engine's half of moves, in the commands' terms: blocks of 1 MiB, all cached."""
+
+    width, count = 1 << 20, 11
+
+    def __init__(self, gone_after: int = 99) -> None:
+        self.rows = np.arange(self.count, dtype=np.uint8).repeat(self.width).reshape(self.count, self.width)
+        self.gone_after = gone_after  # pieces that can be read
+        self.staged: list[tuple[int, int, bytes]] = []
+        self.asked: list[int] = []
+
+    async def command(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if name == "kv_ask":
+            return {
+                "first": 1,
+                "blocks": self.count,
+                "block_size": 32,
+                "block_bytes": self.width,
+                "facts": {"of": "all"},
+            }
+        if name == "kv_stage":
+            self.staged.append((arguments["first"], arguments["total"], arguments["payload"]))
+            return {"blocks": len(arguments["payload"]) // self.width}
+        self.asked.append(arguments["first"])
+        if len(self.asked) > self.gone_after:
+            return {"refused": "gone", "detail": "evicted"}
+        rest = self.rows[arguments["first"] :]
+        found = rest[: arguments["most"] // self.width]
+        return {"blocks": len(found), "payload": found.tobytes(), "more": len(found) < len(rest)}
+
+
+@pytest.mark.parametrize(("gone_after", "moved"), [(99, 10), (2, 8)])
+def test_kv_goes_through_a_front_end_in_pieces(gone_after: int, moved: int) -> None:
+    """Of 256 MiB at once it copied and encoded for more than a second, in which no user of the server got a token."""
+    source, target = Blocks(gone_after), Blocks()
+
+    async def scenario() -> KvMoved:
+        options = KvOptions(token=TOKEN)
+        giver, taker = KvMover(options, source.command), KvMover(options, target.command)
+        try:
+            return await taker.fetch(KvMove("t", (5,) * (32 * Blocks.count + 1), giver.open(), 30.0))
+        finally:
+            giver.close()
+
+    found = asyncio.run(scenario())
+    assert (found.moved, found.why) == (32 * moved, "")
+    assert source.asked == [1, 5, 9][: min(gone_after + 1, 3)]
+    assert [(first, total) for first, total, _ in target.staged] == [(at, moved) for at in range(1, moved + 1, 4)]
+    payload = b"".join(payload for _, _, payload in target.staged)
+    assert payload == source.rows[1 : 1 + moved].tobytes()

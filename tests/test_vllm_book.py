@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import vllm_rlplugin.book
 from orchestrator.api import GenerationRequest, Sampling
-from vllm_rlplugin.book import RequestBook
+from vllm_rlplugin.book import REMEMBERED_IDS, RequestBook
 
 LOOKAHEAD, SLOTS = 3, 2
 
@@ -285,3 +286,18 @@ class BookModel(RuleBasedStateMachine):
 
 BookModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 TestBookModel = BookModel.TestCase
+
+
+def test_a_book_that_forgets_takes_no_longer_than_one_that_only_remembers() -> None:
+    """With plain dicts it looked past all that it had forgotten: an ADD of a thousand took five times as long, 8 ms."""
+    book, sampling, seconds = RequestBook(8), Sampling(1), []
+    for batch in range(0, 2 * REMEMBERED_IDS, 1024):
+        items = [GenerationRequest(f"r{batch + i}", f"t{batch + i}", 0, (1,), sampling, "t") for i in range(1024)]
+        started = time.thread_time()
+        book.add(items, float(batch))
+        seconds.append(time.thread_time() - started)
+        for item in items:
+            book.finish(item.request_id)
+    half = len(seconds) // 2
+    remembering, forgetting = sorted(seconds[:half]), sorted(seconds[half + 1 :])
+    assert forgetting[half // 2] < 2 * remembering[half // 2], (remembering[half // 2], forgetting[half // 2])

@@ -262,6 +262,27 @@ def test_more_than_the_staging_room_is_refused(source: Source, there: Destinatio
         there.worker._engine._scheduler.connector._capacity = capacity
 
 
+def test_a_prefix_in_pieces_is_the_prefix_and_room_is_asked_for_all_of_them(
+    source: Source, there: Destination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = there.worker._engine
+    there.say(next(names), source.context)
+    width = source.rows.shape[1]
+    asked = {"tokens": np.array(source.context, np.uint32).tobytes(), "first": 0, "facts": source.facts}
+    whole = engine.kv_command("kv_read", asked)
+    assert not whole["more"]
+    first = engine.kv_command("kv_read", {**asked, "most": 2 * width + 1})
+    assert (first["blocks"], first["more"]) == (2, True)
+    rest = engine.kv_command("kv_read", {**asked, "first": 2})
+    assert first["payload"] + rest["payload"] == whole["payload"]
+    assert engine.kv_command("kv_read", {**asked, "most": 1})["blocks"] == 1
+    connector = engine._scheduler.connector
+    monkeypatch.setattr(connector, "_capacity", 3 * width)
+    piece = {**asked, "payload": whole["payload"][: 2 * width]}
+    assert engine.kv_command("kv_stage", {**piece, "total": 4})["refused"] == "no_room"
+    assert engine.kv_command("kv_stage", {**piece, "total": 3}) == {"blocks": 2}
+
+
 def test_an_engine_with_other_weights_neither_gives_nor_takes(source: Source, there: Destination) -> None:
     """Last of the module: the version moves, with the same weights, so only the version is another."""
     with Handing(source) as place:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,11 +41,13 @@ class RequestBook:
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
         self._entries: dict[str, Entry] = {}
-        self._seen: dict[str, None] = {}  # insertion-ordered set of request ids
+        # Insertion-ordered sets. Not plain dicts: to find the first key of one whose first ones were deleted takes as long as
+        # there were such since it grew last.
+        self._seen: OrderedDict[str, None] = OrderedDict()  # request ids
         self._trajectories: dict[str, dict[str, None]] = {}
         self._groups: dict[str, dict[str, None]] = {}
         self._held: list[tuple[int, int, str]] = []  # heap of (priority, order, id); outdated rows are skipped
-        self._unfed: dict[str, None] = {}  # insertion-ordered set of those that are held
+        self._unfed: OrderedDict[str, None] = OrderedDict()  # those that are held
         self._overdue = 0  # unfinished requests that were fed for their age
         self._inside: dict[int, int] = {}  # priority -> unfinished requests of it that were fed
         self._arrivals = 0

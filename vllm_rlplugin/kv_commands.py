@@ -26,8 +26,9 @@ def run(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]
 
     * ``kv_ask`` {"tokens"}: what to ask another engine for -> {"first": blocks that are here, "blocks": full blocks that the
       tokens have (the last token's is computed in any case), "block_size", "block_bytes", "facts"}
-    * ``kv_read`` {"tokens", "first", "facts"}: the cached blocks from ``first`` on -> {"blocks", "payload"}
-    * ``kv_stage`` {"tokens", "first", "facts", "payload"}: -> {"blocks"}
+    * ``kv_read`` {"tokens", "first", "facts", "most" (bytes; default: all)}: the cached blocks from ``first`` on, at least one
+      -> {"blocks", "payload", "more": whether there are more}
+    * ``kv_stage`` {"tokens", "first", "facts", "payload", "total" (blocks that come in all; default: these)}: -> {"blocks"}
     * ``kv_counts`` {}: -> {"loaded", "failed", "staged"}, in blocks
     """
     connector = core.scheduler.connector
@@ -59,8 +60,9 @@ def run(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]
         blocks = _cached(core.scheduler, names)[arguments["first"] :]
         if not blocks:
             return refused("gone", "the prefix is not cached here any more")
-        rows = layout.join(core.model_executor.collective_rpc("rl_kv_read", args=(blocks,)))
-        return {"blocks": len(blocks), "payload": rows.tobytes()}
+        read = blocks[: max(1, arguments.get("most", len(blocks) * layout.block_bytes) // layout.block_bytes)]
+        rows = layout.join(core.model_executor.collective_rpc("rl_kv_read", args=(read,)))
+        return {"blocks": len(read), "payload": rows.tobytes(), "more": len(read) < len(blocks)}
     if command == "kv_stage":
         return _stage(core, connector, layout, names, arguments)
     raise ValueError(f"{command!r} is not a KV command: kv_ask, kv_read, kv_stage, kv_counts")
@@ -79,9 +81,10 @@ def _stage(
     wanted = list(names[first : first + len(rows)])
     if len(wanted) != len(rows):
         return refused("malformed", f"{len(rows)} blocks from {first} on of {len(names)}")
-    taken, dropped = connector.accept(wanted, layout.block_bytes)
+    total = int(arguments.get("total", len(rows)))
+    taken, dropped = connector.accept(wanted, layout.block_bytes, total)
     if not taken:
-        return refused("no_room", f"{len(rows)} blocks of {layout.block_bytes} bytes are more than is staged at a time")
+        return refused("no_room", f"{total} blocks of {layout.block_bytes} bytes are more than is staged at a time")
     for index, part in enumerate(layout.cut(rows)):
         core.model_executor.collective_rpc("rl_kv_stage", args=(index, taken, part, dropped))
     return {"blocks": len(taken)}

@@ -30,6 +30,7 @@ from orchestrator.api.urls import is_loopback
 from orchestrator.transfer.kv import Carrier, KvAsk, KvBlocks, KvRefused, KvServer, fetch
 from orchestrator.transfer.kv_mooncake import MooncakeCarrier, check_device
 
+PIECE_BYTES = 4 << 20  # of KV that go between the front end and its engine at a time: neither stands still for longer
 NODE = "node"  # as a host: this machine's own address
 CARRIERS = ("tcp", "mooncake")
 _logger = logging.getLogger("vllm.rl_coserve")
@@ -153,13 +154,11 @@ class KvMover:
                 carrier = found.carrier
                 self._note_carrier(carrier, move)
                 taken = found.payload[: asked["blocks"] - have]
-                staged = {
-                    "tokens": tokens.tobytes(),
-                    "first": have,
-                    "facts": asked["facts"],
-                    "payload": taken.tobytes(),
-                }
-                moved = int(_checked(await self._command("kv_stage", staged))["blocks"])
+                place = {"tokens": tokens.tobytes(), "facts": asked["facts"], "total": len(taken)}
+                step = max(1, PIECE_BYTES // block_bytes)
+                for at in range(0, len(taken), step):
+                    piece = {**place, "first": have + at, "payload": taken[at : at + step].tobytes()}
+                    moved += int(_checked(await self._command("kv_stage", piece))["blocks"])
         except KvRefused as refusal:
             why = str(refusal)
             self._note(refusal, move)
@@ -183,18 +182,33 @@ class KvMover:
         """In a thread of the server: have the engine copy the blocks between two steps."""
         if self._loop is None or self._loop.is_closed():
             raise KvRefused("unreachable", "the worker is closing")
-        arguments = {"tokens": ask.token_ids.tobytes(), "first": ask.first, "facts": dict(ask.facts)}
-        future = asyncio.run_coroutine_threadsafe(_run(self._command, "kv_read", arguments), self._loop)
+        pieces: list[Any] = []
+        deadline = time.monotonic() + ask.limit
+        while True:
+            first = ask.first + sum(map(len, pieces))
+            found = self._read(ask, first, self._loop, deadline)
+            if "refused" in found and pieces:
+                break  # the rest is gone, or of other weights by now; these are what was asked for
+            piece = np.frombuffer(_checked(found)["payload"], np.uint8)
+            pieces.append(piece.reshape(int(found["blocks"]), -1))
+            if not found["more"]:
+                break
+        payload = np.concatenate(pieces)
+        self.sent += len(payload)
+        return KvBlocks(ask.first, payload, ask.facts)
+
+    def _read(self, ask: KvAsk, first: int, loop: asyncio.AbstractEventLoop, deadline: float) -> Mapping[str, Any]:
+        """One piece of it, from the block ``first`` on."""
+        tokens = ask.token_ids.tobytes()
+        arguments = {"tokens": tokens, "first": first, "facts": dict(ask.facts), "most": PIECE_BYTES}
+        future = asyncio.run_coroutine_threadsafe(_run(self._command, "kv_read", arguments), loop)
         try:
-            found = _checked(future.result(ask.limit))
+            return future.result(max(0.0, deadline - time.monotonic()))
         except Late as error:
             future.cancel()
             raise KvRefused("timeout", f"the engine did not answer within {ask.limit:g} s") from error
         except RetryableError as error:
             raise KvRefused("unreachable", str(error)) from error
-        payload = np.frombuffer(found["payload"], np.uint8).reshape(int(found["blocks"]), -1)
-        self.sent += len(payload)
-        return KvBlocks(ask.first, payload, ask.facts)
 
 
 async def _run(command: Command, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

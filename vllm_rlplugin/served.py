@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +140,7 @@ class ServedWorker:
         self._adding = asyncio.Lock()  # nothing is added while another relay is being connected
         self._unfinished: dict[str, float] = {}  # request ids -> arrival time
         self._last_arrival = 0.0
-        self._seen: dict[tuple[str, str], None] = {}  # insertion-ordered set of trajectories and groups
+        self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()  # trajectories and groups; see RequestBook
         self._flights: dict[str, _Flight] = {}
         self._registered = 0  # of them, those that vLLM counts among its unfinished requests
         self._finished: deque[Completion] = deque()
@@ -201,7 +201,7 @@ class ServedWorker:
             if mistake := self._mistake(request):
                 self._finish(request.request_id, _failed(request.request_id, mistake))
         while len(self._seen) > REMEMBERED_NAMES:
-            del self._seen[next(iter(self._seen))]
+            self._seen.popitem(last=False)
         self._feed()
 
     async def abort(
