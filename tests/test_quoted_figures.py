@@ -117,6 +117,10 @@ def link_seconds(found: Any) -> tuple[float, ...]:
     return tuple(seconds[gbps] for gbps in (1, 5, 20))
 
 
+def both_ways(found: Any) -> tuple[float, ...]:
+    return tuple(way["seconds_per_step"] for way in found["ways"].values())
+
+
 def answers(found: Any) -> tuple[float, ...]:
     """Right while training, in the first and the fourth ten steps; held out, at the start and at the end."""
     rewards = [row["reward_mean"] for row in found["steps_table"]]
@@ -127,6 +131,8 @@ def answers(found: Any) -> tuple[float, ...]:
 QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "**{:.3f} -> {:.3f}**", "demo", lambda r: (r["success_start"], r["success_end"])),
     ("README", "in {:.1f} minutes", "demo", lambda r: (r["seconds"] / 60,)),
+    ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
+    ("README", "takes {:.2f} times as long batch by batch", "trajectory-vs-batch", value),
     ("README", "| {} of {:,} | `recompute-exact`", "recompute-exact", lambda r: (r["value"], r["detail"]["tokens"])),
     ("README", "| {:.3f} ({:.1f} ms) | `update-pause`", "update-pause", lambda r: (r["value"], update_pause(r)[0])),
     ("README", "| {:.3f}, bit-identical | `idle-overhead`", "idle-overhead", value),
