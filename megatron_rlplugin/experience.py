@@ -58,8 +58,8 @@ class Experience:
         self._exchanged = settings.minibatches > 1 or self._by_token
 
     def keep_reference(self) -> None:
-        """The present weights are the reference from here on, if the objective needs one."""
-        self.reference = self._policy.snapshot(host=True) if self._settings.needs_reference else None
+        """The present weights are the reference from here on, if one is asked for."""
+        self.reference = self._policy.snapshot(host=True) if self._settings.keeps_reference else None
 
     def rows(self, samples: Sequence[TrainSample], version: int) -> tuple[list[Row], list[TrainSample], dict[str, int]]:
         """(the rows to train on, the usable samples, how many were left out by cause). Groups must be complete."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.api import ConfigError
-from orchestrator.policies.objectives import KL_ESTIMATORS, LOSSES, OBJECTIVES
+from orchestrator.policies.objectives import DECAYS, KL_ESTIMATORS, LOSSES, OBJECTIVES, RATIOS, TIS_MODES
 from orchestrator.transfer import RelayEndpoint
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -55,6 +55,14 @@ FLAGS = (
     Flag("--rl-loss", "loss", str, "how token losses become one number", LOSSES, OWN),
     Flag("--rl-clip-low", "clip_low", float, "importance ratio clipped at 1 - this", unset=OWN),
     Flag("--rl-clip-high", "clip_high", float, "importance ratio clipped at 1 + this", unset=OWN),
+    Flag(
+        "--rl-dual-clip",
+        "dual_clip",
+        float,
+        "bound of the ratio where the advantage is negative; 3 is usual",
+        unset="none",
+    ),
+    Flag("--rl-ratio-to", "ratio_to", str, "what the clip compares with: pi_old, or the rollout that sampled", RATIOS),
     Flag("--rl-kl-coefficient", "kl_coefficient", float, "weight of the KL to the weights that training began with"),
     Flag("--rl-kl-estimator", "kl_estimator", str, "estimator of that KL", KL_ESTIMATORS),
     Flag("--rl-kl-in-reward", "kl_in_reward", None, "subtract the KL from rewards per token, not add it to the loss"),
@@ -63,6 +71,8 @@ FLAGS = (
     Flag("--rl-value-lr", "value_learning_rate", float, "learning rate of the critic (ppo)", unset="that of --lr"),
     Flag("--rl-value-clip", "value_clip", float, "clip range of the value loss (ppo)"),
     Flag("--rl-tis-cap", "tis_cap", float, "cap of the importance weight pi_trainer / pi_rollout of a token"),
+    Flag("--rl-tis-floor", "tis_floor", float, "lower bound of that weight, with --rl-tis-mode mask"),
+    Flag("--rl-tis-mode", "tis_mode", str, "tokens outside of the bounds: held at the cap, or left out", TIS_MODES),
     Flag(
         "--rl-max-token-lag", "max_token_lag", int, "weight versions; older tokens are not trained on", unset="all are"
     ),
@@ -142,6 +152,8 @@ def settings_from(args: argparse.Namespace) -> TrainerSettings:
             values[field], names[f"trainer.{field}"] = getattr(args, source), f"--{source.replace('_', '-')}"
     if getattr(args, "lr_decay_style", "linear") != "constant" and getattr(args, "min_lr", None):
         values["final_learning_rate"], names["trainer.final_learning_rate"] = args.min_lr, "--min-lr"
+        if getattr(args, "lr_decay_style", "") in DECAYS:
+            values["lr_decay"], names["trainer.lr_decay"] = args.lr_decay_style, "--lr-decay-style"
     try:
         return TrainerSettings.from_dict(values)
     except ConfigError as error:

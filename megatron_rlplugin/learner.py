@@ -158,7 +158,7 @@ class Learner:
             min_lr=final,
             lr_warmup_steps=settings.lr_warmup_steps,
             lr_decay_steps=self.total_steps,
-            lr_decay_style="constant" if settings.final_learning_rate is None else "linear",
+            lr_decay_style="constant" if settings.final_learning_rate is None else settings.lr_decay,
             start_wd=settings.weight_decay,
             end_wd=settings.weight_decay,
             wd_incr_steps=0,

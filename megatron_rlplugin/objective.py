@@ -26,6 +26,13 @@ loss it is the estimator k2 or k3 (``megatron_rlplugin.kl``); in the reward it i
 exp(mean over the trajectory's tokens of log r_t), with the gradient of GSPO 4.1 eq. 5 in the token form of 4.3, so that w_t
 stays per token.
 
+Three settings change how far a token may pull. ``dual_clip`` c: where A_t < 0 a token's surrogate is at least c A_t (Ye et
+al. 2020, eq. 5). ``tis_mode`` "mask": w_t is pi_old / pi_rollout itself where that lies within [``tis_floor``, ``tis_cap``], and
+0 elsewhere (IcePop, Ling Team 2025; a token that is left out keeps its place in the denominator, so a batch that is masked
+more is not trained harder). ``ratio_to`` "rollout": r_t = pi(t) / pi_rollout(t) and w_t = 1 (0 where it is masked), so that the
+clip bounds what staleness and the engine's arithmetic did, too; with one mini-batch a step it is the only way for the clip to
+act at all, since pi is pi_old there.
+
 Sources: GRPO: DeepSeekMath (2024) eq. 3 and 4, without std Dr. GRPO (2025). DAPO (2025) eq. 8, 3.1 (clip-higher), 3.2
 (dynamic sampling), 3.3 (token-level mean). PPO: Schulman et al. (2017) eq. 7; GAE (2016). REINFORCE++: Hu et al. (2025).
 RLOO: Ahmadian et al. (2024) 3.2, here with PPO's clip for more than one optimizer step a batch. GSPO: Zheng et al. (2025).
@@ -36,12 +43,14 @@ Shapes: ``_T`` counted policy tokens of a micro-batch one after the other, ``_TV
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rlplugin import drifts
+from megatron_rlplugin.drifts import Counts
 from megatron_rlplugin.kl import kl_estimate
 from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.vocab import logprobs, logprobs_and_entropy
@@ -75,6 +84,9 @@ class Coefficients:
     kl_coefficient: float = 0.0  # of the KL in the loss
     kl_estimator: str = "k3"
     sequence_ratio: bool = False
+    dual_clip: float | None = None
+    tis_floor: float | None = None  # None: truncate at the cap; a number: leave out what is below it or above the cap
+    to_rollout: bool = False  # the ratio is to what sampled
 
     @classmethod
     def of(cls, settings: TrainerSettings) -> Coefficients:
@@ -88,6 +100,9 @@ class Coefficients:
             kl_coefficient=0.0 if settings.kl_in_reward else settings.kl_coefficient,
             kl_estimator=settings.kl_estimator,
             sequence_ratio=OBJECTIVES[settings.objective].sequence_ratio,
+            dual_clip=settings.dual_clip,
+            tis_floor=settings.tis_floor if settings.tis_mode == "mask" else None,
+            to_rollout=settings.ratio_to == "rollout",
         )
 
 
@@ -108,7 +123,8 @@ class Totals:
     tis: float = 0.0
     tis_squared: float = 0.0
     tis_max: float = 0.0
-    tis_capped: float = 0.0
+    tis_capped: float = 0.0  # held at the cap, or left out
+    drifts: Counts = field(default_factory=drifts.empty)  # log pi_old - log pi_rollout of each token, by bin
     gap: float = 0.0
     fresh_tokens: float = 0.0
     gap_max: float = 0.0
@@ -116,9 +132,13 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Take in another micro-batch."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(mine, theirs) if field.name.endswith("_max") else mine + theirs)
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, tuple):
+                value = tuple(a + b for a, b in zip(mine, theirs, strict=True))
+            else:
+                value = max(mine, theirs) if each.name.endswith("_max") else mine + theirs
+            setattr(self, each.name, value)
 
     def metrics(self) -> dict[str, float]:
         """The scalars that a step reports. ``ess`` is (sum w)^2 / (n sum w^2) of the weights used: 1 is all equal."""
@@ -133,6 +153,7 @@ class Totals:
             "tis_max": self.tis_max,
             "tis_capped": self.tis_capped / tokens,
             "ess": self.tis**2 / (tokens * self.tis_squared) if self.tis_squared else 0.0,
+            **{f"tis_{name}": value for name, value in drifts.ratios(self.drifts).items()},
             "logprob_gap_mean": self.gap / max(self.fresh_tokens, 1.0),
             "logprob_gap_max": self.gap_max,
             "logprob_gap_tokens": self.fresh_tokens,
@@ -150,6 +171,12 @@ def truncated_weights(old_T: Tensor, rollout_T: Tensor, cap: float) -> Tensor:
     return (old_T - rollout_T).detach().exp().clamp(max=cap)
 
 
+def masked_weights(old_T: Tensor, rollout_T: Tensor, floor: float, cap: float) -> Tensor:
+    """pi_old / pi_rollout where it lies within [floor, cap], else 0; a constant to the gradient."""
+    weights_T = (old_T - rollout_T).detach().exp()
+    return weights_T * ((weights_T >= floor) & (weights_T <= cap))
+
+
 def sequence_log_ratios(logp_T: Tensor, old_T: Tensor, segments_T: Tensor) -> Tensor:
     """GSPO: the mean over a trajectory of log pi - log pi_old, the same for each of its tokens.
 
@@ -164,13 +191,18 @@ def sequence_log_ratios(logp_T: Tensor, old_T: Tensor, segments_T: Tensor) -> Te
 
 
 def clipped_surrogate(
-    log_ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
+    log_ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """(the loss of each token, whether the clip removed its gradient)."""
     ratio_T = log_ratio_T.exp()
     plain_T = ratio_T * advantages_T
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
-    return -torch.minimum(plain_T, clipped_T), (clipped_T < plain_T).detach()
+    least_T, removed_T = torch.minimum(plain_T, clipped_T), clipped_T < plain_T
+    if dual_clip is not None:
+        bound_T = dual_clip * advantages_T
+        beyond_T = (advantages_T < 0) & (least_T < bound_T)
+        least_T, removed_T = torch.where(beyond_T, bound_T, least_T), removed_T | beyond_T
+    return -least_T, removed_T.detach()
 
 
 def policy_loss(
@@ -187,14 +219,19 @@ def policy_loss(
         logits_TV, tokens.targets_T, temperature, entropy_gradient=bonus > 0, group=group
     )
     old_T = logp_T.detach() if tokens.old_T is None else tokens.old_T.detach()
-    tis_T = truncated_weights(old_T, tokens.rollout_T, coefficients.tis_cap)
-    log_ratio_T = logp_T - old_T
+    tis_T = _importance(old_T, tokens.rollout_T, coefficients)
+    anchor_T = tokens.rollout_T if coefficients.to_rollout else old_T
+    log_ratio_T = logp_T - anchor_T
     if coefficients.sequence_ratio:
         if tokens.segments_T is None:
             raise ValueError("a sequence ratio needs segments_T")
-        log_ratio_T = sequence_log_ratios(logp_T, old_T, tokens.segments_T)
+        log_ratio_T = sequence_log_ratios(logp_T, anchor_T, tokens.segments_T)
     surrogate_T, clipped_T = clipped_surrogate(
-        log_ratio_T, tokens.advantages_T, clip_low=coefficients.clip_low, clip_high=coefficients.clip_high
+        log_ratio_T,
+        tokens.advantages_T,
+        clip_low=coefficients.clip_low,
+        clip_high=coefficients.clip_high,
+        dual_clip=coefficients.dual_clip,
     )
     loss_T = surrogate_T * tis_T
     if coefficients.kl_coefficient > 0:
@@ -207,7 +244,7 @@ def policy_loss(
     loss = (loss_T * tokens.weights_T).sum()
     if len(logp_T) and not tokens.denominator:
         return loss, Totals()
-    totals = _totals(logp_T.detach(), entropy_T.detach(), old_T, tis_T, clipped_T, tokens, coefficients.tis_cap)
+    totals = _totals(logp_T.detach(), entropy_T.detach(), old_T, tis_T, clipped_T, tokens, coefficients)
     totals.loss, totals.denominator, totals.masked = (
         float(loss.detach()),
         float(tokens.denominator),
@@ -216,13 +253,28 @@ def policy_loss(
     return loss, totals
 
 
+def _importance(old_T: Tensor, rollout_T: Tensor, coefficients: Coefficients) -> Tensor:
+    """The weight w_t of each token."""
+    cap, floor = coefficients.tis_cap, coefficients.tis_floor
+    if floor is None:
+        return torch.ones_like(old_T) if coefficients.to_rollout else truncated_weights(old_T, rollout_T, cap)
+    weights_T = masked_weights(old_T, rollout_T, floor, cap)
+    return (weights_T > 0).to(weights_T.dtype) if coefficients.to_rollout else weights_T
+
+
 def cross_entropy(logits_TV: Tensor, targets_T: Tensor, group: Any = None) -> Tensor:
     """Supervised warm-up: the SUM of the negative log-likelihood over the tokens."""
     return -logprobs(logits_TV, targets_T, group=group).sum()
 
 
 def _totals(
-    logp_T: Tensor, entropy_T: Tensor, old_T: Tensor, tis_T: Tensor, clipped_T: Tensor, tokens: Tokens, cap: float
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    old_T: Tensor,
+    tis_T: Tensor,
+    clipped_T: Tensor,
+    tokens: Tokens,
+    coefficients: Coefficients,
 ) -> Totals:
     """The diagnostics of a micro-batch: fp64 sums, read from the device once."""
     count = logp_T.numel()
@@ -238,7 +290,7 @@ def _totals(
         "rollout_kl": kl_estimate("k3", tokens.rollout_T, old_T),
         "tis": tis_T,
         "tis_squared": tis_T.square(),
-        "tis_capped": tis_T >= cap,
+        "tis_capped": tis_T >= coefficients.tis_cap if coefficients.tis_floor is None else tis_T == 0,
         "gap": fresh_T,
         "fresh_tokens": tokens.fresh_T,
         "gap_all": gap_T,
@@ -249,5 +301,6 @@ def _totals(
     largest = {"tis_max": tis_T, "gap_max": fresh_T}
     scalars = [value_T.sum(dtype=torch.float64) for value_T in added.values()]
     scalars += [value_T.max().double() for value_T in largest.values()]
-    values = dict(zip([*added, *largest], torch.stack(scalars).tolist(), strict=True))
-    return Totals(tokens=float(count), **values)
+    read = torch.cat([torch.stack(scalars), drifts.counts(drift_T)]).tolist()
+    values = dict(zip([*added, *largest], read[: len(scalars)], strict=True))
+    return Totals(tokens=float(count), drifts=tuple(read[len(scalars) :]), **values)

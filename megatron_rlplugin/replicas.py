@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,13 +50,19 @@ class Replicas:
         return Dealer(self.index, self.count, in_step=self.in_step)
 
     def total(self, report: Report) -> Report:
-        """A dataclass of floats, summed over the replicas (fields that end in ``_max``: their maximum)."""
+        """A dataclass of floats and tuples of floats, summed over the replicas (fields that end in ``_max``: their maximum)."""
         if self.world == 1:
             return report
         names = [field.name for field in fields(report)]  # type: ignore[arg-type]
-        values = [float(getattr(report, name)) if self.speaks else 0.0 for name in names]
-        sums, largest = self._reduce(values, dist.ReduceOp.SUM), self._reduce(values, dist.ReduceOp.MAX)
-        added = {n: b if n.endswith("_max") else a for n, a, b in zip(names, sums, largest, strict=True)}
+        parts = [getattr(report, name) for name in names]
+        flat = [float(x) for part in parts for x in (part if isinstance(part, tuple) else (part,))]
+        flat = flat if self.speaks else [0.0] * len(flat)
+        sums, largest = iter(self._reduce(flat, dist.ReduceOp.SUM)), iter(self._reduce(flat, dist.ReduceOp.MAX))
+        added: dict[str, float | tuple[float, ...]] = {}
+        for name, part in zip(names, parts, strict=True):
+            count = len(part) if isinstance(part, tuple) else 1
+            total, most = tuple(islice(sums, count)), tuple(islice(largest, count))
+            added[name] = total if isinstance(part, tuple) else most[0] if name.endswith("_max") else total[0]
         return type(report)(**added)
 
     def exchange(self, values: Mapping[int, Floats], lengths: Mapping[int, int]) -> dict[int, Floats]:

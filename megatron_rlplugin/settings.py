@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.policies.objectives import KL_ESTIMATORS, LOSSES, OBJECTIVES, conflicts
+from orchestrator.policies.objectives import DECAYS, KL_ESTIMATORS, LOSSES, OBJECTIVES, RATIOS, TIS_MODES, conflicts
 
 ORDERS = ("length", "arrival")
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "data_parallel")
@@ -24,6 +24,7 @@ class TrainerSettings:
 
     learning_rate: float = 1e-3
     final_learning_rate: float | None = None
+    lr_decay: str = "linear"
     lr_warmup_steps: int = 0
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -32,6 +33,8 @@ class TrainerSettings:
     objective: str = "grpo"
     clip_low: float | None = None
     clip_high: float | None = None
+    dual_clip: float | None = None
+    ratio_to: str = "trainer"
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     kl_in_reward: bool = False
@@ -41,6 +44,8 @@ class TrainerSettings:
     value_clip: float = 0.2
     max_token_lag: int | None = None
     tis_cap: float = 2.0
+    tis_floor: float = 0.0
+    tis_mode: str = "truncate"
     entropy_coefficient: float = 0.0
     normalize_advantage: bool = True
     loss: str | None = None
@@ -56,8 +61,11 @@ class TrainerSettings:
     data_parallel: int = 1
     distributed_optimizer: bool = False
     threads: int = 1
+    reference_samples: int = 0
     logprob_gap_samples: int = 32
     logprob_gap_alarm: float = 0.02
+    entropy_alarm: float = 0.2
+    tis_alarm: float = 0.1
 
     def __post_init__(self) -> None:
         self._require("objective", self.objective in OBJECTIVES, f"must be one of {', '.join(OBJECTIVES)}")
@@ -72,11 +80,19 @@ class TrainerSettings:
             "kl_coefficient",
             "lr_warmup_steps",
             "logprob_gap_samples",
+            "reference_samples",
+            "tis_floor",
             "max_token_lag",
         ):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "must be at least 0")
         self._require("clip_low", self.clip_low is None or 0 < self.clip_low < 1, "must lie between 0 and 1")
         self._require("clip_high", self.clip_high is None or self.clip_high > 0, "must be above 0")
+        self._require("dual_clip", self.dual_clip is None or self.dual_clip > 1, "must be above 1")
+        named = {"ratio_to": RATIOS, "tis_mode": TIS_MODES, "lr_decay": DECAYS}
+        for name, known in named.items():
+            self._require(name, getattr(self, name) in known, f"must be one of {', '.join(known)}")
+        self._require("entropy_alarm", 0 <= self.entropy_alarm < 1, "must be at least 0 and below 1")
+        self._require("tis_alarm", 0 <= self.tis_alarm <= 1, "must lie between 0 and 1")
         self._require("gamma", 0 < self.gamma <= 1, "must lie between 0 and 1")
         self._require("gae_lambda", 0 <= self.gae_lambda <= 1, "must lie between 0 and 1")
         self._require("value_learning_rate", self.value_rate > 0, "must be above 0")
@@ -112,6 +128,11 @@ class TrainerSettings:
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference weights are needed."""
         return self.kl_coefficient > 0
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference weights are kept: for the loss, or only to measure the KL to them."""
+        return self.needs_reference or self.reference_samples > 0
 
     @property
     def needs_critic(self) -> bool:

@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,7 @@ from megatron_rlplugin.critic import install_value_head
 from megatron_rlplugin.experience import Experience
 from megatron_rlplugin.feeder import Feeder
 from megatron_rlplugin.hookpoints import engine_status, require_megatron
+from megatron_rlplugin.kl import kl_estimate
 from megatron_rlplugin.learner import Learner, Ranks
 from megatron_rlplugin.objective import Totals
 from megatron_rlplugin.parallel import device
@@ -156,12 +158,13 @@ class MegatronTrainer:
         if self._critic is not None:
             self._critic.advance_schedule()
         previous_gap = self._previous_gap(usable_samples)
+        reference_kl = self._reference_kl(usable_samples)
         if self._settings.logprob_gap_samples:
             self._previous = self._version, self._learner.snapshot()
         trained = self._streamed(rest) if self._settings.stream else self._monolithic(batch.samples)
         self._step += 1
         self._version += 1
-        values = {"learning_rate": rate, **self._metrics(trained, previous_gap)}
+        values = {"learning_rate": rate, **self._metrics(trained, previous_gap), **reference_kl}
         if self._settings.stream:
             values["stream_fed"] = fed / max(len(trained.rows), 1)
             values["stream_restarts"] = float(self._feeder.restarts)
@@ -342,6 +345,8 @@ class MegatronTrainer:
             "groups": float(groups.groups),
             "groups_of_one": float(groups.lone),
             "groups_silent": float(groups.silent),
+            "groups_silent_share": groups.silent / max(groups.groups, 1),
+            "advantage_std": _spread(rows),
             "skipped": float(sum(skipped.values())),
             "updates": float(len(taken)),
             "skipped_updates": float(len(reports) - len(taken)),
@@ -385,6 +390,26 @@ class MegatronTrainer:
         with self._learner.holding(weights):
             return self._gap(made[: self._settings.logprob_gap_samples], version)
 
+    def _reference_kl(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """The KL (k3) of the weights that this step begins with to the reference, over the policy's tokens of some of its
+        trajectories, spread over its groups; nothing where the objective measures it on all of them, or nobody asks."""
+        most, reference = self._settings.reference_samples, self._experience.reference
+        if self._settings.needs_reference or not most or reference is None or not samples:
+            return {}
+        rows = [row_of(sample, self._version) for sample in samples[:: max(1, len(samples) // most)][:most]]
+        _, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
+        batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
+        now = self._learner.logprobs(batches, self._temperature)
+        with self._learner.holding(reference):
+            then = self._learner.logprobs(batches, self._temperature)
+        totals = Totals()
+        for share, logp_T, reference_T in zip(own, now, then, strict=True) if now else ():
+            if not share.idle:
+                kl = float(kl_estimate("k3", logp_T, reference_T).sum())
+                totals.add(Totals(reference_kl=kl, reference_tokens=float(len(logp_T))))
+        totals = self._replicas.total(totals)
+        return {"reference_kl": totals.reference_kl / max(totals.reference_tokens, 1.0)}
+
     def _supervised_loss(self, logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, float]:
         group = self._learner.tensor_group
         logp_T = logprobs(logits_TV, batch.tokens.targets_T, group=group)
@@ -404,6 +429,12 @@ class MegatronTrainer:
     def _require_rl(self, what: str) -> None:
         if self._warming_up:
             raise RunError(f"{what}: the warm-up was not finished (call finish_warmup)")
+
+
+def _spread(rows: Sequence[Row]) -> float:
+    """Standard deviation of the advantages over the tokens that are trained on; with 0 there is nothing to learn from."""
+    counted = [row.advantages[row.kept] for row in rows]
+    return float(np.concatenate(counted).astype(np.float64).std()) if counted else 0.0
 
 
 def _critic_metrics(reports: Sequence[StepReport]) -> dict[str, float]:

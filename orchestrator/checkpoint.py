@@ -46,6 +46,7 @@ class RunState:
     degrees: dict[str, Any] | None = (
         None  # of the engines (orchestrator.policies.reallocation); None: nobody chooses them
     )
+    entropies: tuple[float, ...] = ()  # of the first steps (orchestrator.policies.learning)
 
 
 class Checkpoints:
@@ -189,6 +190,7 @@ def _state_from_json(data: dict[str, Any]) -> RunState:
         buffer=tuple(_trajectory_from_json(item) for item in data["buffer"]),
         success_history=tuple((int(step), float(value)) for step, value in data["success_history"]),
         rounds=rounds,
+        entropies=tuple(float(value) for value in data.get("entropies", ())),
         degrees=_degrees(data.get("degrees")),
         run_times={str(prompt): [float(one) for one in times] for prompt, times in data.get("run_times", {}).items()},
     )

@@ -95,6 +95,7 @@ class Exchange:
         self._policy = Borrowing(rules_of(settings))
         self._demand = Demand(settings.idle)
         self._changing: dict[str, asyncio.Task[None]] = {}  # servers that are being taken or given back
+        self._leaving: set[asyncio.Task[None]] = set()  # clients that are being closed, whoever was cancelled meanwhile
         self._since: dict[str, float] = {}  # server -> when it was taken
         self._version = -1
         self._see(first)
@@ -114,6 +115,7 @@ class Exchange:
             for task in self._changing.values():
                 task.cancel()
             await asyncio.gather(*self._changing.values(), return_exceptions=True)
+            await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def look(self) -> None:
         """Once: ask the servers how they are, and do what follows."""
@@ -186,9 +188,9 @@ class Exchange:
             self._policy.refused(name, loop.time())
             if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault
                 self._proxy.note_fault(f"borrowing {name}", f"could not be taken: {error!r}")
-            await self._market.leave(worker)
+            await self._leave(worker)
         except BaseException:
-            await asyncio.shield(self._market.leave(worker))
+            await self._leave(worker)
             raise
         else:
             self._market.took(worker)
@@ -206,12 +208,19 @@ class Exchange:
         worker = lane.worker
         assert isinstance(worker, BorrowedWorker)
         moved = await self._proxy.give_back(lane)
-        await self._market.leave(worker)
+        await self._leave(worker)
         held = loop.time() - self._since.pop(name, loop.time())
         use = self._policy.use(name, loop.time())
         self._events.emit(
             "returned", worker=name, reason=why, use=round(use, 6), requests=moved, seconds=round(held, 3)
         )
+
+    async def _leave(self, worker: BorrowedWorker) -> None:
+        """Close it. Who is cancelled meanwhile leaves the rest of it to :meth:`run`: else its lease would last."""
+        leaving = asyncio.create_task(self._market.leave(worker), name=f"leave {worker.name}")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        await asyncio.shield(leaving)
 
     def _borrowed(self, name: str, why: str) -> None:
         now = asyncio.get_running_loop().time()

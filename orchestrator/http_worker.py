@@ -55,7 +55,7 @@ CONNECT_SECONDS = 120.0  # for the server's processes to connect to a relay
 OTHERS_SECONDS = 30.0  # that requests of an earlier run may take to end, when this one starts
 POLL_SECONDS = 20.0  # that the server may hold back an answer without completions
 POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
-ADD_TOKENS = 500_000  # prompt tokens in one call of ADD (about 4 MB)
+ADD_TOKENS = 50_000  # prompt tokens in one call of ADD: its server's event loop reads them in some 10 ms
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -85,3 +85,4 @@ class Position:
     kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember
     rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.RunState`
     degrees: dict[str, Any] | None = None  # the same
+    entropies: tuple[float, ...] = ()  # the same

@@ -26,6 +26,7 @@ from orchestrator.exchange import exchange_of
 from orchestrator.feeding import Fed, Feeder
 from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parts import Parts, Position
+from orchestrator.policies.learning import WORDS, Alarm, Bars, Watch, answers
 from orchestrator.policies.weighting import LagWeight, effective_share
 from orchestrator.reallocating import cutting_of, state_of
 from orchestrator.rollout import Rollout
@@ -33,7 +34,6 @@ from orchestrator.samples import histogram, note_uniform, to_samples
 from orchestrator.streaming import turns_of
 
 Answer = TypeVar("Answer")
-_ALARMS = {"logprob_gap": "log-prob gap between rollout and trainer", "ess": "effective sample size"}
 
 
 class Pipeline:
@@ -71,6 +71,9 @@ class Pipeline:
         self._settling: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
         self._occupancy = Occupancy(parts.gpus)
+        trainer = config.trainer
+        bars = Bars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)
+        self._watch = Watch(bars, self.position.entropies)
         self._stop = ""
         self._trainer_call = ""  # what the trainer is asked for now
 
@@ -163,7 +166,8 @@ class Pipeline:
             self.feeder.take(self._samples(self.rollout.buffer.newest()))
 
     def _samples(self, taken: Sequence[Taken]) -> tuple[TrainSample, ...]:
-        return tuple(sample for item in taken for sample in to_samples(item.trajectory, self._weight(item)))
+        rule = self.config.reward.overlong.rule
+        return tuple(sample for item in taken for sample in to_samples(item.trajectory, self._weight(item), rule))
 
     def _weight(self, item: Taken) -> float:
         return self.lag_weight.of(item.lag)
@@ -359,6 +363,7 @@ class Pipeline:
             None if self.rollout.rounds is None else self.rollout.rounds.state(),
             self.parts.timeouts.state() if self.parts.timeouts is not None else {},
             state_of(self.planning),
+            entropies=self._watch.entropies,
         )
 
     async def _checkpoint(self, state: RunState) -> None:
@@ -449,7 +454,9 @@ class Pipeline:
         rewards = [float(item.trajectory.reward or 0.0) for item in taken]
         reward = round(sum(rewards) / len(rewards), 6)
         success = round(sum(value > 0.5 for value in rewards) / len(rewards), 6)
-        ledger, values = self.parts.ledger.counts.as_dict(), dict(metrics.values)
+        ledger, said = self.parts.ledger.counts.as_dict(), answers([item.trajectory for item in taken])
+        values = {**metrics.values, **said, **self.rollout.prompts.repeated()}
+        lags = [batch.version - item.trajectory.first_version for item in taken]
         self.parts.events.emit(
             "step",
             step=step,
@@ -460,7 +467,7 @@ class Pipeline:
             reward_mean=reward,
             success=success,
             lag=histogram([item.lag for item in taken]),
-            lag_trained=histogram([batch.version - item.trajectory.first_version for item in taken]),
+            lag_trained=histogram(lags),
             weight_ess=round(effective_share([self._weight(item) for item in taken]), 6),
             versions_mixed=sum(len(item.trajectory.versions) > 1 for item in taken),
             seconds=round(self.parts.events.time() - begun, 6),
@@ -476,12 +483,8 @@ class Pipeline:
         if self.parts.rewards is not None:
             self.parts.events.emit("rewards", step=step, **self.parts.rewards())
         self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
-        gap, limit = values.get("logprob_gap_mean", 0.0), self.config.trainer.logprob_gap_alarm
-        if gap > limit:
-            self._alarm("logprob_gap", f"mean {gap:.4g} over {limit:.4g} after step {step + 1}")
-        ess, floor = values.get("ess", 1.0), self.config.rollout.ess_alarm
-        if ess < floor:
-            self._alarm("ess", f"{ess:.4g} under rollout.ess_alarm = {floor:.4g} after step {step + 1}")
+        for alarm in self._watch.step(step, values, success, sum(lags) / len(lags)):
+            self._alarm(alarm)
         self.parts.display.update(
             step=step + 1,
             version=metrics.version,
@@ -492,6 +495,6 @@ class Pipeline:
             metrics=values,
         )
 
-    def _alarm(self, what: str, detail: str) -> None:
-        self.parts.events.emit("alarm", what=what, detail=detail)
-        self.parts.display.message(f"ALARM: {_ALARMS[what]}: {detail}")
+    def _alarm(self, alarm: Alarm) -> None:
+        self.parts.events.emit("alarm", what=alarm.what, detail=alarm.detail)
+        self.parts.display.message(f"ALARM: {WORDS[alarm.what]}: {alarm.detail}")

@@ -21,8 +21,9 @@ from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, Traject
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.policies.filters import FilterChain
+from orchestrator.policies.overlong import Overlong
 from orchestrator.policies.weighting import effective_share
-from orchestrator.samples import histogram, to_samples
+from orchestrator.samples import NO_LIMIT, histogram, to_samples
 from orchestrator.store import read_parts, to_trajectory, trained_parts
 
 FIELD = "--replay"
@@ -67,7 +68,13 @@ class Recording:
 
 
 async def replay(
-    recording: Recording, trainer: Trainer, events: EventLog, ledger: Ledger, filters: FilterChain, steps: int
+    recording: Recording,
+    trainer: Trainer,
+    events: EventLog,
+    ledger: Ledger,
+    filters: FilterChain,
+    steps: int,
+    overlong: Overlong = NO_LIMIT,
 ) -> int:
     """Train on at most ``steps`` recorded batches; returns how many there were. A batch of which nothing is left after
     filtering takes no step. Raises RunError when the ledger does not close."""
@@ -79,7 +86,9 @@ async def replay(
         if not kept:
             continue
         batch = TrainBatch(
-            done, version, tuple(sample for item in kept for sample in to_samples(item.trajectory, item.weight))
+            done,
+            version,
+            tuple(sample for item in kept for sample in to_samples(item.trajectory, item.weight, overlong)),
         )
         begun = events.time()
         with events.stage("train_step", done):

@@ -66,5 +66,6 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], sto
         run_times=state.run_times,
         rounds=state.rounds,
         degrees=state.degrees,
+        entropies=state.entropies,
     )
     return Resumed(folder, position, tuple(damaged), state.elapsed)

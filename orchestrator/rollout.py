@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from orchestrator import disaggregation, fleet
@@ -48,6 +49,7 @@ from orchestrator.policies.filters import (
     Similarity,
     TrajectoryFilter,
 )
+from orchestrator.policies.learning import Prompts
 from orchestrator.reshaping import ReshapingProxy, require_resizable
 from orchestrator.rounds import Rounds, longest
 
@@ -114,7 +116,7 @@ class Rollout:
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,
             current_only=not self.mode.carries_over,
-            router=fleet.router(settings.routing, workers, settings.disaggregation),
+            router=fleet.router(settings.routing, workers, settings.disaggregation, partial(fleet.may_come, settings)),
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=fail,
         )
@@ -137,9 +139,10 @@ class Rollout:
         self.forecasts = self.environments.forecasts = forecasts_of(config, task, self.proxy, events, foresight)
         known = self.forecasts.prompts if self.forecasts and settings.rounds.predict == PROGRESSIVE else None
         self.rounds = Rounds(config, task, events, rounds, known) if settings.rounds.enabled else None
-        self._prompts = task.prompts("train", config.run.seed)
+        self.prompts = Prompts(task.prompts("train", config.run.seed))
         for _ in range(groups if self.rounds is None else 0):
             self._next_prompt()
+        self.prompts.repeated()  # of those only what comes now is told
         self._members: dict[str, asyncio.Task[None]] = {}
         self.episodes: dict[str, Episode] = {}
         self._environment_versions: dict[str, list[str]] = {}  # by task
@@ -298,7 +301,7 @@ class Rollout:
     # -- one trajectory ----------------------------------------------------------------------------------------------
 
     def _next_prompt(self) -> Prompt:
-        prompt = next(self._prompts, None)
+        prompt = next(self.prompts, None)
         if prompt is None:
             raise RunError(f"task {self._task.name}: the training split has no prompts left")
         return prompt

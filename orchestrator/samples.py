@@ -6,14 +6,19 @@ from __future__ import annotations
 from orchestrator.api import RunError, TrainSample, Trajectory
 from orchestrator.buffer import SampleBuffer
 from orchestrator.events import EventLog
+from orchestrator.policies.overlong import Overlong
 from orchestrator.sections import RolloutSection
 
+NO_LIMIT = Overlong()
 
-def to_samples(trajectory: Trajectory, weight: float = 1.0) -> list[TrainSample]:
+
+def to_samples(trajectory: Trajectory, weight: float = 1.0, overlong: Overlong = NO_LIMIT) -> list[TrainSample]:
     """A scored trajectory with its weight in the loss: one sample for each context (one, unless it began anew), all with its
-    reward. Of the tokens of a context, those are trained that the policy made in it. Raises RunError without a reward."""
+    reward, less what ``overlong`` takes off it. Of the tokens of a context, those are trained that the policy made in it. Raises
+    RunError without a reward."""
     if trajectory.reward is None:
         raise RunError(f"trajectory {trajectory.id} reached the trainer without a reward")
+    reward = trajectory.reward + overlong.of(trajectory.generated_tokens) if overlong.limit else trajectory.reward
     return [
         TrainSample(
             trajectory.id,
@@ -22,7 +27,7 @@ def to_samples(trajectory: Trajectory, weight: float = 1.0) -> list[TrainSample]
             part.loss_mask,
             part.logprobs,
             part.versions,
-            trajectory.reward,
+            reward,
             first,
             weight,
         )

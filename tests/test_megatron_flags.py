@@ -36,12 +36,15 @@ def test_not_given_they_are_the_trainers_defaults() -> None:
 
 
 def test_every_setting_is_a_flag_or_one_of_megatrons_own() -> None:
-    covered = {flag.field for flag in flags.FLAGS} | set(flags.FROM_MEGATRON) | {"final_learning_rate"}
+    covered = {flag.field for flag in flags.FLAGS} | set(flags.FROM_MEGATRON) | {"final_learning_rate", "lr_decay"}
     # Of the orchestrator's trainer process alone.
     assert {field.name for field in fields(TrainerSettings)} - covered == {
         "threads",
         "logprob_gap_samples",
         "logprob_gap_alarm",
+        "reference_samples",
+        "entropy_alarm",
+        "tis_alarm",
     }
 
 
@@ -56,11 +59,12 @@ def test_a_provider_of_ones_own_is_called_after_it_and_the_parser_comes_back() -
 
 def test_megatrons_own_arguments_are_read_where_they_are() -> None:
     args = parse("--rl-stream-training", "--rl-clip-high", "0.3", "--no-rl-normalize-advantage")
-    args.lr, args.min_lr, args.lr_decay_style, args.clip_grad, args.micro_batch_size = 1e-4, 1e-5, "linear", 0.5, 2
+    args.lr, args.min_lr, args.lr_decay_style, args.clip_grad, args.micro_batch_size = 1e-4, 1e-5, "cosine", 0.5, 2
     args.tensor_model_parallel_size, args.use_distributed_optimizer, args.weight_decay = 2, True, None
     assert settings_from(args) == TrainerSettings(
         learning_rate=1e-4,
         final_learning_rate=1e-5,
+        lr_decay="cosine",
         clip_grad=0.5,
         micro_batch_size=2,
         tensor_parallel=2,

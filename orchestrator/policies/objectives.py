@@ -14,6 +14,12 @@ from typing import Protocol
 # of a trajectory, then over trajectories. "sequence-sum": sum over the tokens of a trajectory, then mean over trajectories.
 LOSSES = ("token-mean", "sequence-mean", "sequence-sum")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+# What the ratio of the clip is taken to. "trainer": pi_old, recomputed, with importance sampling between it and the rollout
+# (decoupled PPO: Hilton et al. 2021). "rollout": the policy that sampled, at once.
+RATIOS = ("trainer", "rollout")
+TIS_MODES = ("truncate", "mask")
+DECAYS = ("linear", "cosine")
+TIS_CAP = 2.0  # the default
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,20 @@ class Trainer(Protocol):
     @property
     def minibatches(self) -> int: ...
     @property
+    def ratio_to(self) -> str: ...
+    @property
+    def dual_clip(self) -> float | None: ...
+    @property
+    def tis_mode(self) -> str: ...
+    @property
+    def tis_cap(self) -> float: ...
+    @property
+    def tis_floor(self) -> float: ...
+    @property
+    def lr_decay(self) -> str: ...
+    @property
+    def final_learning_rate(self) -> float | None: ...
+    @property
     def stream(self) -> bool: ...
     @property
     def grad_offload(self) -> bool: ...
@@ -68,7 +88,8 @@ class Trainer(Protocol):
 
 def conflicts(trainer: Trainer) -> list[tuple[str, str]]:
     """(setting, how to mend it) for each setting that contradicts another; the single values are known to be valid."""
-    return [*_kl_conflicts(trainer), *_loss_conflicts(trainer), *_stream_conflicts(trainer)]
+    found = [*_kl_conflicts(trainer), *_loss_conflicts(trainer), *_stream_conflicts(trainer)]
+    return found + _ratio_conflicts(trainer)
 
 
 def whitens(trainer: Trainer) -> bool:
@@ -101,6 +122,24 @@ def _loss_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
     for name, (default, readers) in USED_BY.items():
         if trainer.objective not in readers and getattr(trainer, name) != default:
             found.append((name, f"is read by {' and '.join(readers)} only; leave it out with {trainer.objective}"))
+    return found
+
+
+def _ratio_conflicts(trainer: Trainer) -> list[tuple[str, str]]:
+    found = []
+    if trainer.dual_clip is not None and trainer.minibatches == 1 and trainer.ratio_to == "trainer":
+        fix = "bounds a ratio that is exactly 1 with one mini-batch: set trainer.ratio_to = 'rollout', or more mini-batches"
+        found.append(("dual_clip", fix))
+    if trainer.tis_mode != "mask":
+        if trainer.tis_floor > 0:
+            found.append(("tis_floor", "is read with trainer.tis_mode = 'mask' only; leave it out"))
+        if trainer.ratio_to == "rollout" and trainer.tis_cap != TIS_CAP:
+            fix = "weighs nothing where the ratio is to the rollout itself: leave it out, or set trainer.tis_mode = 'mask'"
+            found.append(("tis_cap", fix))
+    elif trainer.tis_floor >= trainer.tis_cap:
+        found.append(("tis_floor", f"must be below trainer.tis_cap = {trainer.tis_cap:g}: no token would be left"))
+    if trainer.lr_decay != "linear" and trainer.final_learning_rate is None:
+        found.append(("lr_decay", "is the way to trainer.final_learning_rate: set that too, or leave this out"))
     return found
 
 

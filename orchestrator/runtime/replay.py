@@ -63,7 +63,8 @@ async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task
                         }
                     )
             await warm_up(config, task, trainer, events)
-            done = await replay(recording, trainer, events, ledger, make_filters(config), steps)
+            overlong = config.reward.overlong.rule
+            done = await replay(recording, trainer, events, ledger, make_filters(config), steps, overlong)
             await trainer.call("export", str(folder.path / "model-final"))
             print(f"trained {done} of {len(recording)} recorded steps")
             status = reason = "completed"

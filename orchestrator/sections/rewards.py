@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from orchestrator.policies import timeouts
+from orchestrator.policies.overlong import Overlong
 from orchestrator.sections.base import Positive, PositiveSeconds, Section
 
 BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine
@@ -96,6 +97,29 @@ class AdaptiveTimeoutSection(Section):
         return self
 
 
+class OverlongSection(Section):
+    """A reward that falls softly before a length limit (DAPO 3.4); the trainer's alone, see docs/megatron.md."""
+
+    limit: Annotated[int, Field(ge=0)] = 0  # generated tokens of an episode at which the whole penalty is due; 0: off
+    buffer: Annotated[int, Field(ge=0)] = 0  # tokens before it over which the penalty grows
+    penalty: Annotated[float, Field(gt=0)] = 1.0  # taken off the reward there
+
+    @model_validator(mode="after")
+    def _order(self) -> OverlongSection:
+        if self.buffer and not self.limit:
+            raise ValueError(f"buffer ({self.buffer}) lies before a limit: set limit too, or leave it out")
+        if self.buffer > self.limit:
+            raise ValueError(
+                f"buffer ({self.buffer}) must not be above limit ({self.limit}): every answer would be too long"
+            )
+        return self
+
+    @property
+    def rule(self) -> Overlong:
+        """As the policy has it."""
+        return Overlong(self.limit, self.buffer, self.penalty)
+
+
 class RewardSection(Section):
     """The reward function behind HTTP. ``url`` empty: ``function`` runs on ``host``."""
 
@@ -112,6 +136,7 @@ class RewardSection(Section):
     votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
     vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
     judge: JudgeSection = JudgeSection()
+    overlong: OverlongSection = OverlongSection()
 
     @model_validator(mode="after")
     def _odd(self) -> RewardSection:

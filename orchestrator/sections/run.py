@@ -71,7 +71,9 @@ class TaskSection(Section):
     name: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")] = "frozenlake"  # or module:Class of your own
     heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct held-out prompts (maps, problems) to evaluate on
     dataset: str = ""  # of reasoning_gym
-    dataset_options: dict[str, int | float | bool | str] = {}  # of that data set's own, `max_digits = 2` for example
+    dataset_options: dict[
+        str, int | float | bool | str
+    ] = {}  # of that data set's own, `max_digits = 2` for example; of sums
     prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
     response_tokens: Positive | None = None  # the same for an answer
     mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
@@ -93,8 +95,9 @@ class TaskSection(Section):
             raise ValueError("mixture: name = 'mixture' needs two tasks or more, each with its share")
         if wrong := [name for name in self.mixture if name == "mixture" or name not in registry.BUILT_IN]:
             raise ValueError(f"mixture.{wrong[0]}: only built-in tasks are mixed: {', '.join(registry.BUILT_IN)}")
-        if "reasoning_gym" not in names and self._gym:
-            raise ValueError(f"{', '.join(self._gym)}: only for name = 'reasoning_gym'")
+        others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
+        if "reasoning_gym" not in names and others:
+            raise ValueError(f"{', '.join(others)}: only for name = 'reasoning_gym'")
         if "reasoning_gym" in names and not self.dataset:
             raise ValueError("dataset: name = 'reasoning_gym' needs one, chain_sum for example")
         if self.name != "agent" and self.agent != AgentSection():

@@ -33,6 +33,9 @@ class SimTaskSection(Section):
     response_tokens: Annotated[float, Field(gt=0)] = 512.0  # of a turn
     response_sigma: Sigma = 0.8
     response_max: Positive = 8192
+    response_growth: Annotated[float, Field(ge=0)] = (
+        0.0  # by which response_tokens grows with each batch of prompts, 61 times at most: as training goes on
+    )
     prompt_share: Fraction = 0.0
     reset_seconds: Seconds = 0.0
     reset_sigma: Sigma = 0.0

@@ -14,7 +14,8 @@ class TrainerSection(Section):
     """The objective and its optimizer; truncated importance sampling stands between trainer and rollout."""
 
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    final_learning_rate: Annotated[float, Field(gt=0, lt=1)] | None = None  # linear decay to this over run.steps
+    final_learning_rate: Annotated[float, Field(gt=0, lt=1)] | None = None  # decays to this over run.steps
+    lr_decay: Literal["linear", "cosine"] = "linear"  # the way to final_learning_rate
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -23,6 +24,12 @@ class TrainerSection(Section):
     objective: Literal["grpo", "dapo", "ppo", "reinforce++", "rloo", "gspo"] = "grpo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None  # None: the objective's own, see docs/megatron.md
     clip_high: Annotated[float, Field(gt=0)] | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = (
+        None  # bound of the ratio where the advantage is negative; 3 is usual
+    )
+    ratio_to: Literal["trainer", "rollout"] = (
+        "trainer"  # what the clip compares with: pi_old recomputed, or what sampled
+    )
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL to the reference, the weights RL began with
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False  # subtract the KL from each token's reward instead of adding it to the loss (k1)
@@ -32,6 +39,8 @@ class TrainerSection(Section):
     value_clip: Annotated[float, Field(gt=0)] = 0.2  # ppo
     max_token_lag: Annotated[int, Field(ge=0)] | None = None  # mask tokens of weights older by more versions
     tis_cap: Annotated[float, Field(gt=0)] = 2.0  # cap of pi_old / pi_rollout
+    tis_floor: Annotated[float, Field(ge=0)] = 0.0  # the lower bound, with tis_mode = "mask"
+    tis_mode: Literal["truncate", "mask"] = "truncate"  # tokens outside of the bounds: held at the cap, or left out
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     normalize_advantage: bool = True  # divide by the group's standard deviation; ppo: whiten over the batch
     loss: Literal["token-mean", "sequence-mean", "sequence-sum"] | None = None  # None: the objective's own
@@ -47,8 +56,11 @@ class TrainerSection(Section):
     data_parallel: Positive = 1
     distributed_optimizer: bool = False  # optimizer state split over the data-parallel replicas
     threads: Positive = 1
+    reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
     logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
     logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
+    entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off
+    tis_alarm: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of tokens at the cap or left out; 0: off
 
     @model_validator(mode="after")
     def _fits(self) -> TrainerSection:

@@ -17,6 +17,7 @@ BUILT_IN: dict[str, str] = {
     "calculator": "orchestrator.tasks.calculator:CalculatorTask",
     "coding": "orchestrator.tasks.coding:CodingTask",
     "reasoning_gym": "orchestrator.tasks.reasoning_gym:ReasoningGymTask",
+    "sums": "orchestrator.tasks.sums:SumsTask",
     "mixture": "orchestrator.tasks.mixture:MixtureTask",
 }
 PROGRAMS: dict[str, str] = {

@@ -38,7 +38,7 @@ def training(task: str, draw: Draw, identity: Identity, stream: str) -> Iterator
         key = key_of(identity(payload))
         misses = misses + 1 if is_heldout(key) else 0
         if not misses:
-            yield _prompt(task, key, payload)
+            yield prompt_of(task, key, payload)
     raise ValueError(f"task {task}: no start state for training in {_PATIENCE} draws")
 
 
@@ -49,12 +49,12 @@ def heldout(task: str, draw: Draw, identity: Identity, n: int) -> tuple[Prompt, 
         payload = draw(chance)
         key = key_of(identity(payload))
         if is_heldout(key) and key not in found:
-            found[key], misses = _prompt(task, key, payload), 0
+            found[key], misses = prompt_of(task, key, payload), 0
         elif (misses := misses + 1) > _PATIENCE * HELDOUT_SHARE:
             raise ValueError(f"{n} held-out prompts (task.heldout_maps): there are only about {len(found)}")
     return tuple(found.values())
 
 
-def _prompt(task: str, key: str, payload: str) -> Prompt:
-    """Its seed follows from what it is."""
+def prompt_of(task: str, key: str, payload: str) -> Prompt:
+    """A start state as a prompt; its seed follows from what it is."""
     return Prompt(key=key, task=task, seed=int(key[:8], 16), payload=payload)

@@ -23,6 +23,7 @@ from orchestrator.tasks.coding import CodingTask, hidden_tests, is_handed_in
 from orchestrator.tasks.household import HouseholdTask
 from orchestrator.tasks.nim import NimTask
 from orchestrator.tasks.rewards import checked
+from orchestrator.tasks.sums import SumsTask
 from orchestrator.tasks.text import TextTask, replay_now
 from orchestrator.tasks.vocabulary import CHARACTERS
 
@@ -30,6 +31,11 @@ from orchestrator.tasks.vocabulary import CHARACTERS
 def nim_move(payload: Mapping[str, Any]) -> dict[str, float | str]:
     """1.0 for a winning move, else 0.0."""
     return _replayed(payload, NimTask(heldout=1))
+
+
+def sums_answer(payload: Mapping[str, Any]) -> dict[str, float | str]:
+    """1.0 for the right number, else 0.0."""
+    return _replayed(payload, SumsTask(heldout=1))
 
 
 def household_goal(payload: Mapping[str, Any]) -> dict[str, float | str]:

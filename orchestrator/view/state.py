@@ -15,6 +15,7 @@ from typing import Any
 
 from orchestrator.events import time_of
 from orchestrator.ledger import END_STATES
+from orchestrator.report.charts import HEALTH
 from orchestrator.report.runlog import MALFORMED, RunLog, Stage, Start, Step, take_event
 from orchestrator.report.timeline import LANES, clip, lanes
 
@@ -24,6 +25,10 @@ POINTS = 400  # of a curve that are shown; twice as many are kept
 INCIDENTS = 40
 WORKERS = 1024  # whose last words are kept
 CAUSES = 50  # kinds of faults that are counted apart
+LEARNING = (  # of the trainer's figures, those that are shown live
+    "entropy", "groups_silent_share", "advantage_std", "grad_norm", "clip_fraction", "approx_kl", "reference_kl", "tis_p01",
+    "tis_p99", "tis_capped", "logprob_gap_mean", "response_tokens_mean", "truncated_share", "prompts_repeated",
+)  # fmt: skip
 UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)  # seconds
 
 
@@ -69,7 +74,7 @@ class RunState:
         self.t = 0.0
         self.step = 0
         self.version = 0
-        self.reward, self.success = Curve(), Curve()
+        self.reward, self.success, self.entropy = Curve(), Curve(), Curve()
         self.ledger: dict[str, Any] = {}
         self.lag: dict[int, int] = {}  # of the last batch
         self.workers: dict[str, dict[str, Any]] = {}  # as of the last weight update
@@ -154,6 +159,8 @@ class RunState:
         self.ledger = dict(event.get("ledger") or {})
         self.last_step = dict(event)
         self.reward.add(step.number, step.reward_mean, step.success)
+        if "entropy" in step.metrics:
+            self.entropy.add(step.number, step.metrics["entropy"])
         self.steps_seen += 1
         self.tokens_seen += step.tokens
         self.trajectories_seen += step.trained
@@ -250,10 +257,17 @@ class RunState:
             "timeline": self._timeline(live),
             "reward": self.reward.shown(),
             "success": self.success.shown(),
+            "entropy": self.entropy.shown(),
+            "learning": self._learning(),
             "lag": {str(lag): count for lag, count in sorted(self.lag.items())},
             "ledger": self.counts(),
             "incidents": list(self._incidents),
         }
+
+    def _learning(self) -> list[list[Any]]:
+        """What people look at first, of the last step: [what it is, what to look for, value]."""
+        last = self._steps[-1].metrics if self._steps else {}
+        return [[*HEALTH[name][:2], number(last[name])] for name in LEARNING if name in last]
 
     def _timeline(self, live: Mapping[str, Any]) -> dict[str, Any]:
         """The lanes of the report over the last steps and what is under way: [state, start, end, note]."""

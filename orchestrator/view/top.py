@@ -85,6 +85,9 @@ def _numbers(now: Mapping[str, Any]) -> Table:
         values = [point[1] for point in now[name] if point[1] is not None]
         if values:
             rows.add_row(name, Text(f"{values[-1]:.3f}  {sparkline(values[-_CURVE:])}"))
+    if now["learning"]:
+        told = (f"{what.lower()} {'-' if value is None else f'{value:.3g}'}" for what, _, value in now["learning"])
+        rows.add_row("learning", Text(", ".join(told)))
     rate = now["tokens_per_s"]
     rows.add_row("speed", "-" if rate is None else f"{rate:,.0f} tokens/s")
     total = sum(now["lag"].values()) or 1

@@ -102,6 +102,10 @@ const whole = (value) => (value === undefined || value === null ? "–" : count(
 function learning(now) {
   put("reward", curve(now.reward.map((point) => point.slice(0, 2)), "Mean reward by training step", brief));
   put("success", curve(now.success, "Success by training step", (value) => `${Math.round(100 * value)} %`, [0, 1]));
+  put("entropy", curve(now.entropy, "Entropy of the policy by training step", brief));
+  put("learning", now.learning.length
+    ? table(["What", "Look for", "Value"], now.learning.map(([what, look, value]) => [what, look, value === null ? "–" : brief(value)]), [2])
+    : empty("No step was trained yet."));
 }
 
 function accounts(now) {
