@@ -18,11 +18,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FEATURES = sorted(path.stem for path in ROOT.glob("docs/*.md") if "| in short |" in path.read_text(encoding="utf-8"))
-FEATURES.remove("coserving")  # until its page has the figures of its file
 # What a row says of its conditions, not of what was found.
 CONDITIONS = re.compile(
     r"\(?paper: [^)]*|2 cores of an AMD EPYC|two cores|vLLM 0\.32\.0 CPU|Megatron-Core 0\.16\.1 and 0\.19\.2|"
-    r"[Pp]99|alpha 1 and 2|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b"
+    r"[Pp]99|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b"
 )
 Figures = Callable[[Any], tuple[float, ...]]
 
@@ -162,6 +161,13 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "trajectory-vs-batch",
         lambda r: (*level_ratios(r), *r["detail"]["load"]["deviations"]),
     ),
+    (
+        "coserving",
+        "TTFT {3:.2f} and TPOT {4:.2f} of serving alone under dual admission, {0} of {1} late, without admission {2} ",
+        "coserve-slo",
+        admission,
+    ),
+    ("coserving", "pages in {:.0f} ms", "kv-remap", lambda r: (1000 * r["value"],)),
     ("environments", "; {:.0f} s in the median", "kills", environment_kill),
     (
         "kv_transfer",
