@@ -184,6 +184,12 @@ SLIPS = [
     (["view", "--port", "99999"], "'99999' is no port; give one of 1 to 65535, or 0 for a free one"),
     (["view", "--port", "http"], "'http' is no port; give one of 1 to 65535, or 0 for a free one"),
     (["train"], "config = '': name a TOML file: `rl-coserve train examples/frozenlake.toml` is the demo"),
+    (
+        ["train", "task.name=frozenlak", "--dry-run"],
+        "task.name = 'frozenlak': no such task; did you mean 'frozenlake'? there",
+    ),
+    (["train", "relay.master=127.0.0.1:9", "--dry-run"], "relay.master = '127.0.0.1:9': "),
+    (["train", "relay.master=127.0.0.1:9", "--dry-run"], "no mooncake_master answers at 127.0.0.1:9"),
     (["train", "examples"], "config = 'examples': is a folder; give the path of a TOML file"),
     (["train", "no.toml"], "config = 'no.toml': no such file; give the path of a TOML file"),
     (
