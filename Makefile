@@ -28,7 +28,7 @@ types: venv ## mypy
 	@$(BIN)/mypy
 
 docs: venv ## The documentation as a site in build/site, every link checked
-	@$(BIN)/python scripts/config_reference.py && $(BIN)/python scripts/draw_concepts.py
+	@$(BIN)/python scripts/config_reference.py && $(BIN)/python scripts/draw_concepts.py && $(BIN)/python scripts/draw_step.py
 	@$(BIN)/mkdocs build --strict --quiet
 	@echo build/site/index.html
 

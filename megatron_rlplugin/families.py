@@ -80,7 +80,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError("model.path", str(folder), "is not a model folder: it has no config.json") from None
+        fix = "`hf download NAME --local-dir FOLDER` fetches one, `rl-coserve model FOLDER` writes a tiny one"
+        raise ConfigError("model.path", str(folder), f"is not a model folder: it has no config.json; {fix}") from None
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", str(folder), f"its config.json cannot be read ({error})") from error
     if not isinstance(data, dict):

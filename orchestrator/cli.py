@@ -10,13 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import difflib
 import importlib
 import json
 import os
+import re
 import select
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import orchestrator
 from orchestrator import usage
@@ -71,8 +75,21 @@ def _nobody_reads() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors name the nearest command, and how a value of the config is written."""
+
+    def error(self, message: str) -> NoReturn:
+        if bad := re.search(r"COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(bad[1], re.findall(r"\w+", bad[2]), n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "see rl-coserve --help"
+            message = f"{bad[1]!r} is no command; {hint}"
+        elif (bad := re.search(r"unrecognized arguments: --(\w+\.[\w.]+)(?:[= ](\S+))?", message)) is not None:
+            message += f"; a value of the config is written without dashes: {bad[1]}={bad[2] or 'VALUE'}"
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rl-coserve",
         description="Agentic RL beside stock vLLM and stock Megatron-Core. New here: docs/start.md.",
         epilog=usage.EXIT_CODES,
@@ -202,6 +219,11 @@ def _train(arguments: argparse.Namespace) -> int:
         folder = RunFolder.open(_run_path(arguments.resume))
         config = folder.config()
     else:
+        if arguments.config is None and arguments.replay is None and not arguments.dry_run:
+            demo = "`rl-coserve train examples/frozenlake.toml` is the demo"
+            raise ConfigError(
+                "config", "", f"name a TOML file: {demo}, `rl-coserve train --dry-run` prints the defaults"
+            )
         config = _config(arguments)
     if arguments.view:
         config = config.model_copy(update={"view": config.view.model_copy(update={"enabled": True})})
@@ -269,11 +291,25 @@ def _sim(arguments: argparse.Namespace) -> int:
         return _ablate(arguments)
     from orchestrator.sim.run import simulate
 
-    result = simulate(_config(arguments))
+    config = _config(arguments)
+    result = simulate(config, events_sink=_steps_told(config.run.steps))
     if arguments.events:
         Path(arguments.events).write_bytes(result.events)
     print(json.dumps(result.summary, indent=None if arguments.json else 2, sort_keys=True))
     return 0
+
+
+def _steps_told(steps: int, every: float = 5.0) -> Callable[[str], None]:
+    """For people who wait: now and then how far a simulation is, on standard error."""
+    told = time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal told
+        if '"stage":"get_batch"' in line and time.monotonic() - told >= every:
+            told, event = time.monotonic(), json.loads(line)
+            print(f"step {event['step'] + 1}/{steps}, {event['t']:,.0f} simulated seconds", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _ablate(arguments: argparse.Namespace) -> int:

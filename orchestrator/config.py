@@ -220,8 +220,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         file = Path(path)
         try:
             data = tomllib.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError("config", str(file), "no such file; give the path of a TOML file") from None
+        except (FileNotFoundError, IsADirectoryError) as error:
+            what = "is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+            raise ConfigError("config", str(file), f"{what}; give the path of a TOML file") from None
         except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
             raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
     for override in overrides:

@@ -44,36 +44,56 @@ def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, floa
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-async def evaluate(
-    environments: EnvManager, task: Task, reward: RewardFunction, config: Config, label: str
-) -> Evaluation:
-    """Play each held-out prompt once, greedily. ``label`` makes request ids unique."""
-    parts = parts_of(task)
-    prompts = list(islice(task.prompts("heldout", config.run.seed), config.evaluation.prompts))
-    slots = asyncio.Semaphore(config.rollout.environments)
+class Evaluator:
+    """Plays held-out prompts in the run's environments. ``waiting_for``: how far it is, in words; "" while none is played."""
 
-    async def play(index: int, prompt: Prompt) -> float | None:
-        episode = Episode(f"{label}-{index}", label, prompt, 0.0)
-        tokens = parts.get(prompt.task, task).max_response_tokens
-        sampling = Sampling(max_tokens=tokens, temperature=0.0, stop_token_ids=(task.end_id,))
-        async with slots:
-            try:
-                await environments.play(episode, sampling)
-                async with asyncio.timeout(config.rollout.trajectory_timeout):
-                    return await reward.score(episode.trajectory(0.0))
-            except (TrajectoryError, RetryableError, StaleTrajectory, TimeoutError):
-                return None
+    def __init__(self, environments: EnvManager, task: Task, reward: RewardFunction, config: Config) -> None:
+        self._environments, self._task, self._reward, self._config = environments, task, reward, config
+        self._parts = parts_of(task)
+        self.waiting_for = ""
 
-    async with asyncio.TaskGroup() as group:  # cancelled, it ends when all have ended; gather ends with the first
-        plays = [group.create_task(play(index, prompt)) for index, prompt in enumerate(prompts)]
-    scores = [task.result() for task in plays]
-    successes = sum(score is not None and score > 0.5 for score in scores)
-    low, high = wilson(successes, len(scores))
-    return Evaluation(
-        round(successes / max(1, len(scores)), 6),
-        successes,
-        len(scores),
-        sum(s is None for s in scores),
-        round(low, 6),
-        round(high, 6),
-    )
+    async def evaluate(self, label: str) -> Evaluation:
+        """Play each held-out prompt once, greedily. ``label`` makes request ids unique."""
+        config = self._config
+        prompts = list(islice(self._task.prompts("heldout", config.run.seed), config.evaluation.prompts))
+        slots, ended = asyncio.Semaphore(config.rollout.environments), 0
+
+        async def play(index: int, prompt: Prompt) -> float | None:
+            nonlocal ended
+            async with slots:
+                score = await self._play(f"{label}-{index}", label, prompt)
+            ended += 1
+            self.waiting_for = f"the evaluation: {ended} of {len(prompts)} held-out prompts played"
+            return score
+
+        self.waiting_for = f"the evaluation: 0 of {len(prompts)} held-out prompts played"
+        try:
+            async with (
+                asyncio.TaskGroup() as group
+            ):  # cancelled, it ends when all have ended; gather ends with the first
+                plays = [group.create_task(play(index, prompt)) for index, prompt in enumerate(prompts)]
+        finally:
+            self.waiting_for = ""
+        scores = [task.result() for task in plays]
+        successes = sum(score is not None and score > 0.5 for score in scores)
+        low, high = wilson(successes, len(scores))
+        return Evaluation(
+            round(successes / max(1, len(scores)), 6),
+            successes,
+            len(scores),
+            sum(s is None for s in scores),
+            round(low, 6),
+            round(high, 6),
+        )
+
+    async def _play(self, name: str, label: str, prompt: Prompt) -> float | None:
+        """The score of one episode; None: it failed."""
+        tokens = self._parts.get(prompt.task, self._task).max_response_tokens
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, stop_token_ids=(self._task.end_id,))
+        episode = Episode(name, label, prompt, 0.0)
+        try:
+            await self._environments.play(episode, sampling)
+            async with asyncio.timeout(self._config.rollout.trajectory_timeout):
+                return await self._reward.score(episode.trajectory(0.0))
+        except (TrajectoryError, RetryableError, StaleTrajectory, TimeoutError):
+            return None

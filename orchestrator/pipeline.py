@@ -21,7 +21,7 @@ from orchestrator.buffer import Taken
 from orchestrator.checkpoint import RunState
 from orchestrator.config import Config
 from orchestrator.delivery import Delivery
-from orchestrator.evaluation import evaluate
+from orchestrator.evaluation import Evaluator
 from orchestrator.exchange import exchange_of
 from orchestrator.feeding import Fed, Feeder
 from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
@@ -63,6 +63,7 @@ class Pipeline:
         self.delivery = Delivery(
             parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit, config.relay.patience
         )
+        self._evaluator = Evaluator(self.rollout.environments, parts.task, parts.reward, config)
         self.planning = cutting_of(config, parts, self.rollout.proxy, self.rollout.forecasts)
         self.lag_weight = LagWeight(config.rollout.staleness_decay)
         self._training: asyncio.Task[None] | None = None
@@ -344,7 +345,7 @@ class Pipeline:
         label = f"eval-{version}-{phase}"
         with self.parts.events.stage("evaluate", version):
             self.parts.display.stage("evaluate", f"{count} held-out prompts")
-            result = await evaluate(self.rollout.environments, self.parts.task, self.parts.reward, self.config, label)
+            result = await self._evaluator.evaluate(label)
         self.position.success_history.append((version, result.success))
         self.parts.events.emit("evaluation", step=version, version=version, phase=phase, **result.as_dict())
         self.parts.display.update(success=result.success, low=result.low, high=result.high, phase=phase)
@@ -425,6 +426,8 @@ class Pipeline:
             return self.turns.colocation.waiting_for
         if self.rollout.proxy.waiting_for or self.delivery.waiting_for:
             return self.rollout.proxy.waiting_for or self.delivery.waiting_for
+        if self._evaluator.waiting_for:
+            return self._evaluator.waiting_for
         if self._trainer_call and (have >= wanted or not self.rollout.open):
             return f"the trainer: {self._trainer_call}"
         batch = self.rollout.buffer.waiting_for or f"{have} of {wanted} groups complete"

@@ -20,8 +20,8 @@ class Usage:
 
 USAGE: Mapping[str, Usage] = {
     "train": Usage(
-        "Train a model from a TOML config, or go on with a run. Any value can be given as section.key=value; without a\n"
-        "config the defaults hold. Writes everything into runs/NAME-001, and at the end a report.",
+        "Train a model from a TOML config, or go on with a run. Any value can be given as section.key=value, also\n"
+        "without a file: then the defaults hold for all others. Writes everything into runs/NAME-001, and at the end a report.",
         (
             "train examples/frozenlake.toml --dry-run",
             "train examples/frozenlake.toml rollout.alpha=2 run.steps=40",

@@ -18,11 +18,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FEATURES = sorted(path.stem for path in ROOT.glob("docs/*.md") if "| in short |" in path.read_text(encoding="utf-8"))
-FEATURES.remove("coserving")  # until its page has the figures of its file
 # What a row says of its conditions, not of what was found.
 CONDITIONS = re.compile(
     r"\(?paper: [^)]*|2 cores of an AMD EPYC|two cores|vLLM 0\.32\.0 CPU|Megatron-Core 0\.16\.1 and 0\.19\.2|"
-    r"[Pp]99|alpha 1 and 2|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b"
+    r"[Pp]99|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b"
 )
 Figures = Callable[[Any], tuple[float, ...]]
 
@@ -117,6 +116,10 @@ def link_seconds(found: Any) -> tuple[float, ...]:
     return tuple(seconds[gbps] for gbps in (1, 5, 20))
 
 
+def both_ways(found: Any) -> tuple[float, ...]:
+    return tuple(way["seconds_per_step"] for way in found["ways"].values())
+
+
 def answers(found: Any) -> tuple[float, ...]:
     """Right while training, in the first and the fourth ten steps; held out, at the start and at the end."""
     rewards = [row["reward_mean"] for row in found["steps_table"]]
@@ -127,6 +130,8 @@ def answers(found: Any) -> tuple[float, ...]:
 QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "**{:.3f} -> {:.3f}**", "demo", lambda r: (r["success_start"], r["success_end"])),
     ("README", "in {:.1f} minutes", "demo", lambda r: (r["seconds"] / 60,)),
+    ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
+    ("README", "takes {:.2f} times as long batch by batch", "trajectory-vs-batch", value),
     ("README", "| {} of {:,} | `recompute-exact`", "recompute-exact", lambda r: (r["value"], r["detail"]["tokens"])),
     ("README", "| {:.3f} ({:.1f} ms) | `update-pause`", "update-pause", lambda r: (r["value"], update_pause(r)[0])),
     ("README", "| {:.3f}, bit-identical | `idle-overhead`", "idle-overhead", value),
@@ -156,6 +161,13 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
         "trajectory-vs-batch",
         lambda r: (*level_ratios(r), *r["detail"]["load"]["deviations"]),
     ),
+    (
+        "coserving",
+        "TTFT {3:.2f} and TPOT {4:.2f} of serving alone under dual admission, {0} of {1} late, without admission {2} ",
+        "coserve-slo",
+        admission,
+    ),
+    ("coserving", "pages in {:.0f} ms", "kv-remap", lambda r: (1000 * r["value"],)),
     ("environments", "; {:.0f} s in the median", "kills", environment_kill),
     (
         "kv_transfer",

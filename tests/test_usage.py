@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.cli import _parser, main
+from orchestrator.cli import _parser, _steps_told, main
+from orchestrator.config import load_config
+from orchestrator.sim.run import simulate
+from orchestrator.sim.twins import SimDisplay
 from orchestrator.usage import USAGE
 from vllm_rlplugin.kvpool import engine as pools
+from vllm_rlplugin.kvpool import lending
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = next(action.choices for action in _parser()._actions if action.choices)
@@ -170,3 +175,72 @@ def test_a_run_that_would_fill_its_disk_is_refused_before_anything_starts(
     error = capsys.readouterr().err
     assert error.startswith(f"error: run.folder = '{tmp_path}': 5 MB free in {tmp_path}; free at least ")
     assert list(tmp_path.iterdir()) == []
+
+
+SLIPS = [
+    (["trian"], "'trian' is no command; did you mean 'train'?"),
+    (["train", "examples/frozenlake.toml", "--rollout.alpha", "2"], "is written without dashes: rollout.alpha=2"),
+    (["train", "examples/frozenlake.toml", "--rollout.alpha=2"], "is written without dashes: rollout.alpha=2"),
+    (["view", "--port", "99999"], "'99999' is no port; give one of 1 to 65535, or 0 for a free one"),
+    (["view", "--port", "http"], "'http' is no port; give one of 1 to 65535, or 0 for a free one"),
+    (["train"], "config = '': name a TOML file: `rl-coserve train examples/frozenlake.toml` is the demo"),
+    (
+        ["train", "task.name=frozenlak", "--dry-run"],
+        "task.name = 'frozenlak': no such task; did you mean 'frozenlake'? there",
+    ),
+    (["train", "relay.master=127.0.0.1:9", "--dry-run"], "relay.master = '127.0.0.1:9': "),
+    (["train", "relay.master=127.0.0.1:9", "--dry-run"], "no mooncake_master answers at 127.0.0.1:9"),
+    (["train", "examples"], "config = 'examples': is a folder; give the path of a TOML file"),
+    (["train", "no.toml"], "config = 'no.toml': no such file; give the path of a TOML file"),
+    (
+        ["train", "examples/frozenlake.toml", "model.path=Qwen/Qwen3-0.6B"],
+        "`hf download NAME --local-dir FOLDER` fetches",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), SLIPS, ids=lambda part: " ".join(part) if isinstance(part, list) else "")
+def test_a_slip_is_one_sentence_that_says_what_to_type(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    error = capsys.readouterr().err
+    assert code == 2
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_pool_that_is_not_there_is_told_with_the_pools_that_are_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lending, "pool_path", lambda name: tmp_path / f"pool-{name}")
+    for name in ("gpu0", "gpu0.pages", "gpu0.log", "gpu0.lease.lock", "gone.lease.lock"):
+        (tmp_path / f"pool-{name}").touch()
+    assert main(["lend", "--pool", "gpu1", "--status"]) == 2
+    assert "yours are: gpu0; " in capsys.readouterr().err
+
+
+def test_a_simulation_that_takes_long_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    small = load_config(
+        None, ["run.steps=3", "rollout.groups_per_step=2", "rollout.environments=16", "evaluation.prompts=2"]
+    )
+    simulate(small, events_sink=_steps_told(3, every=0.0))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in said] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert all(re.fullmatch(r"step \d/3, [\d,]+ simulated seconds", line) for line in said)
+    simulate(small, events_sink=_steps_told(3, every=600.0))
+    assert capsys.readouterr().err == ""  # it took no time worth a word
+
+
+def test_a_run_that_evaluates_says_that_it_waits_for_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(SimDisplay, "__init__", lambda self, watched: setattr(self, "watched", True))
+    monkeypatch.setattr(SimDisplay, "waiting", lambda self, reason: said.append(reason))
+    simulate(load_config(None, ["run.steps=2", "rollout.environments=16", "evaluation.prompts=40"]))
+    far = [int(found[1]) for line in said if (found := re.fullmatch(r"the evaluation: (\d+) of 40 held-out .*", line))]
+    assert min(far) < 20 < max(far)
+    assert any(line and not line.startswith("the evaluation") for line in said)  # and before and after, something else

@@ -25,7 +25,7 @@ from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
 from orchestrator.tasks.chat import ChatTask
 from orchestrator.tasks.memory import MemoryTask
-from orchestrator.transfer import RelayEndpoint, open_relay
+from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
 from orchestrator.transfer.redis import PASSWORD_FILE, RedisMetadata
 
 _SHAPE = "megatron_rlplugin.families:read_shape"  # what the trainer computes; the engines compute more
@@ -75,6 +75,14 @@ def _relay(config: Config) -> None:
     if config.relay.kind == "fsspec" and config.relay.master:
         endpoint = RelayEndpoint(job="preflight", kind="fsspec", master=config.relay.master)
         open_relay(endpoint).close()
+    if config.relay.kind == "mooncake" and config.relay.master:
+        from orchestrator.transfer.mooncake import seen_from
+
+        try:
+            seen_from(config.relay.master)
+        except RelayError as error:
+            fix = f"{error}; start it there, or leave this out: then the run starts one"
+            raise ConfigError("relay.master", config.relay.master, fix) from error
 
 
 def _metadata(config: Config) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.sections.agents import AgentSection
-from orchestrator.sections.base import Positive, PositiveSeconds, Section
+from orchestrator.sections.base import Positive, PositiveSeconds, Section, violation
 from orchestrator.tasks import registry
 
 
@@ -84,10 +85,11 @@ class TaskSection(Section):
     @model_validator(mode="after")
     def _known(self) -> TaskSection:
         if ":" not in self.name and self.name not in (*registry.BUILT_IN, *registry.PROGRAMS):
-            known = ", ".join((*registry.BUILT_IN, *registry.PROGRAMS))
-            raise ValueError(
-                f"name = {self.name!r}: no such task; there are: {known}; your own is written module:Class"
-            )
+            known = (*registry.BUILT_IN, *registry.PROGRAMS)
+            near = difflib.get_close_matches(self.name, known, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            fix = f"no such task; {meant}there are: {', '.join(known)}; your own is written module:Class"
+            raise ValidationError.from_exception_data("task", [violation("name", self.name, fix)])
         names = sorted(self.mixture) if self.name == "mixture" else [self.name]
         if self.mixture and self.name != "mixture":
             raise ValueError("mixture: only for name = 'mixture'")

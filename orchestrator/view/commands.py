@@ -21,7 +21,7 @@ def add(commands: Any, find: FindRun) -> None:
     view.add_argument(
         "name", nargs="?", default="latest", metavar="RUN", help="run folder (default: the newest), or a folder of runs"
     )
-    view.add_argument("--port", type=int, default=0, help="on loopback (a free one)")
+    view.add_argument("--port", type=_port, default=0, help="on loopback (a free one)")
     view.add_argument("--token-file", default="", metavar="FILE", help="holds the page's token (a new one)")
     view.set_defaults(run=lambda arguments: _view(arguments, find))
 
@@ -36,6 +36,13 @@ def add(commands: Any, find: FindRun) -> None:
     trace.add_argument("--out", default="trace.json", metavar="FILE", help="trace.json; .gz is compressed")
     trace.add_argument("--steps", default="", metavar="FIRST-LAST", help="only these training steps")
     trace.set_defaults(run=lambda arguments: _trace(arguments, find))
+
+
+def _port(text: str) -> int:
+    """A port, 0 for a free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give one of 1 to 65535, or 0 for a free one")
+    return int(text)
 
 
 def _view(arguments: argparse.Namespace, find: FindRun) -> int:

@@ -105,7 +105,8 @@ async def _listen(server: Server) -> None:
     try:
         await server.start()
     except OSError as error:
-        fix = f"cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
+        why = os.strerror(error.errno) if error.errno else error.strerror
+        fix = f"cannot be listened on ({why}); choose another, or 0 for a free one"
         raise ConfigError("view.port", server.port, fix) from error
 
 

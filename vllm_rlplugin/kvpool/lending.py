@@ -109,7 +109,7 @@ def _open(name: str) -> PagePool:
     path = pool_path(name)
     if not path.exists():
         prefix = pool_path("").name
-        files = [file for file in path.parent.glob(f"{prefix}*") if file.suffix not in (".pages", ".log")]
+        files = [file for file in path.parent.glob(f"{prefix}*") if file.suffix not in (".pages", ".log", ".lock")]
         there = sorted(file.name.removeprefix(prefix) for file in files)
         known = (
             f"yours are: {', '.join(there)}" if there else "you have none: a `vllm serve` with --rl-kv-pool makes it"
