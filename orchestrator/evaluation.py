@@ -53,7 +53,7 @@ async def evaluate(
     slots = asyncio.Semaphore(config.rollout.environments)
 
     async def play(index: int, prompt: Prompt) -> float | None:
-        episode = Episode(f"{label}-{index}", label, prompt, 0.0)
+        episode = Episode(f"{label}-{index}", label, prompt, 0.0, heldout=True)
         tokens = parts.get(prompt.task, task).max_response_tokens
         sampling = Sampling(max_tokens=tokens, temperature=0.0, stop_token_ids=(task.end_id,))
         async with slots:
