@@ -52,6 +52,7 @@ class Episode:
     truncated: bool = False
     waiting_for: str = "start"
     requests: int = 0
+    heldout: bool = False  # of an evaluation: what it took says nothing of the prompts that are trained
     environment_in_order: bool = True  # no call into it is open, and its last answer passed the checks
 
     def trajectory(
@@ -121,7 +122,7 @@ class EnvManager:
             complete = True
         finally:
             if self.forecasts is not None:
-                self.forecasts.ended(episode.trajectory(0.0), complete)
+                self.forecasts.ended(episode.trajectory(0.0), complete, episode.heldout)
 
     async def _play(self, episode: Episode, sampling: Sampling, waiting: Callable[[str], None]) -> None:
         environment = await self.source.acquire(waiting)  # its time is the pool's, not the trajectory's

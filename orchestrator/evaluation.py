@@ -90,7 +90,7 @@ class Evaluator:
         """The score of one episode; None: it failed."""
         tokens = self._parts.get(prompt.task, self._task).max_response_tokens
         sampling = Sampling(max_tokens=tokens, temperature=0.0, stop_token_ids=(self._task.end_id,))
-        episode = Episode(name, label, prompt, 0.0)
+        episode = Episode(name, label, prompt, 0.0, heldout=True)
         try:
             await self._environments.play(episode, sampling)
             async with asyncio.timeout(self._config.rollout.trajectory_timeout):

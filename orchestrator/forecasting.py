@@ -144,14 +144,14 @@ class Forecasts:
         known.sent = self._priority(known, forecast)
         return replace(request, priority=known.sent, predicted_tokens=round(forecast.tokens))
 
-    def ended(self, trajectory: Trajectory, complete: bool) -> None:
-        """It is over, whatever ended it."""
+    def ended(self, trajectory: Trajectory, complete: bool, heldout: bool = False) -> None:
+        """It is over, whatever ended it. ``heldout``: nothing is kept of its prompt, which no round ever asks for."""
         known = self._known.get(trajectory.id)
         if known is None:
             return
         rest = 0.0 if complete else self.of(trajectory.id).tokens
         del self._known[trajectory.id]
-        if complete or known.forecast.source in ("model", "oracle"):
+        if not heldout and (complete or known.forecast.source in ("model", "oracle")):
             self.prompts.seen(trajectory.prompt, known.said + rest)
         if known.question is not None:
             known.question.cancel()

@@ -189,6 +189,19 @@ def test_forecasts_of_prompts_are_known_after_a_resume() -> None:
     assert second(prompt("a")) == 90.0
 
 
+def test_nothing_is_kept_of_held_out_prompts_which_no_round_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = set[str]()
+    seen = ForecastLengths.seen
+
+    def spy(self: ForecastLengths, one: Prompt, tokens: float) -> None:
+        known.add(one.key.split("-", 1)[0])
+        seen(self, one, tokens)
+
+    monkeypatch.setattr(ForecastLengths, "seen", spy)
+    simulate(config("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive", "evaluation.every=3"))
+    assert known == {"train"}
+
+
 def test_a_predictor_of_the_user_is_asked_and_believed() -> None:
     settings = config("run.steps=1", "rollout.rounds.eta_prompts=4.0")
     found = Rounds(settings, SimTask(settings), EventLog(MemorySink(), lambda: 0.0), None, at_number)

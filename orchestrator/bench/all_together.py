@@ -6,7 +6,10 @@ each stand as many serving GPUs as the run has of its own, as in ROSE's setup (1
 may borrow them, and all together. A single set has what its paper has, on all of the run's own GPUs: sets whose rollout and
 training take turns have all of them for both, the others split them in three ways. ROSE's has its transfer of differences (6.3:
 7 s for 8B across clusters), RollArt's its relay (table 4) where two classes of GPUs are two clusters. Each set is tuned over
-three to nine settings of what its paper leaves open (:func:`settings`), all together over four, and compared at its best.
+three to nine settings of what its paper leaves open (:func:`settings`), all together over seven of the same (splits, rounds or
+not, degrees), and compared at its best. Caps on requests are ROSE's 16 in three of its settings; elsewhere there are none, also
+on borrowed engines: the paper calls them workload-dependent (4.3), and what protects serving is admission and budgets. At 16,
+which fits its own 8B at 32k, the borrowed engines of RollPacker's workload would stand at 16 sequences of the 77 that are theirs.
 
 Throughput is trained tokens a second after the first steps, which fill the pipeline. The value is the least of the three
 workloads. ``detail`` has, for each, what the trainer could do at most if nothing but it took time (``training_binds_at``): no set
@@ -42,7 +45,7 @@ _QUICK = {  # settings that --quick plays
     "RollPacker": ("in turn, eta 1.25",),
     "Heddle": ("degrees cut",),
     "ROSE": ("one-off, 64 GPUs train",),
-    "all": ("async, 64 GPUs train",),
+    "all": ("async, degrees cut, 64 GPUs train",),
 }
 _RATE = 1.5 / 16  # of ROSE's serving load, an engine
 
@@ -108,7 +111,7 @@ _PREDICT = (
     "rollout.placement.prefill_seconds=0.0005",
     "rollout.kv_transfer.enabled=true",
 )
-_NO_CAPS = ("rollout.routing.cap=0", "rollout.routing.served_cap=16")
+_NO_CAPS = ("rollout.routing.cap=0", "rollout.routing.served_cap=0")  # ROSE 4.3: they depend on the workload
 _CAPS = ("rollout.routing.cap=16", "rollout.routing.served_cap=16")  # ROSE, appendix A
 _ANYWHERE = "rollout.routing.affinity={}"
 _DIFFERENCES = ("sim.push_gb_s=0", "sim.pull_gb_s=2.34")  # ROSE 6.3: a version in 7 s
@@ -158,7 +161,7 @@ def _only(where: Workload, given: Sequence[str], tasks: set[str]) -> Config:
 
 
 def settings(name: str, where: Workload) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is on in a set, in three to nine settings of what its paper leaves open; all together has four."""
+    """What is on in a set, in three to nine settings of what its paper leaves open; all together in seven."""
     anywhere = (_ANYWHERE,) if where.affinity else ()
     splits = [(f"{gpus} GPUs train", where.workers(gpus)) for gpus in where.splits]
     if name == "RollArt":
@@ -184,7 +187,8 @@ def settings(name: str, where: Workload) -> Iterator[tuple[str, tuple[str, ...]]
         every = (*_NO_CAPS, *_PREDICT, _SCHEDULED, _STREAM, "sim.reward_slots=0", *_DIFFERENCES, *where.borrowed())
         for text, split in splits:
             flowing = (*every, *_ASYNC, _REDUNDANT, *split)
-            yield f"async, {text}", (*flowing, *_degrees(where, flowing, affine=bool(where.affinity)))
+            yield f"async, degrees equal, {text}", flowing
+            yield f"async, degrees cut, {text}", (*flowing, *_degrees(where, flowing, affine=bool(where.affinity)))
         for text, split in splits[1:2]:
             predicted = (*_rounds(1.25), "rollout.rounds.predict=progressive", _MORE)
             yield f"one-off, rounds, {text}", (*every, *_ONE_OFF, *predicted, *split)
