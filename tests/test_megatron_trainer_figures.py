@@ -52,12 +52,12 @@ def test_the_spread_of_advantages_and_the_silent_groups_are_those_of_the_rewards
     for sample in batch.samples:
         groups.setdefault(sample.group_id, []).append(sample.reward)
     silent = sum(len(set(rewards)) == 1 for rewards in groups.values())
-    advantages = []
+    advantages: list[float] = []
     for sample in batch.samples:
         rewards = groups[sample.group_id]
         deviation = np.std(rewards, ddof=1)
         advantage = (sample.reward - np.mean(rewards)) / deviation if deviation else 0.0
-        advantages += [advantage] * sum(sample.loss_mask)
+        advantages += [float(advantage)] * sum(sample.loss_mask)
     assert values["advantage_std"] == pytest.approx(np.std(advantages), rel=1e-4)
     assert values["groups_silent_share"] == silent / len(groups)
 
