@@ -51,9 +51,12 @@ struct rlc_cuda {
     int (*cuDeviceGetAttribute)(int *, int, int);
     int (*cuDevicePrimaryCtxRetain)(void **, int);
     int (*cuDevicePrimaryCtxRelease_v2)(int);
-    int (*cuCtxGetCurrent)(void **);
-    int (*cuCtxSetCurrent)(void *);
+    int (*cuDevicePrimaryCtxGetState)(int, unsigned *, int *);
+    int (*cuCtxPushCurrent_v2)(void *);
+    int (*cuCtxPopCurrent_v2)(void **);
+    int (*cuCtxSynchronize)(void);
     int (*cuStreamCreate)(void **, unsigned);
+    int (*cuStreamDestroy_v2)(void *);
     int (*cuStreamSynchronize)(void *);
     int (*cuMemsetD8Async)(address, unsigned char, size_t, void *);
     int (*cuMemGetAllocationGranularity)(size_t *, const allocation *, int);
@@ -75,7 +78,8 @@ static const struct {
 #define FUNCTION(name) {#name, offsetof(struct rlc_cuda, name)}
     FUNCTION(cuInit), FUNCTION(cuGetErrorName), FUNCTION(cuDeviceGetCount), FUNCTION(cuDeviceGet), FUNCTION(cuDeviceGetName),
     FUNCTION(cuDeviceGetUuid_v2), FUNCTION(cuDeviceGetAttribute), FUNCTION(cuDevicePrimaryCtxRetain),
-    FUNCTION(cuDevicePrimaryCtxRelease_v2), FUNCTION(cuCtxGetCurrent), FUNCTION(cuCtxSetCurrent), FUNCTION(cuStreamCreate),
+    FUNCTION(cuDevicePrimaryCtxRelease_v2), FUNCTION(cuDevicePrimaryCtxGetState), FUNCTION(cuCtxPushCurrent_v2),
+    FUNCTION(cuCtxPopCurrent_v2), FUNCTION(cuCtxSynchronize), FUNCTION(cuStreamCreate), FUNCTION(cuStreamDestroy_v2),
     FUNCTION(cuStreamSynchronize), FUNCTION(cuMemsetD8Async), FUNCTION(cuMemGetAllocationGranularity),
     FUNCTION(cuMemAddressReserve), FUNCTION(cuMemAddressFree), FUNCTION(cuMemCreate), FUNCTION(cuMemRelease), FUNCTION(cuMemMap),
     FUNCTION(cuMemUnmap), FUNCTION(cuMemSetAccess), FUNCTION(cuMemExportToShareableHandle),
@@ -103,7 +107,39 @@ static allocation wanted(const rlc_cuda *cuda) {
     return found;
 }
 
+/* The device's primary context is this thread's until leave(), whichever it had: one of another device, or none. */
+static int enter(rlc_cuda *cuda) {
+    int result;
+    if (!cuda->retained) {
+        if ((result = cuda->cuDevicePrimaryCtxRetain(&cuda->context, cuda->device)))
+            return refused(cuda, "cuDevicePrimaryCtxRetain", result);
+        cuda->retained = 1;
+    }
+    if ((result = cuda->cuCtxPushCurrent_v2(cuda->context))) return refused(cuda, "cuCtxPushCurrent_v2", result);
+    return 0;
+}
+
+static void leave(rlc_cuda *cuda) {
+    void *ours;
+    cuda->cuCtxPopCurrent_v2(&ours);
+}
+
+/* `result`, of `call`; where the driver wants a context for it, and the thread has none of its own, the call again with one.
+ * The manual asks for none in what is called so; a driver may. */
+#define IN_CONTEXT(result, cuda, call)                              \
+    do {                                                            \
+        (result) = (call);                                          \
+        if ((result) == INVALID_CONTEXT && !enter(cuda)) {          \
+            (result) = (call);                                      \
+            leave(cuda);                                            \
+        }                                                           \
+    } while (0)
+
 EXPORT void rlc_cuda_close(rlc_cuda *cuda) {
+    if (cuda->stream && !enter(cuda)) {
+        cuda->cuStreamDestroy_v2(cuda->stream);
+        leave(cuda);
+    }
     if (cuda->retained) cuda->cuDevicePrimaryCtxRelease_v2(cuda->device);
     if (cuda->library) dlclose(cuda->library);
     free(cuda);
@@ -156,7 +192,7 @@ EXPORT int rlc_cuda_open(const char *library, int ordinal, uint64_t page_bytes, 
         return RLC_CUDA_DRIVER;
     }
     cuda->page_bytes = page_bytes;
-    cuda->library = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    cuda->library = dlopen(library, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE); /* the driver has threads in it */
     int code = 0;
     if (!cuda->library) {
         snprintf(why, sizeof why, "%s", dlerror());
@@ -188,37 +224,22 @@ EXPORT int rlc_cuda_facts(const rlc_cuda *cuda, uint64_t *granularity, char name
 
 /* -- physical pages ---------------------------------------------------------------------------------------------------- */
 
+/* All that can be; what was wrong first is told. */
 EXPORT int rlc_cuda_release(rlc_cuda *cuda, const handle *handles, uint64_t count) {
+    int worst = 0, result;
     for (uint64_t index = 0; index < count; index++) {
-        int result = cuda->cuMemRelease(handles[index]);
-        if (result) return refused(cuda, "cuMemRelease", result);
+        IN_CONTEXT(result, cuda, cuda->cuMemRelease(handles[index]));
+        if (result && !worst) worst = refused(cuda, "cuMemRelease", result);
     }
-    return 0;
-}
-
-/* The device's primary context is made current for this thread where it has none, as what computes needs one. */
-static int with_context(rlc_cuda *cuda) {
-    void *current = NULL;
-    int result = cuda->cuCtxGetCurrent(&current);
-    if (result) return refused(cuda, "cuCtxGetCurrent", result);
-    if (!cuda->retained) {
-        if ((result = cuda->cuDevicePrimaryCtxRetain(&cuda->context, cuda->device)))
-            return refused(cuda, "cuDevicePrimaryCtxRetain", result);
-        cuda->retained = 1;
-    }
-    if (!current && (result = cuda->cuCtxSetCurrent(cuda->context))) return refused(cuda, "cuCtxSetCurrent", result);
-    if (!cuda->stream && (result = cuda->cuStreamCreate(&cuda->stream, 1 /* waits for no other stream */)))
-        return refused(cuda, "cuStreamCreate", result);
-    return 0;
+    return worst;
 }
 
 /* `count` pages, all or none. *made: how many there was room for. */
 EXPORT int rlc_cuda_create(rlc_cuda *cuda, uint64_t count, handle *out, uint64_t *made) {
     allocation prop = wanted(cuda);
     for (*made = 0; *made < count; ++*made) {
-        int result = cuda->cuMemCreate(&out[*made], cuda->page_bytes, &prop, 0);
-        if (result == INVALID_CONTEXT && !with_context(cuda)) /* the manual does not ask for one; a driver may */
-            result = cuda->cuMemCreate(&out[*made], cuda->page_bytes, &prop, 0);
+        int result;
+        IN_CONTEXT(result, cuda, cuda->cuMemCreate(&out[*made], cuda->page_bytes, &prop, 0));
         if (result) {
             rlc_cuda_release(cuda, out, *made);
             return refused(cuda, "cuMemCreate", result);
@@ -228,14 +249,16 @@ EXPORT int rlc_cuda_create(rlc_cuda *cuda, uint64_t count, handle *out, uint64_t
 }
 
 EXPORT int rlc_cuda_export(rlc_cuda *cuda, handle page, int *fd) {
-    int result = cuda->cuMemExportToShareableHandle(fd, page, AS_FD, 0);
+    int result;
+    IN_CONTEXT(result, cuda, cuda->cuMemExportToShareableHandle(fd, page, AS_FD, 0));
     return result ? refused(cuda, "cuMemExportToShareableHandle", result) : 0;
 }
 
 /* All or none; the descriptors stay the caller's. */
 EXPORT int rlc_cuda_import(rlc_cuda *cuda, const int *fds, uint64_t count, handle *out) {
     for (uint64_t index = 0; index < count; index++) {
-        int result = cuda->cuMemImportFromShareableHandle(&out[index], (void *)(uintptr_t)fds[index], AS_FD);
+        int result;
+        IN_CONTEXT(result, cuda, cuda->cuMemImportFromShareableHandle(&out[index], (void *)(uintptr_t)fds[index], AS_FD));
         if (result) {
             rlc_cuda_release(cuda, out, index);
             return refused(cuda, "cuMemImportFromShareableHandle", result);
@@ -247,12 +270,14 @@ EXPORT int rlc_cuda_import(rlc_cuda *cuda, const int *fds, uint64_t count, handl
 /* -- the range --------------------------------------------------------------------------------------------------------- */
 
 EXPORT int rlc_cuda_reserve(rlc_cuda *cuda, uint64_t bytes, address *out) {
-    int result = cuda->cuMemAddressReserve(out, bytes, cuda->page_bytes, 0, 0);
+    int result;
+    IN_CONTEXT(result, cuda, cuda->cuMemAddressReserve(out, bytes, cuda->page_bytes, 0, 0));
     return result ? refused(cuda, "cuMemAddressReserve", result) : 0;
 }
 
 EXPORT int rlc_cuda_free(rlc_cuda *cuda, address base, uint64_t bytes) {
-    int result = cuda->cuMemAddressFree(base, bytes);
+    int result;
+    IN_CONTEXT(result, cuda, cuda->cuMemAddressFree(base, bytes));
     return result ? refused(cuda, "cuMemAddressFree", result) : 0;
 }
 
@@ -267,7 +292,8 @@ static int unmap(rlc_cuda *cuda, address base, const uint64_t *places, uint64_t 
     int worst = 0;
     for (uint64_t at = 0; at < count;) {
         uint64_t length = run(places, at, count);
-        int result = cuda->cuMemUnmap(base + places[at] * cuda->page_bytes, length * cuda->page_bytes);
+        int result;
+        IN_CONTEXT(result, cuda, cuda->cuMemUnmap(base + places[at] * cuda->page_bytes, length * cuda->page_bytes));
         if (result && !worst) worst = refused(cuda, "cuMemUnmap", result);
         at += length;
     }
@@ -285,12 +311,14 @@ EXPORT int rlc_cuda_map(rlc_cuda *cuda, address base, const uint64_t *places, co
     uint64_t size = cuda->page_bytes, done = 0;
     int code = 0;
     for (; !code && done < count; done += !code) {
-        int result = cuda->cuMemMap(base + places[done] * size, size, 0, handles[done], 0);
+        int result;
+        IN_CONTEXT(result, cuda, cuda->cuMemMap(base + places[done] * size, size, 0, handles[done], 0));
         if (result) code = refused(cuda, "cuMemMap", result);
     }
     for (uint64_t at = 0; !code && at < count;) {
         uint64_t length = run(places, at, count);
-        int result = cuda->cuMemSetAccess(base + places[at] * size, length * size, &both, 1);
+        int result;
+        IN_CONTEXT(result, cuda, cuda->cuMemSetAccess(base + places[at] * size, length * size, &both, 1));
         if (result) code = refused(cuda, "cuMemSetAccess", result);
         at += length;
     }
@@ -305,7 +333,10 @@ EXPORT int rlc_cuda_map(rlc_cuda *cuda, address base, const uint64_t *places, co
 
 /* Zeros at these places, which are mapped; they are there when it returns. */
 EXPORT int rlc_cuda_zero(rlc_cuda *cuda, address base, const uint64_t *places, uint64_t count) {
-    int code = with_context(cuda), result;
+    int code = enter(cuda), result;
+    if (code) return code;
+    if (!cuda->stream && (result = cuda->cuStreamCreate(&cuda->stream, 1 /* waits for no other stream */)))
+        code = refused(cuda, "cuStreamCreate", result);
     for (uint64_t at = 0; !code && at < count;) {
         uint64_t length = run(places, at, count), size = cuda->page_bytes;
         if ((result = cuda->cuMemsetD8Async(base + places[at] * size, 0, length * size, cuda->stream)))
@@ -313,5 +344,18 @@ EXPORT int rlc_cuda_zero(rlc_cuda *cuda, address base, const uint64_t *places, u
         at += length;
     }
     if (!code && (result = cuda->cuStreamSynchronize(cuda->stream))) code = refused(cuda, "cuStreamSynchronize", result);
+    leave(cuda);
+    return code;
+}
+
+/* Returns when all that this process told the device to do is done. Makes no context: without one there is nothing to do. */
+EXPORT int rlc_cuda_settle(rlc_cuda *cuda) {
+    unsigned flags;
+    int active = 0, result = cuda->cuDevicePrimaryCtxGetState(cuda->device, &flags, &active), code;
+    if (result) return refused(cuda, "cuDevicePrimaryCtxGetState", result);
+    if (!active) return 0;
+    if ((code = enter(cuda))) return code;
+    if ((result = cuda->cuCtxSynchronize())) code = refused(cuda, "cuCtxSynchronize", result);
+    leave(cuda);
     return code;
 }

@@ -4,12 +4,15 @@ Guarantees, beside those of :class:`orchestrator.proxy.LLMProxy`: a worker that 
 request; one that is given back gets nothing more, and what it had goes on elsewhere with the tokens that it has. What a borrowed
 worker hands back by itself (its pages or its time were taken, ROSE 4.1) is counted, and told as an event ``handed_back``: how
 many requests, and how many tokens they kept.
+
+Whoever places trajectories (:class:`Fleet`) hears of every worker that takes turns from now on, before it gets one, and of every
+worker that takes none any more, given back or lost, before anything that it had is sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.api import BorrowedWorker, Completion, GenerationRequest
 from orchestrator.lanes import Lane, Pending
@@ -17,8 +20,20 @@ from orchestrator.policies.routing import Seat
 from orchestrator.proxy import _LOST, LLMProxy
 
 
+class Fleet(Protocol):
+    """Who is told that workers come and leave, by their place."""
+
+    def came(self, worker: int) -> None:
+        """It takes turns from now on."""
+
+    def left(self, worker: int) -> None:
+        """It takes none any more."""
+
+
 class ElasticProxy(LLMProxy):
-    """An LLMProxy, with :meth:`take` and :meth:`give_back`."""
+    """An LLMProxy, with :meth:`take` and :meth:`give_back`. ``fleet``: who hears of workers, None: nobody."""
+
+    fleet: Fleet | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -41,6 +56,11 @@ class ElasticProxy(LLMProxy):
         return sum(caps) if all(caps) else None
 
     @property
+    def patience(self) -> float:
+        """Seconds that it waits for a borrowed worker when there is no other, as for one that is away."""
+        return 4 * self._stall_timeout
+
+    @property
     def updating(self) -> bool:
         """Whether the workers stand still for new weights: no time to exchange any."""
         return self._suspended
@@ -59,6 +79,9 @@ class ElasticProxy(LLMProxy):
             if self._heartbeat.caps is not None:
                 self._heartbeat.caps.join(lane)
         assert lane.parked
+        if lane.removed:  # it was given up, and is there after all
+            lane.removed = False
+            self.router.regain(lane.index)
         lane.worker, lane.restarts, lane.full = worker, 0, False
         lane.lives += 1
         try:
@@ -79,6 +102,7 @@ class ElasticProxy(LLMProxy):
             await asyncio.gather(lane.reviver, return_exceptions=True)
         moved, lane.lent = len(lane.sent), True  # nothing is sent there, and nobody brings it up anew
         self._seat(lane)
+        self._left(lane)
         try:
             if lane.alive:
                 async with asyncio.timeout(self._stall_timeout), lane.sending:
@@ -98,6 +122,18 @@ class ElasticProxy(LLMProxy):
     def _open_lane(self, lane: Lane) -> None:
         if not lane.parked:
             super()._open_lane(lane)
+            if self.fleet is not None:
+                self.fleet.came(lane.index)
+
+    def _lost(self, lane: Lane, why: str) -> None:
+        if lane.alive:
+            self.router.close(lane.index)
+            self._left(lane)
+        super()._lost(lane, why)
+
+    def _left(self, lane: Lane) -> None:
+        if self.fleet is not None:
+            self.fleet.left(lane.index)
 
     def _move(self, pending: Pending, part: Completion) -> None:
         if (lane := pending.worker) is not None and lane.borrowed and not lane.moving:

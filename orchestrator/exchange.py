@@ -10,23 +10,26 @@ Guarantees:
   engine of a pool, and its lease is free. What is taken is leased, activated, and has the present weights before its first
   request.
 * A run without workers of its own keeps its last server, whatever is wrong with it, until it has another: the proxy says when
-  that has lasted too long.
+  that has lasted too long. One without any, because other jobs have them all, waits as long for one, and then ends.
+* A server that the proxy has given up, as it did not come back in time, is given back, and may be taken again like any other.
 * Every change is an event: ``borrowed`` and ``returned``, with the reason and the use that decided it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
-from orchestrator.api import BorrowedWorker, CommandError, ConfigError, RetryableError
+from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
 from orchestrator.config import Config
 from orchestrator.elastic import ElasticProxy
 from orchestrator.events import EventLog
-from orchestrator.policies.borrowing import Borrowing, BorrowRules, Demand
+from orchestrator.policies.borrowing import GONE, Borrowing, BorrowRules, Demand
 from orchestrator.policies.routing import ANY, Seat
+from orchestrator.policies.seats import LEAST_UTILIZED
 from orchestrator.sections import BorrowedSection, RoutingSection
 
 OTHERS, DROPPED = "another job has it", "no candidate any more"
@@ -95,8 +98,11 @@ class Exchange:
         self._policy = Borrowing(rules_of(settings))
         self._demand = Demand(settings.idle)
         self._changing: dict[str, asyncio.Task[None]] = {}  # servers that are being taken or given back
+        self._leaving: set[asyncio.Task[None]] = set()  # clients that are being closed, whoever was cancelled meanwhile
         self._since: dict[str, float] = {}  # server -> when it was taken
         self._version = -1
+        self._had = asyncio.get_running_loop().time()  # when there was a worker
+        self._refused: dict[str, str] = {}  # server -> why it cannot be had, as it was said last
         self._see(first)
 
     async def run(self) -> None:
@@ -114,6 +120,7 @@ class Exchange:
             for task in self._changing.values():
                 task.cancel()
             await asyncio.gather(*self._changing.values(), return_exceptions=True)
+            await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def look(self) -> None:
         """Once: ask the servers how they are, and do what follows."""
@@ -121,17 +128,24 @@ class Exchange:
         now, proxy = asyncio.get_running_loop().time(), self._proxy
         self._see(offers)
         self._drop(offers)
+        self._give_up(now)
+        self._in_time(now)
         self._demand.saw(now, proxy.peak())
         if proxy.updating:
             return  # at the next look
         own = any(not lane.borrowed and not lane.removed for lane in proxy.lanes)
         least = 0 if own else 1
         most = self._settings.most or len(offers)
-        needed = self._demand.wanted(now, proxy.dedicated_turns(), self._routing.served_cap, most)
+        turns, cap = proxy.dedicated_turns(), self._routing.served_cap
+        if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
+            turns, cap = sum(not lane.borrowed and not lane.removed for lane in proxy.lanes), 1
+        needed = self._demand.wanted(now, turns, cap, most)
         begins, self._version = proxy.version != self._version, proxy.version
         change = self._policy.ask(self._market.job, max(least, needed), now, exchange=begins, least=least)
         for name, why in zip(change.given_back, change.reasons, strict=True):
             self._begin_return(name, why)
+            if why == DROPPED:
+                self._policy.left(name)
         for name in change.taken:
             if name in self._changing:
                 self._policy.refused(name, now)  # at the next look
@@ -157,6 +171,9 @@ class Exchange:
 
     def _see(self, offers: Sequence[Offer]) -> None:
         now = asyncio.get_running_loop().time()
+        self._refused = {
+            offer.url: why for offer in offers if (why := offer.why or (offer.taken and f"job {offer.taken} has it"))
+        }
         for offer in offers:
             if offer.why:
                 continue  # silent, and gone if that lasts
@@ -171,24 +188,48 @@ class Exchange:
         named = {offer.url: offer.taken for offer in offers}
         ours = self._policy.of(self._market.job)
         for name in self._policy.known:
-            if name in ours and (name not in named or named[name]):
-                self._begin_return(name, OTHERS if name in named else DROPPED)
-            if name not in named or (name in ours and named[name]):
+            if name not in named and name in ours:
+                self._policy.unwanted(name, DROPPED)  # given back when the policy is asked, but for a last one
+            elif name not in named:
                 self._policy.left(name)
+            elif name in ours and named[name]:
+                self._begin_return(name, OTHERS)
+                self._policy.left(name)
+
+    def _in_time(self, now: float) -> None:
+        """A run that has nothing left to generate with waits for a server, but not for ever. Raises RunError."""
+        if any(not (lane.parked or lane.removed) for lane in self._proxy.lanes) or self._changing:
+            self._had = now
+        elif now - self._had > self._proxy.patience:
+            why = "; ".join(f"{name}: {reason}" for name, reason in self._refused.items()) or "there is no candidate"
+            raise RunError(
+                f"no server could be borrowed for {now - self._had:.0f} s, and nothing else generates: {why}"
+            )
+
+    def _give_up(self, now: float) -> None:
+        """Those that the proxy has given up, however well they say they are: else they would be ours, and of no use, for good."""
+        ours = self._policy.of(self._market.job)
+        for lane in self._proxy.lanes:
+            name = lane.worker.name
+            if lane.borrowed and lane.removed and name in ours and name not in self._changing:
+                self._begin_return(name, GONE)
+                self._policy.refused(name, now)
 
     async def _take(self, name: str) -> None:
         loop = asyncio.get_running_loop()
         worker = self._market.worker(name)
         hardware = self._routing.hardware.get(name, ANY)
+        if isinstance(worker, PlacedWorker) and worker.hardware:
+            hardware = worker.hardware
         try:
             await self._proxy.take(worker, Seat(hardware, self._routing.served_cap, True))
         except _LOST as error:
             self._policy.refused(name, loop.time())
             if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault
                 self._proxy.note_fault(f"borrowing {name}", f"could not be taken: {error!r}")
-            await self._market.leave(worker)
+            await self._leave(worker)
         except BaseException:
-            await asyncio.shield(self._market.leave(worker))
+            await self._leave(worker)
             raise
         else:
             self._market.took(worker)
@@ -205,13 +246,22 @@ class Exchange:
             return
         worker = lane.worker
         assert isinstance(worker, BorrowedWorker)
-        moved = await self._proxy.give_back(lane)
-        await self._market.leave(worker)
+        try:
+            moved = await self._proxy.give_back(lane)
+        finally:
+            await self._leave(worker)
         held = loop.time() - self._since.pop(name, loop.time())
         use = self._policy.use(name, loop.time())
         self._events.emit(
             "returned", worker=name, reason=why, use=round(use, 6), requests=moved, seconds=round(held, 3)
         )
+
+    async def _leave(self, worker: BorrowedWorker) -> None:
+        """Close it. Who is cancelled meanwhile leaves the rest of it to :meth:`run`: else its lease would last."""
+        leaving = asyncio.create_task(self._market.leave(worker), name=f"leave {worker.name}")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        await asyncio.shield(leaving)
 
     def _borrowed(self, name: str, why: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -225,14 +275,23 @@ def exchange_of(config: Config, market: Market, proxy: ElasticProxy, events: Eve
 
 
 def offer_of(url: str, status: Mapping[str, object], mine: tuple[str, str], why: str = "") -> Offer:
-    """From a server's status. ``mine``: job and metadata store of this run."""
+    """From a server's status, whatever that says. ``mine``: job and metadata store of this run."""
     lease, device = status.get("lease"), status.get("device")
     taken = ""
     if isinstance(lease, dict) and (lease.get("job"), lease.get("place")) != mine:
-        taken = str(lease.get("job"))
+        taken = str(lease.get("job")) or "of another run"
     if not isinstance(device, dict):
         return Offer(url, why, taken)
-    mean, seconds = float(device.get("serving_use", 0.0)), float(device.get("seconds", 0.0))
-    return Offer(
-        url, why, taken, float(device.get("serving_now", mean)), (mean, seconds), bool(device.get("lends", True))
-    )
+    mean, seconds = device.get("serving_use", 0.0), device.get("seconds", 0.0)
+    now, lends = device.get("serving_now", mean), device.get("lends", True)
+    if not (_share(mean) and _share(now) and _number(seconds) and seconds >= 0 and isinstance(lends, bool)):
+        return Offer(url, why or f"says of its device what cannot be: {str(device)[:200]}", taken)
+    return Offer(url, why, taken, float(now), (float(mean), float(seconds)), lends)
+
+
+def _number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _share(value: object) -> TypeGuard[float]:
+    return _number(value) and 0 <= value <= 1

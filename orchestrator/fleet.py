@@ -5,21 +5,31 @@ Pure functions of the config and of what the workers say of themselves. Bad inpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from orchestrator.api import BorrowedWorker, ConfigError, PlacedWorker, RolloutWorker
+from orchestrator.api import BorrowedWorker, ConfigError, PlacedWorker, RolloutWorker, urls
 from orchestrator.policies.routing import ANY, DECODE, PREFILL, Seat, TurnRouter
-from orchestrator.sections import DisaggregationSection, RoutingSection
+from orchestrator.sections import DisaggregationSection, RolloutSection, RoutingSection
 
 
 def router(
-    settings: RoutingSection, workers: Sequence[RolloutWorker], parts: DisaggregationSection | None = None
+    settings: RoutingSection,
+    workers: Sequence[RolloutWorker],
+    parts: DisaggregationSection | None = None,
+    others: Callable[[str], bool] = lambda name: False,
 ) -> TurnRouter:
-    """The router of these workers. Two workers of one name, a class that nobody has: ConfigError."""
+    """The router of these workers. ``others``: whether a worker of this name may come later. Two workers of one name, a class
+    that nobody has: ConfigError."""
     names = [worker.name for worker in workers]
     placed = [worker.hardware if isinstance(worker, PlacedWorker) else "" for worker in workers]
     borrowed = [isinstance(worker, BorrowedWorker) for worker in workers]
-    return plan(settings, names, placed, borrowed, parts or DisaggregationSection())
+    return plan(settings, names, placed, borrowed, parts or DisaggregationSection(), others)
+
+
+def may_come(settings: RolloutSection, name: str) -> bool:
+    """Whether a server of this name may be borrowed later on: one that the config names, or any URL where a file names them."""
+    known = name in [url.rstrip("/") for url in settings.served]
+    return settings.borrowed.exchanged and (known or bool(settings.borrowed.file and not urls.mistake(name, True)))
 
 
 def plan(
@@ -28,13 +38,14 @@ def plan(
     placed: Sequence[str],
     borrowed: Sequence[bool],
     parts: DisaggregationSection | None = None,
+    others: Callable[[str], bool] = lambda name: False,
 ) -> TurnRouter:
     """The same before the workers are there. ``placed``: the class of each one's pool, "" where it has none."""
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ConfigError("rollout.workers", name, "two workers have this name; each needs one of its own")
     for name in settings.hardware:
-        if name not in names:
+        if name not in names and not others(name):
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.routing.hardware", name, fix)
     seats = [
@@ -48,6 +59,7 @@ def plan(
         skew=settings.skew,
         affinity=settings.affinity,
         fallback=settings.fallback,
+        spread=settings.spread,
         phases=phases(parts or DisaggregationSection(), [seat.hardware for seat in seats]),
     )
 

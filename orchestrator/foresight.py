@@ -8,16 +8,19 @@ from pathlib import Path
 
 from orchestrator.api import ConfigError, Task
 from orchestrator.config import Config
+from orchestrator.elastic import ElasticProxy
 from orchestrator.events import EventLog
+from orchestrator.fleet import may_come
 from orchestrator.forecasting import Forecasts, Predictor, prioritize
 from orchestrator.kv_gaps import GapMover
-from orchestrator.placing import Placing, RatesOf, line_rates, profile_rates
+from orchestrator.placing import Placing
 from orchestrator.policies.encoder import Encoder
 from orchestrator.policies.features import Progress
 from orchestrator.policies.prediction import Forecast, History, LengthPredictor, Outcome, Progressive, prompt_only
 from orchestrator.proxy import LLMProxy
 from orchestrator.reallocating import rates_of_degree, rates_of_lanes, read_profile
 from orchestrator.sections import PredictionSection
+from orchestrator.worker_rates import RatesOf, line_rates, profile_rates, rates_alone
 
 
 def make_predictor(settings: PredictionSection, prior: float, seed: int) -> LengthPredictor:
@@ -89,18 +92,22 @@ def forecasts_of(
     placer = None
     if rollout.placement.enabled:
         names = [lane.worker.name for lane in proxy.lanes]
-        unknown = [name for name in rollout.placement.speeds if name not in names]
-        if unknown:
-            fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
-            raise ConfigError("rollout.placement.speeds", unknown[0], fix)
+        for name in rollout.placement.speeds:
+            if name not in names and not may_come(rollout, name):
+                fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
+                raise ConfigError("rollout.placement.speeds", name, fix)
         rates, slots = given.rates, rollout.engine.max_num_seqs
         if rates is None and (profile := read_profile(config)) is not None:
             rates = profile_rates(profile, proxy.lanes, slots)
+            if rollout.borrowed.exchanged:  # before one of them comes
+                rates_alone(profile, "a borrowed server", slots)
         elif rates is None and rollout.placement.degrees.enabled:
             rates = rates_of_lanes(proxy.lanes, rates_of_degree(config))
         mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
-        rates = rates or line_rates(rollout.placement, names, slots)
+        rates = rates or line_rates(rollout.placement, proxy.lanes, slots)
         placer = Placing(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
+        if isinstance(proxy, ElasticProxy):
+            proxy.fleet = placer
     return Forecasts(
         rollout.prediction, predictor, events, prior, partial(prioritize, proxy, limit=rollout.stall_timeout), placer
     )

@@ -55,7 +55,7 @@ CONNECT_SECONDS = 120.0  # for the server's processes to connect to a relay
 OTHERS_SECONDS = 30.0  # that requests of an earlier run may take to end, when this one starts
 POLL_SECONDS = 20.0  # that the server may hold back an answer without completions
 POLL_GRACE_SECONDS = 20.0  # on top, for the answer to travel
-ADD_TOKENS = 500_000  # prompt tokens in one call of ADD (about 4 MB)
+ADD_TOKENS = 50_000  # prompt tokens in one call of ADD: its server's event loop reads them in some 10 ms
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -68,6 +68,7 @@ class HttpWorker:
     was started with. ``deactivate``: so ``close`` leaves it, if nobody else uses it.
     ``lease``: seconds for which the server's GPU is this job's alone, renewed while this object lives; a server that another
     job has refuses with a CommandError ``leased``. ``key``: proves that the lease is this life's; the same for all its workers.
+    ``mistakes``: why a server with such a status is not what it should be; such a one is never taken up (ConfigError).
     ``priority``: added to every request's, so that users of the server (0) go first. ``tls``: whom https trusts, and what is
     shown to a server that asks for a certificate. Raises ConfigError for a URL over which the token must not go, and for
     files of ``tls`` that cannot be used; a call of a server whose certificate is not right raises ConfigError too.
@@ -86,6 +87,7 @@ class HttpWorker:
         tls: Tls = SYSTEM,
         lease: float = LEASE_SECONDS,
         key: str = "",
+        mistakes: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
     ) -> None:
         if mistake := urls.mistake(url, allow_plain_http):
             raise ConfigError("worker.url", url, mistake)
@@ -96,6 +98,7 @@ class HttpWorker:
         self._relay = relay
         self.deactivate = deactivate
         self._priority = priority
+        self._mistakes = mistakes or (lambda status: ())
         self.activation: dict[str, Any] = {}  # what the server said of it, if ``start`` had to activate it
         self._joined = asyncio.Event()  # the relay was connected after its job had begun its epoch
         if relay is None:
@@ -208,8 +211,8 @@ class HttpWorker:
 
     async def activate_if_needed(self, status: Mapping[str, Any]) -> None:
         """By its status. Raises RetryableError while its device has no pages for it."""
-        state = status.get("activation") or {}
-        if state.get("state", "active") != "active":
+        state = status.get("activation")
+        if isinstance(state, dict) and state.get("state", "active") != "active":
             self.activation = await self._post(wire.ACTIVATE, None, WEIGHTS_SECONDS)
 
     async def _take(self) -> None:
@@ -263,6 +266,8 @@ class HttpWorker:
         status = await self.status()
         if status.get("broken"):
             raise RetryableError(f"{self.name}: its server has no engine: {status['broken']}")
+        if found := self._mistakes(status):  # started anew, with another model for other users
+            raise ConfigError("worker.url", self._url, "; ".join(found))
         return status
 
     async def _connect(self) -> None:

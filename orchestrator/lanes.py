@@ -186,6 +186,8 @@ def waits(lanes: Sequence[Lane], suspended: bool, preparing: int) -> str:
         return f"worker {', '.join(reviving)} to come back"
     if suspended:
         return "weight update"
+    if all(lane.parked or lane.removed for lane in lanes):
+        return "a server to borrow"
     if all(lane.lent for lane in lanes):
         return "the trainer, which has the devices"
     return f"weights of version {preparing} to reach the workers" if preparing >= 0 else ""

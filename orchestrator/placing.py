@@ -10,6 +10,11 @@ that even shares end as soon, trajectories are spread evenly. Whatever was plann
 another relieves it of what is in a gap there (:mod:`orchestrator.relief`). Where KV can be sent it is, in the order of the
 transmission scheduler; what could not be is computed anew; a move that did not begin before the next turn is ready is given up.
 Workers that close take no part: the router's own rule serves what was placed on them, until it is in a gap.
+
+Where workers come and leave while a run goes on (:class:`orchestrator.elastic.ElasticProxy` says so), all is placed anew over
+those that are there. What a worker that left had goes by its new rank, at once: to no worker that left, and no KV is sent from or
+to one. What waits for room takes that of a worker that came; the rest is looked at in its gap, or at its next turn at the latest,
+and moves where that pays.
 """
 
 from __future__ import annotations
@@ -18,31 +23,28 @@ import asyncio
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.api import ConfigError, ResizableWorker, RetryableError
+from orchestrator.api import RetryableError
 from orchestrator.events import EventLog
-from orchestrator.lanes import Lane
+from orchestrator.placed import Group, Placed, between, spread_of
 from orchestrator.policies.kv_peak import projected_peak
-from orchestrator.policies.loads import SCORE, Loads, Pace, Rates, place_loads, rates_of, sorted_loads
+from orchestrator.policies.loads import Loads, Pace, place_loads, sorted_loads
 from orchestrator.policies.migration import Move, Partition, Transmissions, decide
 from orchestrator.policies.prediction import Forecast
-from orchestrator.policies.profile import Layout, Profile
 from orchestrator.policies.routing import TurnRouter
 from orchestrator.relief import Relief
 from orchestrator.sections import PlacementSection
+from orchestrator.worker_rates import RatesOf
 
 _LOOK_AGAIN = 30.0  # seconds after which a trajectory that waits for room looks whether its worker is still there
 _PAYS = 0.95  # a cut by length among workers that are alike must end by so much sooner than shares that are alike
 _CHANGED = 1.25  # a forecast by this factor is a change
-
-RatesOf = Callable[[int], Rates]  # of a worker, by its place in the fleet
 
 
 class Mover(Protocol):
@@ -55,31 +57,6 @@ class Mover(Protocol):
     async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
         """Whether the target has it now. Raises RetryableError."""
         ...
-
-
-@dataclass(slots=True)
-class _Placed:
-    tokens: float
-    task: str
-    turns: float = 1.0
-    spread: float = 0.0  # of the logarithm of the tokens
-    worker: int = -1
-    context: int = 0
-    since: float = -1.0  # its environment works; -1: it does not
-    counted: int = -1  # worker in whose account it is
-    waits: asyncio.Future[None] | None = None  # until its worker has room for it
-    sending: asyncio.Task[None] | None = None
-
-
-@dataclass(slots=True)
-class _Group:
-    """The trajectories of the tasks that share workers, longest first."""
-
-    ranks: list[tuple[float, str]] = field(default_factory=list)  # (-tokens, trajectory)
-    partition: Partition | None = None
-    members: frozenset[int] = frozenset()  # workers of the last placement
-    changed: int = 0  # since it was solved
-    solved: float = 0.0
 
 
 class Placing:
@@ -101,16 +78,18 @@ class Placing:
         self._pace = Pace()
         self._longest = longest
         self._mover = mover
-        self._placed: dict[str, _Placed] = {}
-        self._groups: dict[tuple[int, ...], _Group] = {}
-        self._group_of: dict[str, _Group] = {}  # by task
-        self._accounts: dict[int, dict[str, _Placed]] = {}  # worker -> trajectories that began there
+        self._placed: dict[str, Placed] = {}
+        self._groups: dict[frozenset[str], Group] = {}  # by the classes of their workers
+        self._group_of: dict[str, Group] = {}  # by task
+        self._classes = router.fleet  # what the groups were made by
+        self._fleet = 0  # how often workers came or left
+        self._accounts: dict[int, dict[str, Placed]] = {}  # worker -> trajectories that began there
         self._waiting: dict[
             int, list[tuple[float, str]]
         ] = {}  # worker -> heap of those that have not begun, longest first
         self._transmissions = Transmissions()
         self._moves: dict[str, Move] = {}
-        self._relief: Relief[_Placed] = Relief(self._accounts, self._drain)
+        self._relief: Relief[Placed] = Relief(self._accounts, self._drain)
         self.moved = 0
         self.sent = 0  # of them with their KV
         self.solved = 0
@@ -119,7 +98,7 @@ class Placing:
 
     def begin(self, trajectory: str, task: str, tokens: float) -> None:
         """It starts."""
-        self._placed[trajectory] = _Placed(tokens, task)
+        self._placed[trajectory] = Placed(tokens, task)
         group = self._group(task)
         insort(group.ranks, (-tokens, trajectory))
         group.changed += 1
@@ -138,11 +117,11 @@ class Placing:
         if placed is None:
             return
         group = self._group(placed.task)
-        was = placed.tokens
+        was, placed.forecast = placed.tokens, forecast
         if max(was, forecast.tokens) > _CHANGED * max(1.0, min(was, forecast.tokens)):
             group.changed += 1
         del group.ranks[bisect_left(group.ranks, (-was, trajectory))]
-        placed.tokens, placed.turns, placed.spread = forecast.tokens, forecast.turns, _spread(forecast)
+        placed.tokens, placed.turns, placed.spread = forecast.tokens, forecast.turns, spread_of(forecast)
         insort(group.ranks, (-forecast.tokens, trajectory))
         if placed.worker >= 0 and self._settings.migrate and placed.context:
             self._reconsider(trajectory, placed, group, forecast)
@@ -155,15 +134,15 @@ class Placing:
         if placed.since >= 0:
             self._pace.gap(placed.task, asyncio.get_running_loop().time() - placed.since)
             placed.since = -1.0
+        if placed.worker >= 0 and placed.fleet != self._fleet and placed.forecast is not None:
+            placed.fleet = self._fleet  # since then no forecast has come
+            if self._settings.migrate and placed.context:
+                self._reconsider(trajectory, placed, self._group(placed.task), placed.forecast)
         if placed.worker < 0:
             group = self._group(placed.task)
             self._solve(group, placed.task)
-            if group.partition is not None:
-                rank = bisect_left(group.ranks, (-placed.tokens, trajectory))
-                self._put(trajectory, placed, group.partition.worker_of(rank, len(group.ranks)))
-                await self._room(trajectory, placed)
-            elif group.members:
-                self._put(trajectory, placed, min(group.members, key=self._number))
+            if (worker := self._worker_of(trajectory, placed, group)) >= 0:
+                self._put(trajectory, placed, worker)
                 await self._room(trajectory, placed)
         elif self._transmissions.running(trajectory) and placed.sending is not None:
             await asyncio.wait([placed.sending])
@@ -180,6 +159,7 @@ class Placing:
         group.changed += 1
         if placed.waits is not None:
             placed.waits.cancel()
+            placed.waits = None
         freed, placed.worker = placed.worker, -1
         self._account(trajectory, placed)
         self._admit(freed)
@@ -198,16 +178,65 @@ class Placing:
         """Counters since the start."""
         return {"moved": self.moved, "sent": self.sent, "solved": self.solved}
 
+    # -- workers that come and leave ---------------------------------------------------------------------------------
+
+    def came(self, worker: int) -> None:
+        """It takes turns from now on."""
+        self._place_anew()
+        self._admit(worker)
+
+    def left(self, worker: int) -> None:
+        """It takes none any more, and what it has goes on elsewhere. Said before anything of it is sent again."""
+        self._place_anew()
+        for trajectory, move in list(self._moves.items()):
+            if worker in (move.source, move.target):
+                placed = self._placed[trajectory]
+                if placed.sending is not None:
+                    placed.sending.cancel()
+                self._drop(trajectory)
+        self._waiting.pop(worker, None)
+        had = sorted((-one.tokens, name) for name, one in self._placed.items() if one.worker == worker)
+        for _, trajectory in had:
+            placed = self._placed[trajectory]
+            target = self._worker_of(trajectory, placed, self._group(placed.task))
+            self._put(trajectory, placed, target)
+            self._relief.changed(target)
+            if placed.waits is not None and target >= 0:
+                heappush(self._waiting.setdefault(target, []), (-placed.tokens, trajectory))
+                self._admit(target)
+            elif placed.waits is not None:  # for nobody: the router's own rule has it wait
+                waits, placed.waits = placed.waits, None
+                waits.set_result(None)
+            elif placed.context:
+                self.moved += 1
+
+    def _place_anew(self) -> None:
+        self._fleet += 1
+        self._relief.changed(*self._accounts)
+        for task in [group.task for group in self._groups.values()]:
+            self._solve(self._group(task), task)
+
     # -- where -------------------------------------------------------------------------------------------------------
 
-    def _group(self, task: str) -> _Group:
+    def _group(self, task: str) -> Group:
+        if self._classes != self._router.fleet:
+            self._classes = self._router.fleet
+            if any(self._groups.get(self._router.classes(name)) is not one for name, one in self._group_of.items()):
+                self._regroup()
         group = self._group_of.get(task)
         if group is None:
-            workers = tuple(self._router.eligible(task))
-            group = self._group_of[task] = self._groups.setdefault(workers, _Group())
+            group = self._group_of[task] = self._groups.setdefault(self._router.classes(task), Group(task))
         return group
 
-    def _solve(self, group: _Group, task: str) -> None:
+    def _regroup(self) -> None:
+        """Tasks share other workers than before: the last one of a class has left, or the first one came."""
+        self._groups, self._group_of = {}, {}
+        for trajectory, placed in self._placed.items():
+            group = self._group(placed.task)
+            insort(group.ranks, (-placed.tokens, trajectory))
+            group.changed += 1
+
+    def _solve(self, group: Group, task: str) -> None:
         """Place anew, where enough has changed since the last time."""
         now = asyncio.get_running_loop().time()
         active = len(group.ranks)
@@ -234,7 +263,14 @@ class Placing:
         group.members = frozenset(workers)
         self.solved += 1
 
-    def _loads(self, placed: Sequence[_Placed]) -> tuple[Loads, NDArray[np.int64]]:
+    def _worker_of(self, trajectory: str, placed: Placed, group: Group) -> int:
+        """By the last placement; -1: there is no worker."""
+        if group.partition is None:
+            return min(group.members, key=self._number, default=-1)
+        rank = bisect_left(group.ranks, (-placed.tokens, trajectory))
+        return group.partition.worker_of(rank, len(group.ranks))
+
+    def _loads(self, placed: Sequence[Placed]) -> tuple[Loads, NDArray[np.int64]]:
         contexts = [self._known(one) for one in placed]
         return sorted_loads(
             [one.tokens for one in placed],
@@ -250,7 +286,7 @@ class Placing:
         """How many are there or wait for room, for an order of workers."""
         return len(self._accounts.get(worker, ())) + len(self._waiting.get(worker, ())), worker
 
-    def _reconsider(self, trajectory: str, placed: _Placed, group: _Group, forecast: Forecast) -> None:
+    def _reconsider(self, trajectory: str, placed: Placed, group: Group, forecast: Forecast) -> None:
         self._solve(group, placed.task)
         if not group.members or self._transmissions.running(trajectory):
             return
@@ -259,8 +295,8 @@ class Placing:
             bisect_left(group.ranks, (-tokens, trajectory))
             for tokens in (
                 forecast.tokens,
-                _between(forecast.tokens, forecast.high, certainty),
-                _between(forecast.tokens, forecast.low, certainty),
+                between(forecast.tokens, forecast.high, certainty),
+                between(forecast.tokens, forecast.low, certainty),
             )
         ]
         target = placed.worker if placed.worker in group.members else min(group.members, key=self._number)
@@ -295,12 +331,12 @@ class Placing:
             self._relief.goes(trajectory, placed, move.source, target)
             self._begin_sending()
 
-    def _drain(self, worker: int, there: Sequence[_Placed]) -> float:
+    def _drain(self, worker: int, there: Sequence[Placed]) -> float:
         """Seconds until a worker has ended these."""
         loads, _ = self._loads(there)
         return loads.seconds(self._rates_of(worker), 0, len(there))
 
-    def _step(self, worker: int, more: _Placed | None = None) -> float:
+    def _step(self, worker: int, more: Placed | None = None) -> float:
         """Seconds a token there with the trajectories that began there, and one more; infinite where its KV does not fit."""
         rates, began = self._rates_of(worker), self._accounts.get(worker, {})
         number, context = len(began), sum(self._known(one) for one in began.values())
@@ -310,14 +346,14 @@ class Placing:
                 return math.inf
         return rates.step(number) + rates.context * context
 
-    def _put(self, trajectory: str, placed: _Placed, worker: int) -> None:
-        placed.worker = worker
+    def _put(self, trajectory: str, placed: Placed, worker: int) -> None:
+        placed.worker, placed.fleet = worker, self._fleet
         self._account(trajectory, placed)
         self._router.place(trajectory, worker)
 
     # -- room for KV -------------------------------------------------------------------------------------------------
 
-    def _account(self, trajectory: str, placed: _Placed) -> None:
+    def _account(self, trajectory: str, placed: Placed) -> None:
         """Bring the workers' accounts up to date: it is in that of the worker where it began."""
         began = placed.worker if placed.waits is None else -1
         if began != placed.counted:
@@ -327,10 +363,10 @@ class Placing:
                 self._accounts.setdefault(began, {})[trajectory] = placed
             placed.counted = began
 
-    def _known(self, placed: _Placed) -> float:
+    def _known(self, placed: Placed) -> float:
         return placed.context or self._pace.opening(placed.task)
 
-    def _fits(self, worker: int, placed: _Placed) -> bool:
+    def _fits(self, worker: int, placed: Placed) -> bool:
         """Whether the KV of all that are there has room to the end with one more."""
         began = self._accounts.get(worker)
         room = self._rates_of(worker).room
@@ -346,7 +382,7 @@ class Placing:
         )
         return peak <= room
 
-    async def _room(self, trajectory: str, placed: _Placed) -> None:
+    async def _room(self, trajectory: str, placed: Placed) -> None:
         """Wait until the worker has room for its KV: trajectories that begin without it take turns in computing their prefixes
         anew. The longest goes first; a worker that has nobody never lets one wait."""
         placed.waits = asyncio.get_running_loop().create_future()
@@ -371,7 +407,7 @@ class Placing:
             if waits is not None and not waits.done():
                 waits.set_result(None)
 
-    def _next(self, worker: int) -> tuple[str, _Placed] | None:
+    def _next(self, worker: int) -> tuple[str, Placed] | None:
         """Who begins next on a worker: still waiting, and served there."""
         own = self._waiting.get(worker, [])
         others = sorted((heap for key, heap in self._waiting.items() if key != worker), key=len, reverse=True)
@@ -392,7 +428,7 @@ class Placing:
             placed = self._placed[move.trajectory]
             placed.sending = asyncio.create_task(self._send(move, placed), name=f"send KV of {move.trajectory}")
 
-    async def _send(self, move: Move, placed: _Placed) -> None:
+    async def _send(self, move: Move, placed: Placed) -> None:
         assert self._mover is not None
         try:
             arrived = await self._mover.send(move.trajectory, move.source, move.target, placed.context)
@@ -400,8 +436,9 @@ class Placing:
             arrived = False
             self._events.emit("fault", what="kv transfer", cause="kv transfer", detail=str(error)[:300])
         finally:
-            self._transmissions.end(move.trajectory)
-            self._moves.pop(move.trajectory, None)
+            if self._moves.get(move.trajectory) is move:  # else it was given up, and perhaps another one began
+                self._transmissions.end(move.trajectory)
+                del self._moves[move.trajectory]
         self.moved += 1
         self.sent += arrived
         self._put(move.trajectory, placed, move.target)  # without its KV it is computed anew there
@@ -415,49 +452,3 @@ class Placing:
         if self._moves.pop(trajectory, None) is not None:
             self._transmissions.end(trajectory)
             self._begin_sending()
-
-
-def _between(value: float, bound: float, share: float) -> float:
-    """So far on the way from a value to a bound, in logarithms."""
-    value, bound = max(value, 1.0), max(bound, 1.0)
-    return float(value * (bound / value) ** share)
-
-
-def _spread(forecast: Forecast) -> float:
-    """Standard deviation of the logarithm, so that one in ten is above ``high`` and the mean is as forecast; 1.28 at most, as no
-    log-normal distribution has more above its mean."""
-    above = max(0.0, math.log((1.0 + forecast.high) / (1.0 + forecast.tokens)))
-    return SCORE - math.sqrt(max(0.0, SCORE * SCORE - 2.0 * above))
-
-
-def line_rates(settings: PlacementSection, names: Sequence[str], slots: int) -> RatesOf:
-    """Of the run's settings, where there is no profile: a line in the number of sequences beside each other."""
-    made: dict[str, Rates] = {}
-
-    def rates(worker: int) -> Rates:
-        name = names[worker]
-        if name not in made:
-            alone = settings.token_seconds / settings.speeds.get(name, 1.0)
-            steps = (alone, alone * (1.0 + settings.interference))
-            made[name] = Rates(steps, prefill=settings.prefill_seconds, slots=slots)
-        return made[name]
-
-    return rates
-
-
-def profile_rates(profile: Profile, lanes: Sequence[Lane], slots: int) -> RatesOf:
-    """Of a profile, for each worker in the layout that it has now. Raises ConfigError for one that was not profiled."""
-    made: dict[int, Rates] = {}
-
-    def rates(worker: int) -> Rates:
-        engine = lanes[worker].worker
-        ranks = max(1, engine.ranks) if isinstance(engine, ResizableWorker) else 1
-        if ranks not in made:
-            try:
-                made[ranks] = rates_of(profile, Layout(ranks), slots)
-            except KeyError as error:
-                fix = f"{error.args[0]}: measure it with `rl-coserve profile`"
-                raise ConfigError("rollout.placement.profile", f"TP {ranks} of {engine.name}", fix) from error
-        return made[ranks]
-
-    return rates

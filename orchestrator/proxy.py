@@ -432,7 +432,7 @@ class LLMProxy:
             self._dispatch()
             return
         lane.removed = True
-        if all(other.removed for other in self.lanes):
+        if all(other.removed or other.parked for other in self.lanes):
             last = f"the last time: {lane.failed[:300]}"
             self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}, {last}"))
         else:

@@ -17,10 +17,8 @@ from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.forecasting import Forecasts
 from orchestrator.lanes import Lane
-from orchestrator.placing import RatesOf
 from orchestrator.planning import Planning, planning_of
 from orchestrator.policies.loads import Rates, rates_of
-from orchestrator.policies.planner import layouts_of
 from orchestrator.policies.profile import Layout, Profile
 from orchestrator.policies.reallocation import (
     Ended,
@@ -34,10 +32,12 @@ from orchestrator.policies.reallocation import (
 from orchestrator.profile import load as load_profile
 from orchestrator.proxy import LLMProxy
 from orchestrator.reshaping import ReshapingProxy, ranks_of
+from orchestrator.worker_rates import RatesOf
 
 if TYPE_CHECKING:
     from orchestrator.parts import Parts
 
+POWERS = [1 << power for power in range(12)]  # degrees on offer; unequal ones need not divide the devices: 3 are 2+1
 _FIELD = "rollout.placement.degrees"
 
 
@@ -53,13 +53,13 @@ def make_reallocation(
     divide, 0: not known; ``rates``, ``start_seconds``: what else is known of the degrees and of an engine's start than the config
     says. Raises ConfigError."""
     settings, devices = config.rollout.placement.degrees, config.rollout.workers
-    possible = [layout.tp for layout in layouts_of(devices, devices, heads=heads)]
+    possible = [tp for tp in POWERS if tp <= devices and (not heads or heads % tp == 0)]
     profile = read_profile(config)
     if rates is None:
         known = [layout.tp for layout in profile.layouts] if profile is not None else [*settings.speeds]
         possible = [tp for tp in possible if tp in known]
     if not possible:
-        fix = "says nothing of the degrees that divide the devices: name rollout.placement.degrees.speeds, or a profile of them"
+        fix = "says nothing of degrees that these devices can have: name rollout.placement.degrees.speeds, or a profile of them"
         field = f"{_FIELD}.speeds" if profile is None else "rollout.placement.profile"
         raise ConfigError(field, dict(settings.speeds) or config.rollout.placement.profile, fix)
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from orchestrator import disaggregation, fleet
@@ -115,7 +116,7 @@ class Rollout:
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,
             current_only=not self.mode.carries_over,
-            router=fleet.router(settings.routing, workers, settings.disaggregation),
+            router=fleet.router(settings.routing, workers, settings.disaggregation, partial(fleet.may_come, settings)),
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=fail,
         )

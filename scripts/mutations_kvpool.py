@@ -76,7 +76,7 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "kv budget: serving takes more than its part of a static partition",
         "vllm_rlplugin/kvpool/parking.py",
-        "count = min(count, max(0, self.most - len(self._used)))",
+        "count = min(count, max(0, (self.most if allowed is None else min(self.most, allowed)) - len(self._used)))",
         "pass",
         "tests/test_kvpool_engine.py -k static_partition",
     ),

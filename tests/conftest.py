@@ -24,6 +24,7 @@ import pytest
 from orchestrator.api import MetadataStore
 from orchestrator.transfer import MemoryMetadata, SqliteMetadata
 from orchestrator.transfer.redis import RedisMetadata
+from tests import stall_server
 
 ROOT = Path(__file__).parents[1]
 START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one
@@ -73,7 +74,8 @@ def vllm_serve() -> Serve:
 
 
 @contextmanager
-def serving(folder: Path, model: Path, token: str, *options: str) -> Iterator[Server]:
+def serving(folder: Path, model: Path, token: str, *options: str, watched: bool = False) -> Iterator[Server]:
+    """``watched``: ``GET /stalls`` says what held its event loop up."""
     port = free_port()
     (folder / "token").write_text(token)
     (folder / "token").chmod(0o600)
@@ -87,6 +89,9 @@ def serving(folder: Path, model: Path, token: str, *options: str) -> Iterator[Se
     }
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # of in-process engines of other tests
     environment.pop("RL_COSERVE_TOKEN", None)
+    if watched:
+        environment["PYTHONPATH"] += os.pathsep + stall_server.installed(folder / "watch")
+        environment["VLLM_PLUGINS"] = f"rl-coserve,{stall_server.NAME}"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--plugin", "rl-coserve"]
     command += ["--rl-token-file", str(folder / "token"), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--generation-config", "vllm"]

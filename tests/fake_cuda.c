@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-       INVALID_CONTEXT = 201 };
+       INVALID_CONTEXT = 201, ILLEGAL_ADDRESS = 700 };
 enum { MAX = 1 << 16 };
 
 typedef struct {
@@ -46,7 +46,10 @@ static mapping mapped[MAX];  /* size 0: unused */
 static uint64_t mappings;    /* of `mapped` that were ever used */
 static int calls[16];
 static int fail_call = -1, fail_after, fail_with;
-static __thread void *current; /* context of this thread */
+static __thread void *stack[8]; /* contexts of this thread, the current one on top */
+static __thread int depth;
+static int wants_context;      /* every call that takes memory wants one */
+static int working, settled;   /* kernels run; how often they were waited for */
 
 enum { CREATE, RELEASE, MAP, UNMAP, ACCESS, EXPORT_, IMPORT, MEMSET };
 static const char *const NAMES[] = {"cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess",
@@ -62,6 +65,11 @@ static int index_of(const char *name) {
 
 int fake_cuda_calls(const char *name) { return calls[index_of(name)]; }
 void fake_cuda_fail(const char *name, int after, int with) { fail_call = index_of(name), fail_after = after, fail_with = with; }
+/* This thread's context is one of another device from here on; kernels of this process run. */
+void fake_cuda_elsewhere(void) { stack[depth++] = &device; }
+int fake_cuda_depth(void) { return depth; }
+void fake_cuda_work(void) { working = 1, device_kept++; }
+int fake_cuda_settled(void) { return settled; }
 int fake_cuda_open_handles(void) {
     int found = 0;
     for (int index = 0; index < MAX; index++) found += fds[index] != 0;
@@ -85,12 +93,13 @@ void fake_cuda_reset(void) {
     memset(mapped, 0, sizeof mapped);
     memset(ranges, 0, sizeof ranges);
     memset(calls, 0, sizeof calls);
-    mappings = 0, device = -1, current = NULL, device_kept = 0, fail_call = -1, unit = 2 << 20;
+    mappings = 0, device = -1, depth = 0, device_kept = 0, fail_call = -1, unit = 2 << 20, working = settled = 0;
 }
 
 static int told(int call) {
     calls[call]++;
     if (device < 0) return NOT_INITIALIZED;
+    if (wants_context && (!depth || stack[depth - 1] != &context)) return INVALID_CONTEXT;
     if (call == fail_call && fail_after-- == 0) {
         fail_call = -1;
         return fail_with;
@@ -120,6 +129,7 @@ int cuInit(unsigned flags) {
     if (fd < 0 || fstat(fd, &facts)) return NO_DEVICE;
     if (size) unit = strtoull(size, NULL, 10);
     units = (uint64_t)facts.st_size / unit;
+    wants_context = getenv("FAKE_CUDA_WANTS_CONTEXT") != NULL;
     device = fd;
     return OK;
 }
@@ -144,11 +154,17 @@ int cuDeviceGetAttribute(int *value, int attribute, int which) {
     return which == 0 ? OK : INVALID_DEVICE;
 }
 int cuDevicePrimaryCtxRetain(void **found, int which) { return *found = &context, device_kept++, which == 0 ? OK : INVALID_DEVICE; }
+int cuDevicePrimaryCtxGetState(int which, unsigned *flags, int *active) {
+    return *flags = 0, *active = device_kept > 0, which == 0 ? OK : INVALID_DEVICE;
+}
 int cuDevicePrimaryCtxRelease_v2(int which) { return device_kept-- > 0 && which == 0 ? OK : INVALID_CONTEXT; }
-int cuCtxGetCurrent(void **found) { return *found = current, OK; }
-int cuCtxSetCurrent(void *wanted) { return wanted == &context ? (current = wanted, OK) : INVALID_CONTEXT; }
-int cuStreamCreate(void **stream, unsigned flags) { return *stream = &context, current && flags == 1 ? OK : INVALID_CONTEXT; }
-int cuStreamSynchronize(void *stream) { return stream == &context && current ? OK : INVALID_CONTEXT; }
+int cuCtxPushCurrent_v2(void *wanted) { return depth < 8 ? (stack[depth++] = wanted, OK) : INVALID_CONTEXT; }
+int cuCtxPopCurrent_v2(void **found) { return depth ? (*found = stack[--depth], OK) : INVALID_CONTEXT; }
+static int ours(void) { return depth && stack[depth - 1] == &context && device_kept > 0; }
+int cuCtxSynchronize(void) { return ours() ? (working = 0, settled++, OK) : INVALID_CONTEXT; }
+int cuStreamCreate(void **stream, unsigned flags) { return *stream = &context, ours() && flags == 1 ? OK : INVALID_CONTEXT; }
+int cuStreamDestroy_v2(void *stream) { return stream == &context && ours() ? OK : INVALID_CONTEXT; }
+int cuStreamSynchronize(void *stream) { return stream == &context && ours() ? OK : INVALID_CONTEXT; }
 
 static int right(const allocation *wanted) {
     return wanted->type == 1 && wanted->handle_types == 1 && wanted->place.type == 1 && wanted->place.id == 0 && !wanted->win32;
@@ -181,7 +197,6 @@ int cuMemCreate(uint64_t *handle, size_t size, const allocation *wanted, unsigne
     int code = told(CREATE);
     if (code) return code;
     if (!right(wanted) || flags || !size || size % unit) return INVALID_VALUE;
-    if (getenv("FAKE_CUDA_WANTS_CONTEXT") && !current) return INVALID_CONTEXT;
     uint64_t need = size / unit;
     char path[32];
     snprintf(path, sizeof path, "/proc/self/fd/%d", device);
@@ -309,6 +324,7 @@ int cuMemUnmap(uint64_t at, size_t size) {
     extent where = {at, size};
     if (code) return code;
     if (!size || covered(where) != size) return INVALID_VALUE;
+    if (working) return ILLEGAL_ADDRESS; /* a kernel touches it */
     if (bare(at, size, 1, NULL)) return OUT_OF_MEMORY;
     for (uint64_t index = 0; index < mappings; index++)
         if (mapped[index].where.size && inside(mapped[index].where, where)) mapped[index].where.size = 0;
@@ -328,7 +344,7 @@ int cuMemSetAccess(uint64_t at, size_t size, const int *desc, size_t count) {
 int cuMemsetD8Async(uint64_t at, unsigned char value, size_t count, void *stream) {
     int code = told(MEMSET);
     if (code) return code;
-    if (!current || stream != &context) return INVALID_CONTEXT;
+    if (!ours() || stream != &context) return INVALID_CONTEXT;
     if (covered((extent){at, count}) != count) return INVALID_VALUE;
     memset((void *)at, value, count);
     return OK;

@@ -44,6 +44,28 @@ def fail(driver: Path, name: str, after: int, code: int) -> None:
     ctypes.CDLL(str(driver)).fake_cuda_fail(name.encode(), after, code)
 
 
+def elsewhere(driver: Path) -> int:
+    """This thread's context is one of another device from here on; returns how many contexts it has on its stack."""
+    found = ctypes.CDLL(str(driver))
+    found.fake_cuda_elsewhere()
+    return depth(driver)
+
+
+def depth(driver: Path) -> int:
+    """Contexts on this thread's stack."""
+    return int(ctypes.CDLL(str(driver)).fake_cuda_depth())
+
+
+def work(driver: Path) -> None:
+    """Kernels of this process run from here on, until they are waited for; unmapping meanwhile is an illegal address."""
+    ctypes.CDLL(str(driver)).fake_cuda_work()
+
+
+def settled(driver: Path) -> int:
+    """How often they were waited for."""
+    return int(ctypes.CDLL(str(driver)).fake_cuda_settled())
+
+
 def reset(driver: Path) -> None:
     """As if this process had not used it yet."""
     ctypes.CDLL(str(driver)).fake_cuda_reset()

@@ -79,14 +79,6 @@ def test_a_wrong_value_is_named_with_its_fix(wrong: dict[str, Any], field: str, 
     assert hint in str(caught.value)
 
 
-def test_servers_that_change_go_not_with_trajectories_that_are_placed() -> None:
-    placed = {"prediction": {"enabled": True}, "placement": {"enabled": True}}
-    rollout = {"served": [URL], "borrowed": {"most": 1}, **placed}
-    with pytest.raises(ConfigError, match=r"leave out rollout\.borrowed") as caught:
-        parse_config({"rollout": rollout})
-    assert caught.value.field == "rollout.placement.enabled"
-
-
 def test_the_file_of_servers_names_them_and_a_wrong_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "servers"
     config = config_of(URL, file=str(file))

@@ -182,13 +182,79 @@ def test_what_the_driver_refuses_in_the_middle_is_undone_with_a_fake_driver(
     assert fake_cuda.left(library) == (0, 0)
 
 
-def test_pages_are_made_without_a_context_and_with_one_where_the_driver_asks_for_it_with_a_fake_driver(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_pages_come_and_go_without_a_context_and_with_one_where_the_driver_asks_for_it_with_a_fake_driver(
+    path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, wants: bool, elsewhere: bool
 ) -> None:
-    """A keeper has none: it would cost memory of the device."""
-    driver.release(driver.create(2))
-    monkeypatch.setenv("FAKE_CUDA_WANTS_CONTEXT", "1")
-    driver.release(driver.create(2))
+    """A keeper has none: it would cost memory of the device. A thread keeps the one it has, of another device too."""
+    if wants:
+        monkeypatch.setenv("FAKE_CUDA_WANTS_CONTEXT", "1")
+    driver = Driver(PAGE, library=str(library))
+    before = fake_cuda.elsewhere(library) if elsewhere else 0
+    handles, base = driver.create(2), driver.reserve(4 * PAGE)
+    descriptor = driver.export(int(handles[0]))
+    (again,) = driver.take([descriptor])
+    os.close(descriptor)
+    driver.map(base, places(0, 2), np.array([again, handles[1]], np.uint64))
+    ctypes.memset(base + 2 * PAGE, 7, PAGE)
+    driver.zero(base, places(2))
+    assert ctypes.string_at(base + 2 * PAGE, 4) == bytes(4)
+    driver.settle()
+    driver.unmap(base, places(0, 2))
+    driver.release(np.array([again, *handles], np.uint64))
+    driver.free(base, 4 * PAGE)
+    assert (fake_cuda.left(library), fake_cuda.depth(library)) == ((0, 0), before)
+    driver.close()
+    assert fake_cuda.depth(library) == before
+
+
+def test_what_can_be_released_is_even_if_the_driver_refuses_one_with_a_fake_driver(
+    driver: Driver, library: Path
+) -> None:
+    handles = driver.create(3)
+    fake_cuda.fail(library, "cuMemRelease", 0, 999)
+    with pytest.raises(PoolError, match=r"cuMemRelease: an error without a name \(999\)"):
+        driver.release(handles)
+    assert fake_cuda.left(library) == (1, 0)
+
+
+def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fake_driver(
+    path: Path, driver: Driver, library: Path
+) -> None:
+    """A drafter's kernels still run when the output of its step is here: an idle or deactivated engine waits for them."""
+    from tests.test_kvpool_engine import parking_of
+
+    with created(path, driver) as memory:
+
+        class Groups:
+            def back(self, groups: list[int]) -> bool:
+                return memory.back(places(*groups))
+
+            def drop(self, groups: list[int]) -> None:
+                memory.drop(places(*groups))
+
+            def settle(self) -> None:
+                memory.settle()
+
+        assert memory.back(places(0))
+        _, parking = parking_of(Groups(), after=1)
+        driver.settle()
+        assert fake_cuda.settled(library) == 0, "nothing was computed yet, and no context is made for that"
+        parking.want(6)
+        fake_cuda.work(library)
+        with pytest.raises(PoolError, match="cuMemUnmap"):
+            memory.drop(places(1))
+        parking.began()
+        parking.shrink(1)
+        parking.began()
+        parking.ended()
+        assert (fake_cuda.settled(library), memory.mapped) == (0, 2), "the next step is in flight, and has not ended"
+        parking.ended()
+        assert (fake_cuda.settled(library), memory.mapped) == (1, 1)
+        fake_cuda.work(library)
+        parking.sleep()
+        assert (fake_cuda.settled(library), memory.mapped) == (2, 0)
 
 
 def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: Driver) -> None:

@@ -86,14 +86,17 @@ class Pages:
         self.mapped -= set(groups)
         self.free += len(groups)
 
+    def settle(self) -> None:
+        """Nothing runs on a device."""
 
-def parking_of(pages: Pages, in_flight: int = 0, clock: list[float] | None = None) -> tuple[Any, Parking]:
+
+def parking_of(pages: Any, clock: list[float] | None = None, **options: Any) -> tuple[Any, Parking]:
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(32, enable_caching=True, hash_block_size=16)
     at = clock if clock is not None else [0.0]
     geometry = Geometry.of(32, [(0, 1024)], 4096)
-    return pool, Parking(pool, geometry, pages, backed=[0], in_flight=in_flight, now=lambda: at[0], keep=10.0)
+    return pool, Parking(pool, geometry, pages, backed=[0], now=lambda: at[0], keep=10.0, **options)
 
 
 def test_only_blocks_with_pages_are_ever_handed_out() -> None:
@@ -101,7 +104,8 @@ def test_only_blocks_with_pages_are_ever_handed_out() -> None:
     for seed in range(30):
         rng, pages, held = random.Random(seed), Pages(5), list[Any]()
         clock = [0.0]
-        pool, parking = parking_of(pages, in_flight=rng.choice((0, 2)), clock=clock)
+        pool, parking = parking_of(pages, clock=clock)
+        ahead = rng.choice((0, 2))
         assert pool.get_num_free_blocks() == 3
         for _ in range(300):
             clock[0] += rng.uniform(0, 2)
@@ -118,7 +122,9 @@ def test_only_blocks_with_pages_are_ever_handed_out() -> None:
                 parking.shrink(rng.randrange(3))
             elif what < 0.9:
                 parking.look()
-            parking.stepped()
+            parking.began()
+            if parking.in_flight > ahead:
+                parking.ended()
             assert {block.block_id // 4 for block in held} <= pages.mapped
             assert 0 in pages.mapped
             assert pool.num_gpu_blocks == 4 * parking.backed
@@ -141,14 +147,32 @@ def test_of_a_static_partition_no_more_groups_get_pages_than_belong_to_it() -> N
 
 def test_pages_are_dropped_only_after_the_steps_that_were_in_flight() -> None:
     pages = Pages(5)
-    _, parking = parking_of(pages, in_flight=2)
+    _, parking = parking_of(pages)
     assert parking.want(8)
+    parking.began()
+    parking.began()
     assert parking.shrink(1) == 1
     before = set(pages.mapped)
-    parking.stepped()
+    parking.began()
+    parking.look()
+    parking.ended()
     assert pages.mapped == before, "a step that was scheduled before may still write there"
-    parking.stepped()
-    assert len(pages.mapped) == len(before) - 1
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
+        parking.sleep()
+    parking.ended()
+    assert len(pages.mapped) == len(before) - 1, "and not a step later"
+
+
+def test_pages_on_their_way_are_used_again_only_as_far_as_the_budget_goes() -> None:
+    pages = Pages(5)
+    _, parking = parking_of(pages)
+    assert parking.want(15)
+    parking.began()
+    assert parking.shrink(4) == 3
+    assert not parking.want(15, 2), "else what was cut would never be given back"
+    assert (parking.backed, parking.held) == (2, 4)
+    parking.ended()
+    assert (parking.backed, parking.held) == (2, 2)
 
 
 def test_a_group_nobody_used_for_long_goes_back_and_a_used_one_stays() -> None:

@@ -161,6 +161,53 @@ def test_a_step_is_published_with_its_end_and_a_token_with_the_slack_of_equation
     assert (setup.meter.latest.firsts, setup.meter.latest.late_first) == (1, 0)
 
 
+def test_of_two_steps_under_way_each_token_has_the_slack_of_the_step_that_makes_it(setup: Setup) -> None:
+    """Async scheduling: the second step is scheduled before the first is over."""
+    first = request("a", 400, arrival=100.0)
+    setup.meter.arrived(first)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.at = 100.06
+    first.num_output_tokens, first.num_tokens, first.num_computed_tokens = 1, 401, 400
+    setup.meter.ended()
+    first.num_output_placeholders = 1
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    alone = setup.said().tpot_slack
+    assert alone == pytest.approx(0.05 - 0.006)
+    first.num_output_placeholders = 2
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    assert setup.said().step_end == pytest.approx(100.072), "one after the other"
+    assert setup.said().tpot_slack == pytest.approx(alone), "the next token does not wait for the second step"
+    late = request("b", 1000, arrival=100.06)
+    setup.meter.arrived(late)
+    setup.meter._steps.pop()
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1000}))
+    assert setup.said().tpot_slack == pytest.approx(0.1 - 0.006 - 0.116), "the second takes longer than the SLO"
+
+
+def test_a_step_costs_what_it_ran_and_not_what_it_waited_for_the_one_before(setup: Setup) -> None:
+    seen: list[tuple[int, int, float, bool]] = []
+    costs = Known()
+    costs.saw = lambda *what, shared: seen.append((*what, shared))  # type: ignore[method-assign,assignment]
+    meter = ServingMeter(
+        setup.pool, costs, Slo(0.2, 0.05), "dual", rollouts=lambda: (setup.slot,), now=lambda: setup.at
+    )
+    first = request("a", 400, arrival=100.0)
+    meter.arrived(first)
+    setup.other.publish(Rolled(busy=0.0).pack())
+    meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    first.num_output_placeholders = 2  # as vLLM counts when the next step is scheduled before the first token is there
+    setup.at = 100.01
+    meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.other.publish(Rolled(busy=0.02).pack())
+    setup.at = 100.05
+    first.num_output_tokens = 1
+    meter.ended()
+    setup.at = 100.056
+    meter.ended()
+    assert [(tokens, batch, shared) for tokens, batch, _, shared in seen] == [(400, 0, True), (0, 1, False)]
+    assert [seconds for _, _, seconds, _ in seen] == pytest.approx([0.05, 0.006])
+
+
 def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_without(setup: Setup) -> None:
     first = request("a", 400, outputs=0, arrival=100.0)
     setup.meter.arrived(first)
@@ -282,6 +329,19 @@ def test_decoding_goes_first_and_prefill_waits_where_both_do_not_fit(setup: Setu
         setup.stock.add(name, 100, outputs=5)
     setup.pool.publish(Served(ServingState(setup.at, 0.012, busy=True, tick=1)).pack())
     assert setup.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1}
+
+
+def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_one_only(setup: Setup) -> None:
+    """Async scheduling: where there is nobody to consider two steps are under way, else one."""
+    setup.stock.add("r", 10_000)
+    setup.pool.publish(Served(ServingState(setup.at), "none").pack())
+    first, second = setup.step(), setup.step()
+    assert (first.total_num_scheduled_tokens, second.total_num_scheduled_tokens) == (2048, 2048)
+    setup.turns.ended(first)
+    setup.meter.idle()
+    assert setup.step().total_num_scheduled_tokens == 0, "one is in flight still"
+    setup.turns.ended(second)
+    assert setup.step().total_num_scheduled_tokens == 512
 
 
 def test_where_no_serving_engine_is_everything_runs(setup: Setup) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.api import RetryableError
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placing import Placing, line_rates
+from orchestrator.lanes import Lane
+from orchestrator.placing import Placing
 from orchestrator.policies.migration import Move, Partition, Transmissions, decide
 from orchestrator.policies.prediction import Forecast
 from orchestrator.policies.routing import Seat, TurnRouter
 from orchestrator.sections import PlacementSection
 from orchestrator.sim.loop import run
+from orchestrator.worker_rates import line_rates
 
 
 def test_group_sizes_scale_with_what_is_active() -> None:
@@ -114,7 +117,8 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[Placing, TurnRouter, M
     for worker in range(3):
         router.open(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
-    return Placing(chosen, router, events, line_rates(chosen, ["a", "b", "c"], 64), wire), router, sink
+    lanes = [Lane(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
+    return Placing(chosen, router, events, line_rates(chosen, lanes, 64), wire), router, sink
 
 
 def told(placing: Placing, name: str, tokens: float, context: int) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError, RunError
 from orchestrator.policies.routing import LEAST_LOADED, ROUND_ROBIN, RULES, Seat, TurnRouter
+from orchestrator.policies.seats import SPREADS
 
 
 def opened(seats: Sequence[Seat], rule: str = RULES[0], **options: object) -> TurnRouter:
@@ -191,14 +192,15 @@ def test_a_turn_is_overtaken_only_so_often(patience: int) -> None:
     assert turn - 1 == patience
 
 
+@pytest.mark.parametrize("spread", SPREADS)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=20, deadline=None)
-def test_nothing_starves_while_slots_are_freed(seed: int) -> None:
+def test_nothing_starves_while_slots_are_freed(spread: str, seed: int) -> None:
     """After it is due, and so are those before it, only those go first."""
     draw = random.Random(seed)
     seats = [Seat("A", draw.randint(1, 3), draw.random() < 0.3) for _ in range(draw.randint(1, 5))]
     patience = draw.choice((0, 8))
-    router = opened(seats, patience=patience)
+    router = opened(seats, patience=patience, spread=spread)
     running: list[str] = []
     waiting: dict[str, tuple[int, int]] = {}  # request -> when it is due, and when it has gone at last, in grants
     grants = overtaken = 0

@@ -52,6 +52,14 @@ def test_a_run_begins_with_the_degrees_for_what_it_expects() -> None:
         config(f"{DEGREES}.start=[2, 2]", f"{DEGREES}.expected_tokens=500")
 
 
+def test_degrees_that_differ_need_not_divide_the_devices() -> None:
+    named = make_reallocation(config("rollout.workers=3", f"{DEGREES}.start=[2, 1]"))
+    assert (named.options, named.degrees) == ((2, 1), (2, 1))
+    few = config("rollout.workers=3", f"{DEGREES}.expected_tokens=500", f"{DEGREES}.expected_sigma=2")
+    assert make_reallocation(few).degrees == (2, 1)
+    assert make_reallocation(few, heads=3).degrees == (1, 1, 1), "vLLM cuts whole heads"
+
+
 def test_the_state_of_the_resource_manager_survives_json_and_is_refused_where_it_does_not_fit() -> None:
     policy = Reallocation(4, (1, 2, 4), rates)
     policy.changed((2, 1, 1), 7.0)

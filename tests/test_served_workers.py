@@ -365,7 +365,7 @@ def test_a_server_that_another_run_uses_ends_the_start_with_its_url_and_the_way_
     async def scenario(fleet: Fleet) -> None:
         (server,) = fleet.servers
         await fleet.proxy.suspend()
-        await fleet.workers[0].add([GenerationRequest("a", "a", 0, (1,), Sampling(5), "test")])
+        await fleet.workers[0].add([GenerationRequest("a", "a", 0, (1,), Sampling(200), "test")])
         other = HttpWorker(server.url, TOKEN, server.url, relay=relay("other"))
         with pytest.raises(RunError, match="job fleet has this GPU") as caught:
             await served.start([other])
@@ -373,6 +373,7 @@ def test_a_server_that_another_run_uses_ends_the_start_with_its_url_and_the_way_
         assert "rollout.borrowed.most" in str(caught.value)
         assert fleet.workers[0]._lease is not None
         await fleet.workers[0]._lease.give_back()  # as that of a run of before leases
+        server.client.paused = True
         with pytest.raises(RunError, match="job fleet") as caught:
             await served.start([other])
         assert server.url in str(caught.value)

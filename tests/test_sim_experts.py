@@ -21,7 +21,8 @@ from orchestrator.report.html import write_report
 from orchestrator.sim.cluster import engine_costs
 from orchestrator.sim.costs import LINK_EFFICIENCY, REDUCE_SECONDS, Roofline
 from orchestrator.sim.experts import Routing, routed
-from orchestrator.sim.faults import FaultInjector, faulty_workers
+from orchestrator.sim.faults import FaultInjector
+from orchestrator.sim.faulty_workers import faulty_workers
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.loop import run
 from orchestrator.sim.relay import SimWeights

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from orchestrator.api import Prompt
 from orchestrator.config import Config, load_config
 from orchestrator.sim.draws import END, stream
 from orchestrator.sim.loop import run
@@ -71,6 +72,27 @@ def test_a_response_ends_at_the_task_s_own_limit() -> None:
     lengths = [workload.response(opening, f"t{number}", 0, 10**6) for number in range(40)]
     assert max(map(len, lengths)) == 10
     assert any(tokens[-1] != END for tokens in lengths)
+
+
+def test_responses_grow_with_each_batch_of_prompts_and_not_where_nothing_was_said_of_it() -> None:
+    given = config("sim.tasks.math.response_growth=1600", "sim.tasks.math.response_sigma=0")
+    workload = Workload(given)
+
+    async def lengths(split: str, count: int) -> dict[str, int]:
+        task, found = SimTask(given), {}
+        for prompt in [one for one, _ in zip(task.prompts(split, 0), range(count), strict=False)]:
+            if prompt.task == "math":
+                opening = (await task.environment().reset(prompt)).token_ids
+                found[prompt.key] = len(workload.response(opening, "t", 0, 10**6)) * 16
+        return found
+
+    for key, tokens in run(lengths("train", 48)).items():
+        grown = 3000 + 1600 * (int(key.rsplit("-", 1)[1]) // 4)
+        assert tokens == pytest.approx(min(grown, 8192), abs=16), "8192 is where the task cuts them off"
+    assert set(run(lengths("heldout", 40)).values()) <= {2992, 3008}
+    assert workload.stage(Prompt("train-0-99999", "math", 1, "")) == 61
+    assert workload.stage(Prompt("train-0-99999", "game", 1, "")) == 0
+    assert simulate(given).unaccounted == 0
 
 
 def test_every_number_of_turns_is_as_likely() -> None:

@@ -278,6 +278,9 @@ class BookModel(RuleBasedStateMachine):
             entry = self.book.get(name)
             assert entry is not None
             assert entry.fed is (name in self.inside)
+        for priority in range(-3, 4):
+            ahead = sum(self.unfinished[name].priority <= priority for name in self.inside)
+            assert self.book.fed_ahead(priority) == ahead
 
 
 BookModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)

@@ -9,7 +9,7 @@ Guarantees:
   which waits meanwhile. Looking at it (status, metrics, completions) is no use.
 * It computes with the weights of before, compared by digest; else with none: not kept, or not what they were, they are
   ``weights_unusable`` until an update succeeds.
-* Activation that fails for lack of pages leaves it as it was (RetryableError).
+* Activation that fails for lack of pages, or of room for the weights on a device, leaves it as it was (RetryableError).
 
 One instance a front end, in its event loop. Times are of that loop.
 """
@@ -126,6 +126,7 @@ class Activation:
             await self._engine.command("weights_held", {"weights": left})
             self.state = "inactive"
             self.last = {"weights_bytes": size, "held_bytes": left, "freed_bytes": freed, "how": str(reports[0]["how"])}
+            self.last |= dict(reports[0]["memory"])
             self.last["deactivation_seconds"] = time.monotonic() - began
             _logger.info("deactivated in %.3f s: %s", self.last["deactivation_seconds"], self.last["how"])
             return self.told()
@@ -134,17 +135,21 @@ class Activation:
         """After a deactivation that failed, wherever it did."""
         self.state = "active"
         if not self._engine.dead:
-            error = await self._weights_back()
+            back = await self._weights_back()
+            if back["no_room"]:  # others took it at once: it is as inactive as if it had not failed
+                self.state = "inactive"
+                return
             await self._engine.command("activate", {})
-            if error:
-                self._worker.cycle.unusable = error
+            if why := back["error"] or back["damage"]:
+                self._worker.cycle.unusable = why
             else:
                 await self._worker.cycle.resume()
 
-    async def _weights_back(self) -> str:
-        """What is wrong with them."""
+    async def _weights_back(self) -> dict[str, str]:
+        """What is wrong with them: see :func:`vllm_rlplugin.away.come_back`."""
         reports = await self._engine.rpc("rl_weights_back")
-        return next((str(report["error"]) for report in reports if report["error"]), "")
+        names = ("error", "no_room", "damage")
+        return {name: next((str(report[name]) for report in reports if report[name]), "") for name in names}
 
     async def _activate(self) -> dict[str, Any]:
         async with self._lock:
@@ -156,18 +161,21 @@ class Activation:
                 found = await self._engine.command("activate", {})
                 if why := found.get("refused"):
                     raise RetryableError(f"the engine cannot be activated now: {why}")
-                error = await self._weights_back()
+                back = await self._weights_back()
+                if why := back["no_room"]:
+                    await self._engine.command("deactivate", {"stepped": False})
+                    raise RetryableError(f"the engine cannot be activated now: {why}")
             except BaseException:
                 self.state = "inactive"
                 raise
             self.state = "active"
             self._used = time.monotonic()
             seconds = self._used - began
-            size = self.last["weights_bytes"]
+            size = self.last.get("weights_bytes", 0)
             self.last = {"weights_bytes": size, "held_bytes": size, "activation_seconds": seconds}
             noted = {"weights": size, "activation": seconds}
             await self._engine.command("weights_held", noted)
-            if error:
+            if error := back["error"]:
                 cycle.unusable = error
                 raise CommandError("weights_unusable", error)
             if self._kept:

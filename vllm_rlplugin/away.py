@@ -1,12 +1,12 @@
 """The weights of an engine that is deactivated: out of this worker's memory, and back, bit for bit (ROSE 4.1, activation).
 
-Guarantees: nothing reads the weights while they are away; they come back at the same addresses. ``kept``: a file without a name
-has them, which nobody else can open and which is gone with this process; what comes back is verified by the digests that
-:mod:`vllm_rlplugin.weights` verifies updates by. Not kept, they are worth nothing until an update succeeds. Where the weights are
-not views that are known (no mapping), they stay, and the report says so. Bytes are measured, of this process's own memory.
+Guarantees: nothing reads the weights while they are away; they come back at the same addresses. ``kept``: what comes back is
+verified by the digests that :mod:`vllm_rlplugin.weights` verifies updates by. Not kept, they are worth nothing until an update
+succeeds. What cannot leave stays, and the report says why. Bytes are measured.
 
-On CPU only, where stock vLLM has no sleep mode: the pages behind the parameters go back to the system, packed copies are freed
-and made anew. On another device the weights stay, which the report says.
+On CUDA it is vLLM's sleep mode (:mod:`vllm_rlplugin.asleep`). On CPU, where stock vLLM has none, it is here: the pages behind the
+parameters go back to the system, packed copies are freed and made anew. A file without a name has what is kept: nobody else can
+open it, and it is gone with this process. Weights that are no views that are known (no mapping) stay.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import tempfile
 import time
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from orchestrator.api import RunError
+from vllm_rlplugin import asleep
 from vllm_rlplugin.cutting import pack
 from vllm_rlplugin.mapping import Mapping
 from vllm_rlplugin.release import give_back
@@ -30,9 +31,27 @@ from vllm_rlplugin.weights import RelayWeightTransferEngine
 _NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl_coserve'"
 
 
-class Away:
-    """The weights of one worker while they are away. Made, it has what it needs to take them back; :meth:`go` lets them go. No
-    step may run from then on."""
+class Away(Protocol):
+    """The weights of one worker while they are away. Made, it has what it needs to take them back. No step may run from
+    :meth:`go` until they are back. Bytes: of the parameters; ``left`` of these in memory; ``freed``, what was measured."""
+
+    bytes: int
+    left: int
+    freed: int
+    how: str
+
+    def go(self) -> None:
+        """Out of memory with them."""
+
+    def come_back(self) -> None:
+        """Raises RunError where they are not what they were, and worth nothing; NoRoom: not now, they are still away."""
+
+    def memory(self) -> dict[str, int | None]:
+        """What is told of memory beside the weights."""
+
+
+class OnHost:
+    """See :class:`Away`: on CPU."""
 
     def __init__(self, engine: RelayWeightTransferEngine, mapping: Mapping, model: torch.nn.Module, kept: bool) -> None:
         self._engine, self._mapping = engine, mapping
@@ -45,9 +64,14 @@ class Away:
             self._file = self._written()
         self.left = self.bytes
         self.freed = 0
+        self.how = f"the weights are in a file in {tempfile.gettempdir()}" if kept else "the weights are dropped"
+
+    def memory(self) -> dict[str, int | None]:
+        """{"process_bytes"}."""
+        return {"process_bytes": resident()}
 
     def go(self) -> None:
-        """Out of memory with them."""
+        """See the protocol."""
         self._engine.leave(dropped=self._file is None)
         if self._file is None:
             self._engine.damage = "the weights were dropped when the engine was deactivated"
@@ -59,7 +83,7 @@ class Away:
         self.freed = max(0, before - resident())
 
     def come_back(self) -> None:
-        """Raises RunError where they are not what they were; they are worth nothing then."""
+        """See the protocol."""
         if self._file is None:
             return
         with self._file as file, torch.no_grad():
@@ -91,8 +115,8 @@ class Away:
 
 
 def leave(worker: Any, *, kept: bool) -> dict[str, Any]:
-    """{"bytes": of the parameters, "left": of these in memory, "freed": by the process, packed copies included,
-    "seconds", "how"}; what it raises leaves the weights where they were."""
+    """{"bytes": of the parameters, "left": of these in memory, "freed": by the process or on the device, packed copies included,
+    "seconds", "how", "memory"}. After what it raises :func:`come_back` makes good what was begun."""
     began = time.monotonic()
     engine = worker.weight_transfer_engine
     if not isinstance(engine, RelayWeightTransferEngine):
@@ -100,33 +124,41 @@ def leave(worker: Any, *, kept: bool) -> dict[str, Any]:
     engine.attach(worker)
     model = worker.model_runner.get_model()
     mapping = engine.plan().mapping
-    why = engine.fallback if mapping is None else ""
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        why = "they are on a device, from which nothing takes them so far"
-    if why or mapping is None:
-        storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in model.parameters()}
-        size = sum(storages.values())
-        return {"bytes": size, "left": size, "freed": 0, "seconds": 0.0, "how": f"the weights stay in memory: {why}"}
-    away = Away(engine, mapping, model, kept)
+    away: Away
+    if why := asleep.why_not(worker):
+        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        if mapping is None or not on_cpu:
+            storages = {
+                item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in model.parameters()
+            }
+            size = sum(storages.values())
+            how = f"the weights stay in memory: {engine.fallback if on_cpu else why}"
+            return {"bytes": size, "left": size, "freed": 0, "seconds": 0.0, "how": how, "memory": {}}
+        away = OnHost(engine, mapping, model, kept)
+    else:
+        away = asleep.Asleep(worker, engine, kept)
     worker.rl_away = away  # from here on they can be taken back
     away.go()
-    how = f"the weights are in a file in {_folder()}" if kept else "the weights are dropped"
-    seconds = time.monotonic() - began
-    return {"bytes": away.bytes, "left": away.left, "freed": away.freed, "seconds": seconds, "how": how}
+    sizes = {"bytes": away.bytes, "left": away.left, "freed": away.freed}
+    return {**sizes, "seconds": time.monotonic() - began, "how": away.how, "memory": away.memory()}
 
 
 def come_back(worker: Any) -> dict[str, Any]:
-    """{"seconds", "error"}. Idempotent."""
+    """{"seconds", "error", "no_room", "damage"}. Idempotent. ``no_room``: why they are still away, and may be asked for again;
+    ``damage``: why they cannot be used until an update, which may be none of this."""
     began, away = time.monotonic(), getattr(worker, "rl_away", None)
     worker.rl_away = None
-    error = ""
+    error = no_room = ""
     if away is not None:
         try:
             away.come_back()
+        except asleep.NoRoom as failure:
+            worker.rl_away, no_room = away, str(failure)
         except Exception as failure:  # noqa: BLE001  whatever it was, weights that are not back are used by nobody
             error = f"the weights did not come back: {failure or type(failure).__name__}"
             worker.weight_transfer_engine.damage = error
-    return {"seconds": time.monotonic() - began, "error": error}
+    damage = str(getattr(worker.weight_transfer_engine, "damage", ""))
+    return {"seconds": time.monotonic() - began, "error": error, "no_room": no_room, "damage": damage}
 
 
 def resident() -> int:
@@ -147,7 +179,3 @@ def _storages(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _is_away(*_: Any, **__: Any) -> torch.Tensor:
     raise RuntimeError("the weights of this engine are away: it is deactivated")
-
-
-def _folder() -> str:
-    return tempfile.gettempdir()

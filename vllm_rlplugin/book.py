@@ -46,6 +46,7 @@ class RequestBook:
         self._held: list[tuple[int, int, str]] = []  # heap of (priority, order, id); outdated rows are skipped
         self._unfed: dict[str, None] = {}  # insertion-ordered set of those that are held
         self._overdue = 0  # unfinished requests that were fed for their age
+        self._inside: dict[int, int] = {}  # priority -> unfinished requests of it that were fed
         self._arrivals = 0
         self._last_added = -math.inf
 
@@ -56,6 +57,10 @@ class RequestBook:
     def held(self) -> int:
         """Requests that the engine does not have yet."""
         return len(self._unfed)
+
+    def fed_ahead(self, priority: int) -> int:
+        """How many of those that the engine has rank at least as one of this priority; asked whenever a request ends."""
+        return sum(count for other, count in self._inside.items() if other <= priority)
 
     def add(self, requests: Sequence[GenerationRequest], now: float) -> int:
         """Take those that were never seen; returns how many."""
@@ -129,8 +134,11 @@ class RequestBook:
             for request_id in self._trajectories.get(trajectory_id, ()):
                 entry = self._entries[request_id]
                 changed = entry.request.priority != priority
+                if entry.fed:
+                    self._count(entry, -1)
                 entry.request = replace(entry.request, priority=priority)
                 if entry.fed:
+                    self._count(entry, 1)
                     fed[request_id] = priority
                 elif changed:
                     heapq.heappush(self._held, (priority, entry.order, request_id))
@@ -165,6 +173,8 @@ class RequestBook:
         if entry is None:
             return None
         self._unfed.pop(request_id, None)
+        if entry.fed:
+            self._count(entry, -1)
         self._overdue -= entry.overdue
         self._drop(self._trajectories, entry.request.trajectory_id, request_id)
         if entry.request.group_id:
@@ -178,7 +188,15 @@ class RequestBook:
 
     def _mark_fed(self, entry: Entry) -> None:
         entry.fed = True
+        self._count(entry, 1)
         del self._unfed[entry.request.request_id]
+
+    def _count(self, entry: Entry, change: int) -> None:
+        priority = entry.request.priority
+        if left := self._inside.get(priority, 0) + change:
+            self._inside[priority] = left
+        else:
+            del self._inside[priority]
 
     def _head(self) -> Entry | None:
         """The best of those held. Rows of requests that were finished, fed or ranked anew meanwhile are dropped."""

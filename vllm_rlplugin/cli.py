@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, Installed, check
-from vllm_rlplugin import activate, is_cpu_build
+from vllm_rlplugin import activate, is_cpu_build, sleeping
 from vllm_rlplugin.kvpool.one_process import check_workers, executor
 from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments
 
@@ -94,6 +94,7 @@ def _apply(args: argparse.Namespace) -> None:
         mps.enter(options.kv_pool, options.kv_pool_mps, os.environ)
     if options.kv_pool:
         wanted["distributed_executor_backend"] = _executor(args, installed)
+        wanted |= sleeping.engine_arguments(options, os.environ, on_cpu=is_cpu_build(installed))
     wanted["additional_config"] = {**_additional(args), **wanted["additional_config"]}
     if getattr(args, "weight_transfer_config", None) not in _UNSET:
         del wanted["weight_transfer_config"]  # the user's own, with our backend: it may say more than that

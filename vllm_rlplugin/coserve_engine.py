@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -39,8 +40,6 @@ class Child:
         from vllm_rlplugin.options import PluginOptions, engine_arguments
 
         plugin, core = settings.pop("plugin"), settings.pop("cpu", None)
-        if core is not None:
-            os.sched_setaffinity(0, {core})
         prepare_process(1, bool(plugin.get("kv_pool")))
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
@@ -64,6 +63,10 @@ class Child:
         self._random = random.Random(5)
         self._number = 0
         self._keep = float(plugin.get("kv_pool_keep", 10.0))
+        if core is not None:  # only now: engines that start do not have to wait for each other
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.sched_setaffinity(int(thread), {core})
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """One command."""

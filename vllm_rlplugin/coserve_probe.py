@@ -4,12 +4,13 @@
 memory, both pinned to the same processor core, at the same priority: they compete for it as for a GPU that switches between
 processes, and nothing but admission protects serving. The parent runs elsewhere where there is another core.
 
-``FILE`` is a JSON array of [milliseconds, prompt tokens, answer tokens]. Its arrivals are squeezed until serving alone is busy
-for ``--busy`` of the time, its lengths divided (``LENGTHS``), with one second in the middle of four times the mean rate. The same
-arrivals are replayed alone and with rollouts under each mode, in turn, ``--rounds`` times; SLOs are 1.5 x the P99 of a replay
-alone that precedes them. Modes are ROSE's ladder (table 2, figure 9): "static": each engine has its half of the pool, steps run
-as they come, no prefix is kept; "preempt": with pages that move to serving; "none": and with prefixes kept; then with admission
-by "ttft", "tpot", "dual". Rollouts: ``SEQUENCES`` multi-turn trajectories at a time. Prints one JSON object on the last line.
+``FILE`` is a JSON array of [milliseconds, prompt tokens, answer tokens]. Its arrivals are squeezed until serving alone
+is busy for ``--busy`` of the time, its lengths divided (``LENGTHS``), with one second in the middle of four times the
+mean rate. The same arrivals are replayed alone and with rollouts under each mode, in turn, ``--rounds`` times; SLOs are
+1.5 x the P99 of a replay alone that precedes them, which with ``--rounds 1`` is what they are compared with too. Modes
+are ROSE's ladder (table 2, figure 9): "static": each engine has its half of the pool, steps run as they come, no prefix
+is kept; "preempt": with pages that move to serving; "none": and with prefixes kept; then with admission by "ttft",
+"tpot", "dual". Rollouts: ``SEQUENCES`` multi-turn trajectories at a time. Prints one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MODES: dict[str, tuple[str, float, bool]] = {  # ROSE, table 2 and figure 9: adm
 PAGE_KIB = 128
 POOL_MIB = 24  # so small that a burst wants more than half of it
 FACTOR = 1.5  # of P99 alone
+SPACING = 0.2  # seconds between requests that are timed one by one; each takes about half as long
 BURST = 4.0
 _SHAPES: dict[str, dict[str, int]] = {
     "serving": {"num_hidden_layers": 4, "num_key_value_heads": 2},
@@ -48,14 +50,14 @@ _SHAPES: dict[str, dict[str, int]] = {
 
 
 def write_model(folder: Path, role: str) -> str:
-    """A random fp32 Qwen3; returns the folder."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(9)
+    """The config of an fp32 Qwen3, whose weights the engine makes up (``load_format`` "dummy"): what a step costs does not hang
+    on them. Returns the folder."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
-    config = Qwen3Config(**sizes, **_SHAPES[role], max_position_embeddings=1088, tie_word_embeddings=False)
-    Qwen3ForCausalLM(config).float().save_pretrained(folder / role)
+    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "dtype": "float32"}
+    rest = {"max_position_embeddings": 1088, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    (folder / role).mkdir()
+    text = json.dumps({**kind, **sizes, **_SHAPES[role], **rest})
+    (folder / role / "config.json").write_text(text, encoding="utf-8")
     return str(folder / role)
 
 
@@ -92,7 +94,7 @@ class Pair:
             "kv_pool_mib": POOL_MIB,
         }
         common = {"max_num_seqs": 16, "max_model_len": 1088, "block_size": 32, "kv_cache_memory_bytes": 256 << 20}
-        common |= {"num_gpu_blocks_override": 512, "cpu": core}
+        common |= {"num_gpu_blocks_override": 512, "cpu": core, "load_format": "dummy"}
         roles: dict[str, dict[str, Any]] = {
             "serving": {"kv_pool_role": "serving", "kv_pool_window": 5.0},
             "rollout": {"kv_pool_budget_mib": POOL_MIB // 4},
@@ -116,11 +118,11 @@ class Pair:
         admission, partition, cached = MODES.get(mode, ("none", 0.0, True))
         self.serving.do("tune", ttft=slo[0], tpot=slo[1], mode=admission, partition=partition)
         if mode == "alone":
-            return self._judged(self.serving.do("replay", arrivals=arrivals), slo)
+            return self.judged(self.serving.do("replay", arrivals=arrivals), slo)
         opened = self.serving.do("look", opened=True)
         before = self.rollout.do("look")
         self.rollout.tell("roll", seconds=arrivals[-1][0] + 0.5, cached=cached, **TRAJECTORY)
-        served = self._judged(self.serving.do("replay", arrivals=arrivals), slo)
+        served = self.judged(self.serving.do("replay", arrivals=arrivals), slo)
         rolled, after = self.rollout.answer(), self.rollout.do("look")
         said = self.serving.do("look")
         names = ("steps", "refused", "stalls", "returned", "misses", "busy")
@@ -130,7 +132,8 @@ class Pair:
         return {**served, "rollout_tokens": rolled["tokens"], "rollout_seconds": rolled["seconds"]}
 
     @staticmethod
-    def _judged(found: dict[str, Any], slo: tuple[float, float]) -> dict[str, Any]:
+    def judged(found: dict[str, Any], slo: tuple[float, float]) -> dict[str, Any]:
+        """With ``late``: requests beyond one of the SLOs."""
         late = sum(ttft > slo[0] or tpot > slo[1] for ttft, tpot in zip(found["ttft"], found["tpot"], strict=True))
         return {**found, "late": late}
 
@@ -158,7 +161,7 @@ def summary(rows: list[Mapping[str, Any]], idle: float) -> dict[str, Any]:
 def measure(pair: Pair, trace: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
     """See the module."""
     lax = (60.0, 60.0)
-    sample = [[0.4 * index, *_lengths(row)] for index, row in enumerate(trace[:12])]
+    sample = [[SPACING * index, *_lengths(row)] for index, row in enumerate(trace[:12])]
     pair.replay(sample[:4], "alone", lax)  # what an engine does once
     solo = pair.replay(sample, "alone", lax)
     rate = options.busy / (solo["busy"] * solo["seconds"] / len(sample))
@@ -171,12 +174,15 @@ def measure(pair: Pair, trace: list[list[int]], options: argparse.Namespace) -> 
     alone = rolled["tokens"] / rolled["seconds"]
     rows: dict[str, list[Mapping[str, Any]]] = {}
     modes = ["alone", *options.modes.split(",")]
+    if options.rounds == 1:  # it was played just now
+        rows["alone"] = [pair.judged(begun, slo)]
+        modes.remove("alone")
     for number in range(options.rounds):
         for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
             rows.setdefault(mode, []).append(pair.replay(arrivals, mode, slo))
     idle = alone * (1 - sum(row["busy"] for row in rows["alone"]) / len(rows["alone"]))
     return {
-        "modes": {mode: summary(rows[mode], idle) for mode in modes},
+        "modes": {mode: summary(found, idle) for mode, found in rows.items()},
         "slo": {"ttft": slo[0], "tpot": slo[1]},
         "rate": rate,
         "pool_pages": POOL_MIB * 1024 // PAGE_KIB,

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 import vllm_rlplugin
@@ -38,7 +38,7 @@ from vllm_rlplugin.leasing import LeaseBook, LeaseKeeper, lease_path
 from vllm_rlplugin.live import LiveEngine
 from vllm_rlplugin.metrics import Metrics, keep_fresh
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
-from vllm_rlplugin.outbox import Outbox
+from vllm_rlplugin.outbox import Outbox, written
 from vllm_rlplugin.pool_metrics import PoolMetrics
 from vllm_rlplugin.served import Limits, ServedWorker
 
@@ -123,15 +123,15 @@ async def prioritize(request: Request, body: bodies.PrioritizeBody) -> JSONRespo
     return JSONResponse({"requests": meant})
 
 
-@router.get(wire.COMPLETIONS)
+@router.get(wire.COMPLETIONS, response_class=Response)
 async def completions(
     request: Request,
     acknowledged: Annotated[int | None, Query(ge=0)] = None,
     timeout: Annotated[float, Query(ge=0, le=wire.MAX_POLL_SECONDS)] = 20.0,  # noqa: ASYNC109
-) -> JSONResponse:
+) -> Response:
     """The next batch of completions, waited for; kept until a later call acknowledges its sequence number."""
     number, batch = await _control(request).outbox.take(acknowledged, timeout)
-    return JSONResponse({"sequence": number, "completions": [wire.completion_to_json(item) for item in batch]})
+    return Response(await written(number, batch), media_type="application/json")
 
 
 @router.post(wire.SUSPEND)
@@ -139,7 +139,7 @@ async def suspend(request: Request) -> JSONResponse:
     """Stop between two engine steps; in-flight requests keep their tokens."""
     control = _control(request)
     async with _used(request) as worker:
-        control.lease.stopped = control.lease.stopped or wire.LEASE_HEADER in request.headers
+        control.lease.suspends(wire.LEASE_HEADER in request.headers)
         await worker.suspend()
     return JSONResponse({"suspended": True, "version": worker.cycle.version})
 
@@ -164,7 +164,7 @@ async def resume(request: Request) -> JSONResponse:
     """Go on; in-flight requests recompute their KV under the new weights."""
     async with _used(request) as worker:
         await worker.resume()
-        _control(request).lease.stopped = False
+        _control(request).lease.resumed()
     return JSONResponse({"suspended": False, "version": worker.cycle.version})
 
 
@@ -183,14 +183,14 @@ async def deactivate(request: Request, body: bodies.DeactivateBody | None = None
 @router.post(wire.LEASE)
 async def lease(request: Request, body: bodies.LeaseBody) -> JSONResponse:
     """Take the GPU for a job, or renew that; 409 ``leased`` while another job has it. The header RL-Coserve-Lease has the key."""
-    seconds = _control(request).lease.take(body.job, body.place, _key(request), body.seconds)
+    seconds = await _control(request).lease.take(body.job, body.place, _key(request), body.seconds)
     return JSONResponse({"seconds": seconds})
 
 
 @router.post(wire.GIVE_BACK)
 async def give_back(request: Request) -> JSONResponse:
     """The job does not use this server any more. Idempotent."""
-    return JSONResponse({"given_back": _control(request).lease.give_back(_key(request))})
+    return JSONResponse({"given_back": await _control(request).lease.give_back(_key(request))})
 
 
 def _key(request: Request) -> str:

@@ -55,13 +55,13 @@ class WorkerExtension:
         weights.leave(self, dropped=dropped)
 
     def rl_weights_away(self, kept: bool) -> dict[str, Any]:
-        """While paused: the weights leave this worker's memory, until :meth:`rl_weights_back`. ``kept``: in a file."""
+        """While paused: the weights leave this worker's memory or device, until :meth:`rl_weights_back`. ``kept``: they can."""
         from vllm_rlplugin import away
 
         return away.leave(self, kept=kept)
 
     def rl_weights_back(self) -> dict[str, Any]:
-        """They are in memory again, verified if they were kept."""
+        """They are there again, verified if they were kept."""
         from vllm_rlplugin import away
 
         return away.come_back(self)
@@ -80,10 +80,9 @@ class WorkerExtension:
 
     def rl_free_memory(self) -> int:
         """Free bytes of this worker's device."""
-        import torch
+        from vllm_rlplugin.device_memory import free_memory
 
-        torch.accelerator.synchronize()
-        return int(torch.accelerator.get_memory_info()[0])
+        return free_memory()
 
     def rl_kv_part(self) -> dict[str, Any]:
         """Which part of a KV block this rank has, as :class:`~vllm_rlplugin.kv_blocks.RankPart`."""

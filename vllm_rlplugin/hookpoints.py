@@ -35,6 +35,7 @@ _PACKED = "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast"
 _PYNCCL = "vllm.distributed.device_communicators.pynccl"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
+_SLEEP = "vllm.device_allocator"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -166,6 +167,17 @@ HOOKS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids": ("self",),
     "vllm.config.model:ModelConfig.get_total_num_kv_heads": ("self",),
+    # Weights that leave a CUDA device.
+    f"{_WORKER}.sleep": ("self", "level"),
+    f"{_WORKER}.wake_up": ("self", "tags"),
+    f"{_WORKER}.get_draft_model": ("self",),
+    f"{_SLEEP}.sleep_mode_backend:CuMemBackend.suspend": ("self", "level"),
+    f"{_SLEEP}.sleep_mode_backend:CuMemBackend.resume": ("self", "tags"),
+    f"{_SLEEP}.cumem:CuMemAllocator.sleep": ("self", "offload_tags"),
+    f"{_SLEEP}.cumem:CuMemAllocator.wake_up": ("self", "tags"),
+    f"{_SLEEP}.cumem:unmap_and_release": ("allocation_handle",),
+    f"{_SLEEP}.cumem:create_and_map": ("allocation_handle",),
+    f"{_SLEEP}.alloc_conf:expandable_segments_enabled_from_env": ("environ",),
     # Weights.
     f"{_WORKER}.init_weight_transfer_engine": ("self", "init_info"),
     f"{_WORKER}.start_weight_update": ("self",),
@@ -204,6 +216,7 @@ _ENGINE_ARGUMENTS = (
     "additional_config",
     "logprobs_mode",
     "kv_transfer_config",
+    "enable_sleep_mode",
 )
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_ARGS}:EngineArgs": _ENGINE_ARGUMENTS,
@@ -250,6 +263,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "ref_cnt", "is_null"),
     _POOL: ("num_gpu_blocks", "blocks", "free_block_queue"),
+    "vllm.v1.worker.gpu.block_table:BlockTables": ("redirect_writes_to_null_block",),
+    "vllm.config:CacheConfig": ("num_gpu_blocks",),
     "vllm.v1.kv_cache_interface:KVCacheTensor": ("size", "layers", "layer_stride", "block_stride", "offset"),
     "vllm.v1.core.sched.interface:PauseState": ("UNPAUSED",),
     "vllm.v1.request:RequestStatus": (
@@ -293,9 +308,19 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.output:NewRequestData": ("req_id", "num_computed_tokens"),
     "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "resumed_req_ids", "num_computed_tokens"),
     "vllm.config:SchedulerConfig": ("async_scheduling", "policy", "max_num_seqs", "enable_chunked_prefill"),
-    "vllm.config:ModelConfig": ("model", "dtype", "max_model_len", "logprobs_mode", "get_vocab_size"),
+    "vllm.config:ModelConfig": (
+        "model",
+        "dtype",
+        "max_model_len",
+        "logprobs_mode",
+        "get_vocab_size",
+        "enable_sleep_mode",
+        "sleep_mode_backend",
+    ),
     "vllm.config:ParallelConfig": ("rank", "world_size", "data_parallel_size"),
-    _WORKER: ("_weight_update_active",),
+    _WORKER: ("_weight_update_active", "sleep_mode_backend"),
+    f"{_SLEEP}:AllocationData": ("handle", "tag", "is_asleep"),
+    f"{_SLEEP}.cumem:CuMemAllocator": ("instance", "pointer_to_data"),
     "vllm.distributed.parallel_state": ("get_tp_group", "get_pp_group", "get_pcp_group"),
     "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
 }

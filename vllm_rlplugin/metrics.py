@@ -143,7 +143,7 @@ async def keep_fresh(metrics: Metrics, worker: ServedWorker, pool: PoolMetrics |
             cycle = worker.cycle
             metrics.refresh(await worker.stats(), worker.held, cycle.updates, cycle.failures)
             if pool is not None:
-                pool.refresh()
+                await pool.renew()
             await asyncio.sleep(REFRESH_SECONDS)
     except RetryableError as error:
         _logger.info("metrics are no longer refreshed: %s", error)

@@ -6,6 +6,7 @@ pool is replaced by another.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -88,13 +89,24 @@ class PoolMetrics:
             "lends": self._lends,
         }
 
+    async def renew(self) -> None:
+        """As :meth:`refresh`, for an event loop: a process that was stopped with the ledger's lock costs a thread's time."""
+        if (found := await asyncio.to_thread(self._read)) is not None:
+            self._show(found)
+
     def refresh(self) -> None:
         """Read the pool. One whose ledger is stuck is looked at the next time."""
+        if (found := self._read()) is not None:
+            self._show(found)
+
+    def _read(self) -> dict[str, Any] | None:
         try:
-            found = status(self._pool)
+            return status(self._pool)
         except PoolError as error:
             _logger.warning("the KV pool's metrics are not refreshed: %s", error)
-            return
+            return None
+
+    def _show(self, found: dict[str, Any]) -> None:
         rollouts, serving, slo = found["rollouts"], found["serving"], found["slo"]
         pages = serving["pages"] if serving is not None else 0
         self._now, self._lends = min(1.0, pages / found["pages"]), found["most"] != 0

@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.api import RELEASE_LEVELS, CommandError, ReleaseResult
 
-_SLEEP_LEVEL = {"weights": 1, "dropped": 2}  # vLLM's
+SLEEP_LEVEL = {"weights": 1, "dropped": 2}  # vLLM's
 _MADV_DONTNEED = 4  # of Linux
 _RESIDENT = 1  # the bit that mincore(2) sets for a page in memory
 
@@ -56,7 +56,7 @@ class Releaser:
             raise CommandError("released", "its weights sleep on the host; reclaim before they are dropped")
         preempted = len(self._core.scheduler.running)
         self._core._reset_caches()
-        if level in _SLEEP_LEVEL:  # a fetch may be reading them; and to what was dropped no difference can be applied
+        if level in SLEEP_LEVEL:  # a fetch may be reading them; and to what was dropped no difference can be applied
             self._rpc("rl_leave_weights", args=(level == "dropped",))
         freed, how = self._pages() if self._on_cpu else self._sleep(level)
         before = self._result
@@ -81,9 +81,9 @@ class Releaser:
             self._core.model_executor.discard(("kv_cache",))
             how = "vLLM discarded the KV cache; the weights stay on the device"
         else:
-            self._core.sleep(_SLEEP_LEVEL[level], mode="keep")
+            self._core.sleep(SLEEP_LEVEL[level], mode="keep")
             kept = "the weights are on the host" if level == "weights" else "the weights are discarded"
-            how = f"vLLM sleep level {_SLEEP_LEVEL[level]}: KV cache discarded, {kept}"
+            how = f"vLLM sleep level {SLEEP_LEVEL[level]}: KV cache discarded, {kept}"
         return max(0, sum(self._rpc("rl_free_memory")) - free), how
 
     def _pages(self) -> tuple[int, str]:

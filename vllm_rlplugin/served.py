@@ -40,12 +40,14 @@ from orchestrator.api import (
 from vllm_rlplugin.book import Entry, RequestBook
 from vllm_rlplugin.live import EngineClient, LiveEngine
 from vllm_rlplugin.served_update import Observe, UpdateCycle
+from vllm_rlplugin.stamps import timing_of
 from vllm_rlplugin.versioning import salted
 
 STALL_SECONDS = 2.0  # unfinished work without any progress for this long is reported as stalled
 RATE_SECONDS = 1.0  # shortest window over which tokens_per_s is taken
 ARRIVAL_STEP = 1e-6  # seconds; keeps arrival times distinct, so that the order within a priority is that of ADD
 REMEMBERED_NAMES = 1 << 16  # trajectories and groups of which it is known that they were there
+AT_ONCE = 32  # requests that vLLM is given in one turn of the event loop: some 4 ms of it
 ENGINE_ID = "rl-{}"  # of our requests inside vLLM, whose own begin with cmpl- or chatcmpl-
 
 _logger = logging.getLogger("vllm.rl_coserve")
@@ -86,7 +88,7 @@ class _Flight:
 
     entry: Entry
     fed_at: float
-    registered: bool = False  # vLLM counts it among its unfinished requests
+    registered: bool = False
     aborted: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -140,6 +142,7 @@ class ServedWorker:
         self._last_arrival = 0.0
         self._seen: dict[tuple[str, str], None] = {}  # insertion-ordered set of trajectories and groups
         self._flights: dict[str, _Flight] = {}
+        self._registered = 0  # of them, those that vLLM counts among its unfinished requests
         self._finished: deque[Completion] = deque()
         self._news = asyncio.Event()  # something for completions() to return or raise
         self._reader = 0  # the latest call of completions()
@@ -222,8 +225,7 @@ class ServedWorker:
 
     async def abort_all(self) -> int:
         """Whatever was added and is unfinished; returns how many."""
-        ours = self.unfinished_ids
-        await self.abort(ours)
+        await self.abort(ours := self.unfinished_ids)
         return len(ours)
 
     @property
@@ -329,7 +331,7 @@ class ServedWorker:
     async def stats(self) -> WorkerStats:
         self._check()
         await asyncio.sleep(0)  # requests that were fed just now register
-        on_the_way = sum(not flight.registered for flight in self._flights.values())
+        on_the_way = len(self._flights) - self._registered
         counts = await self._engine.command("snapshot", {})
         now = time.monotonic()
         since, progress = self._progress
@@ -379,19 +381,22 @@ class ServedWorker:
             return
         # The engine's queue is in another process. It runs the best-ranked `slots` of what it has, so of those that rank at
         # least as the best one held does, these wait; requests of serving users are counted as running.
-        registered = sum(flight.registered for flight in self._flights.values())
-        others = max(0, self._client.get_num_unfinished_requests() - registered)
-        ahead = sum(flight.entry.request.priority <= best for flight in self._flights.values())
+        others = max(0, self._client.get_num_unfinished_requests() - self._registered)
+        waiting = max(0, self._book.fed_ahead(best) + others - self.limits.slots)
         free = max(0, self.limits.slots - len(self._flights) - others)
         now = time.monotonic()
         overdue = now - self.limits.max_wait / 2  # the scheduler counts the wait anew
-        for entry in self._book.feed(max(0, ahead + others - self.limits.slots), free, None, overdue=overdue):
+        for number, entry in enumerate(self._book.feed(waiting, free, None, overdue=overdue)):
             flight = self._flights[entry.request.request_id] = _Flight(entry, now)
-            flight.task = asyncio.create_task(self._fly(flight), name=f"{self.name} {entry.request.request_id}")
+            flight.task = asyncio.create_task(
+                self._fly(flight, number // AT_ONCE), name=f"{self.name} {entry.request.request_id}"
+            )
 
-    async def _fly(self, flight: _Flight) -> None:
+    async def _fly(self, flight: _Flight, turns: int) -> None:
         request_id = flight.entry.request.request_id
         try:
+            for _ in range(turns):  # of the loop, in which others of a large batch begin
+                await asyncio.sleep(0)
             completion = await self._generate(flight)
         except Exception as error:  # whatever vLLM raises for one request
             if self._engine.dead:
@@ -401,7 +406,7 @@ class ServedWorker:
             _logger.warning("request %s failed: %r", request_id, cause, exc_info=True)
             completion = _failed(request_id, f"{cause}" or type(cause).__name__)
         finally:
-            flight.registered = False
+            self._registered -= flight.registered
         self._finish(request_id, completion)
         self._feed()
 
@@ -414,6 +419,7 @@ class ServedWorker:
         salt = salted(None, version, history) if self.limits.salted else None
         prompt, params = self._translate(request, salt, self._unfinished[request.request_id])
         flight.registered = True
+        self._registered += 1
         outputs = self._client.generate(
             prompt,
             params,
@@ -442,7 +448,7 @@ class ServedWorker:
             logprobs,
             spans,
             result.finish_reason,
-            _timing(flight, output.metrics, len(tokens), now),
+            timing_of(flight.entry.added_at, flight.fed_at, output.metrics, len(tokens), now),
             error="" if result.finish_reason != "error" else "vLLM ended the request with an error",
         )
 
@@ -485,16 +491,3 @@ class ServedWorker:
 
 def _failed(request_id: str, reason: str) -> Completion:
     return Completion(request_id, (), (), (), "error", error=reason)
-
-
-def _timing(flight: _Flight, stats: Any, tokens: int, now: float) -> CompletionTiming:
-    """From the stamps of the engine core, which has none with --disable-log-stats: then only the sum is right."""
-    added = flight.entry.added_at
-    whole = max(0.0, now - added)
-    if stats is None or not tokens or not stats.first_token_ts:
-        queued = min(whole, flight.fed_at - added)
-        return CompletionTiming(queued, whole - queued)
-    first = min(whole, max(0.0, stats.first_token_ts - added))
-    queued = min(first, max(0.0, stats.scheduled_ts - added))
-    between = (stats.last_token_ts - stats.first_token_ts) / (tokens - 1) if tokens > 1 else 0.0
-    return CompletionTiming(queued, whole - queued, first, max(0.0, between))

@@ -75,6 +75,7 @@ class TwinAsyncLLM:
         self.calls: list[str] = []
         self.asleep = False  # deactivated
         self.pages, self.back = True, ""  # whether there are any for it; what is wrong with weights that come back
+        self.room = True  # on the device, for its weights
         self.dead = False
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states=self.requests, parent_requests={})
@@ -191,7 +192,7 @@ class TwinAsyncLLM:
             return {"preempted": len(self.requests), "how": "salt", "seconds": 0.0}
         if command == "deactivate":
             assert self.paused
-            if self.requests:
+            if self.requests and arguments.get("stepped", True):
                 return {"refused": f"it has {len(self.requests)} requests"}
             self.asleep = True
         if command == "activate" and not self.pages:
@@ -234,12 +235,19 @@ class TwinAsyncLLM:
 
     async def _rl_weights_away(self, kept: bool) -> dict[str, Any]:
         assert self.asleep
-        return {"bytes": 1000, "left": 100, "freed": 1800, "seconds": 0.0, "how": "kept" if kept else "dropped"}
+        return {
+            "bytes": 1000,
+            "left": 100,
+            "freed": 1800,
+            "seconds": 0.0,
+            "how": "kept" if kept else "dropped",
+            "memory": {"process_bytes": 2000},
+        }
 
     async def _rl_weights_back(self) -> dict[str, Any]:
         assert self.asleep
-        self.asleep = False
-        return {"seconds": 0.0, "error": self.back}
+        self.asleep = not self.room
+        return {"seconds": 0.0, "error": self.back, "no_room": "" if self.room else "no room", "damage": ""}
 
     async def _rl_prepared(self, version: int) -> dict[str, Any]:
         self.fetching -= 1

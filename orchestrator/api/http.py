@@ -63,6 +63,7 @@ MAX_ID_LENGTH = 256  # characters
 MAX_PROMPT_TOKENS = 1 << 20  # of one request; the model's own limit is smaller
 MAX_STOP_TOKENS = 256
 MAX_COMPLETIONS = 1024  # of one answer
+MAX_ANSWER_TOKENS = 1 << 14  # of its completions; more only where a single one has more
 MAX_POLL_SECONDS = 60.0  # that an ask for completions may wait
 MAX_LEASE_SECONDS = 3600.0  # that a lease may run without being renewed
 

@@ -99,6 +99,7 @@ class _Gpu:
     job: str = ""
     dry: float = math.inf  # since when it lends nothing; inf: it lends
     barred: float = -math.inf  # until when it is given to nobody
+    unwanted: str = ""  # why it is to be given back, whatever it is like
 
 
 GONE, RECLAIMED, CROWDED = "gone", "reclaimed", "crowded"
@@ -135,9 +136,14 @@ class Borrowing:
             self._joined += 1
             if before[1] > 0:
                 found.use.saw(now - before[1], before[0])
-        found.heard = max(found.heard, now)
+        found.heard, found.unwanted = max(found.heard, now), ""
         found.dry = math.inf if lends else min(found.dry, now)
         found.use.saw(now, share)
+
+    def unwanted(self, gpu: str, why: str) -> None:
+        """It is not to be used any more, for this reason, until there is a sign of life of it again. Unknown ones are ignored."""
+        if (found := self._gpus.get(gpu)) is not None:
+            found.unwanted = why
 
     def left(self, gpu: str) -> str:
         """It is no serving GPU any more, or does not answer: the job that had it, "" for none. Unknown ones are ignored."""
@@ -178,8 +184,8 @@ class Borrowing:
 
         def wrong(name: str) -> str:
             gpu = self._gpus[name]
-            if name in quiet:
-                return GONE
+            if gpu.unwanted or name in quiet:
+                return gpu.unwanted or GONE
             if now - gpu.dry > self.rules.patience:
                 return RECLAIMED
             return CROWDED if crowded < 1 and mean[name] > crowded else ""
@@ -187,7 +193,13 @@ class Borrowing:
         def may_be_had(name: str) -> bool:
             gpu = self._gpus[name]
             calm = crowded == 1 or mean[name] <= crowded - self.rules.margin
-            return not gpu.job and name not in quiet and gpu.dry == math.inf and now >= gpu.barred and calm
+            return (
+                not (gpu.job or gpu.unwanted)
+                and name not in quiet
+                and gpu.dry == math.inf
+                and now >= gpu.barred
+                and calm
+            )
 
         quiet = set(self.silent(now))
         had = [name for name, gpu in self._gpus.items() if gpu.job == job]

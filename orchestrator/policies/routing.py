@@ -6,6 +6,10 @@ class that its task asks for, then of the other classes (where it asks for none:
 one, in the same order of classes; into the queue. The baselines differ in the choice inside a pool only, and ignore who
 holds the prefix.
 
+That is ROSE's spread, "dedicated-first". With "least-utilized" dedicated and borrowed workers are one pool, and "least busy" is
+the one with the smallest share of its cap taken (among equals the first, and a run's own workers come first): caps say what a
+worker can take, and that of a borrowed one is its budget of the moment.
+
 A slot that a queue waits for goes to the oldest turn whose prefix that worker holds, else to the oldest that may use it:
 first come, first served alone would scatter the turns of a full fleet over all workers and recompute nearly every prefix.
 A turn that was overtaken twice as often as there were turns before it is served next, whoever holds what.
@@ -23,66 +27,19 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from orchestrator.api.errors import ConfigError, RunError
+from orchestrator.policies.seats import ANY, DEDICATED_FIRST, FULL, LEAST_UTILIZED, SPREADS, Pool, Seat, lowest
 
 CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN = "cache-affine", "least-loaded", "round-robin"
 RULES = (CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN)
-ANY = "any"  # the class of a worker of which nothing was said
 PREFILL, DECODE = "pd:prefill", "pd:decode"  # as tasks: the two parts of a turn (orchestrator.disaggregation)
 DEFAULT_TASK = "default"  # names the class for tasks without one of their own (RollArt, Listing 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A worker, as the router sees it. ``cap``: requests that it may have at a time, 0: any number. ``borrowed``: it is
-    used when no dedicated worker has room, if dedicated ones have caps; without caps it is one like the others."""
-
-    hardware: str = ANY
-    cap: int = 0
-    borrowed: bool = False
-
-
-def _lowest(mask: int) -> int:
-    return (mask & -mask).bit_length() - 1
-
-
-@dataclass(slots=True)
-class _Pool:
-    """The open workers with room of one class and tier, by load."""
-
-    levels: list[int] = field(default_factory=lambda: [0])  # load -> workers, as a bit mask
-    loads: int = 0  # the loads that some worker has, as a bit mask
-    free: int = 0  # all workers in it, as a bit mask
-    last: int = -1  # whose turn it was (round robin)
-
-    def add(self, worker: int, load: int) -> None:
-        while len(self.levels) <= load:
-            self.levels.append(0)
-        self.levels[load] |= 1 << worker
-        self.loads |= 1 << load
-        self.free |= 1 << worker
-
-    def drop(self, worker: int, load: int) -> None:
-        self.levels[load] &= ~(1 << worker)
-        if not self.levels[load]:
-            self.loads &= ~(1 << load)
-        self.free &= ~(1 << worker)
-
-    def least(self) -> int:
-        """The least busy worker. Only when there is one."""
-        return _lowest(self.levels[_lowest(self.loads)])
-
-    def following(self) -> int:
-        """The next one in turn. Only when there is one."""
-        after = self.free >> (self.last + 1) << (self.last + 1)
-        self.last = _lowest(after or self.free)
-        return self.last
 
 
 @dataclass(slots=True)
 class _Line:
     """The turns that may use the same pools, in order of preference; the oldest first."""
 
-    pools: tuple[_Pool, ...]
+    pools: tuple[Pool, ...]
     classes: frozenset[str]
     anywhere: int = (
         0  # its task asks for no class: so many pools of a tier are one, the least busy worker of all gets it
@@ -112,7 +69,7 @@ class TurnRouter:
     least loaded worker of a pool (SGLang's router, in Heddle 7). A class that no seat has is a ConfigError. ``patience``: grants
     to others that a waiting turn may see, over twice the number of turns that waited when it asked, before prefixes count less
     than its age. ``phases``: class by part of a turn (PREFILL, DECODE), which a part never leaves; a trajectory has a worker in
-    each.
+    each. ``spread``: LEAST_UTILIZED needs a cap of every seat.
     """
 
     def __init__(
@@ -126,9 +83,14 @@ class TurnRouter:
         fallback: bool = True,
         patience: int = 64,
         phases: Mapping[str, str] | None = None,
+        spread: str = DEDICATED_FIRST,
     ) -> None:
-        if rule not in RULES:
-            raise ConfigError("rollout.routing.policy", rule, f"must be one of {', '.join(RULES)}")
+        for key, value, known in (("policy", rule, RULES), ("spread", spread, SPREADS)):
+            if value not in known:
+                raise ConfigError(f"rollout.routing.{key}", value, f"must be one of {', '.join(known)}")
+        self._relative = spread == LEAST_UTILIZED
+        for seat in seats:
+            self._can_take(seat)
         self._seats = list(seats)
         self._rule = rule
         self._imbalance = imbalance
@@ -152,10 +114,11 @@ class TurnRouter:
         self._queued = 0
         self._classes = list(dict.fromkeys(seat.hardware for seat in seats))
         self._left = frozenset(self._classes)  # those with a worker that may still come back
-        self._capped = any(seat.cap and not seat.borrowed for seat in seats)
-        self._tiers = [self._capped and seat.borrowed for seat in seats]
-        self._pools = {(hardware, tier): _Pool() for hardware in self._classes for tier in (False, True)}
+        self._tiered = not self._relative and any(seat.cap and not seat.borrowed for seat in seats)
+        self._tiers = [self._tiered and seat.borrowed for seat in seats]
+        self._pools = {(hardware, tier): Pool() for hardware in self._classes for tier in (False, True)}
         self._pool_of = [self._pools[seat.hardware, tier] for seat, tier in zip(seats, self._tiers, strict=True)]
+        self.fleet = 0  # counts the workers that were retired, regained, joined or are of another class
         self._lines: dict[tuple[str, ...], _Line] = {}
         self._line_of: dict[str, _Line] = {}
         for task in self._affinity:
@@ -189,11 +152,13 @@ class TurnRouter:
         """It never comes back. Returns the waiting turns that no worker is left for; they have left the queue."""
         self.close(worker, cache_lost=True)
         self._retired[worker] = True
+        self.fleet += 1
         return self._strand()
 
     def regain(self, worker: int) -> None:
         """It was retired, and is started after all: its devices are cut anew."""
         self._retired[worker] = False
+        self.fleet += 1
         self._left |= {self._seats[worker].hardware}
 
     def reseat(self, worker: int, hardware: str) -> list[str]:
@@ -201,6 +166,7 @@ class TurnRouter:
         if hardware == self._seats[worker].hardware:
             return []
         self.close(worker, cache_lost=True)
+        self.fleet += 1
         self._seats[worker] = replace(self._seats[worker], hardware=hardware)
         self._know(hardware)
         self._pool_of[worker] = self._pools[hardware, self._tiers[worker]]
@@ -208,14 +174,16 @@ class TurnRouter:
 
     def join(self, seat: Seat) -> int:
         """A worker more; its place. It is closed until it is opened."""
+        self._can_take(seat)
         worker = len(self._seats)
+        self.fleet += 1
         self._seats.append(seat)
         for marks in (self._open, self._keeps, self._retired):
             marks.append(False)
         self._load.append(0)
         self._lives.append(0)
         self._heirs.append([])
-        self._tiers.append(self._capped and seat.borrowed)
+        self._tiers.append(self._tiered and seat.borrowed)
         self._know(seat.hardware)
         self._left |= {seat.hardware}
         self._pool_of.append(self._pools[seat.hardware, self._tiers[worker]])
@@ -226,7 +194,7 @@ class TurnRouter:
         if hardware in self._classes:
             return
         self._classes.append(hardware)
-        self._pools.update({(hardware, tier): _Pool() for tier in (False, True)})
+        self._pools.update({(hardware, tier): Pool() for tier in (False, True)})
         known, self._lines, self._line_of = list(self._line_of), {}, {}
         for task in known:
             self._line(task)
@@ -243,9 +211,18 @@ class TurnRouter:
         """It may have ``cap`` turns at a time from now on (0: any number); those that it has stay."""
         if cap == self._seats[worker].cap:
             return
+        seat = replace(self._seats[worker], cap=cap)
+        self._can_take(seat)
         self._unlist(worker)
-        self._seats[worker] = replace(self._seats[worker], cap=cap)
+        self._seats[worker] = seat
         self._list(worker)
+
+    def _can_take(self, seat: Seat) -> None:
+        """Load relative to nothing is no load. Raises ConfigError."""
+        if self._relative and not seat.cap:
+            key = "served_cap" if seat.borrowed else "cap"
+            fix = "spread = 'least-utilized' compares the shares of caps that are taken: set it to at least 1"
+            raise ConfigError(f"rollout.routing.{key}", seat.cap, fix)
 
     def _strand(self) -> list[str]:
         """The waiting turns that no worker is left for leave the queue."""
@@ -332,7 +309,7 @@ class TurnRouter:
             self._holder.pop(self._key(trajectory, task), None)
 
     def place(self, trajectory: str, worker: int) -> None:
-        """Its turns go to this worker from now on, whatever the rule says, while it may serve them."""
+        """Its turns go to this worker from now on, whatever the rule says, while it may serve them; -1: by the rule."""
         self._placed[trajectory] = worker
 
     def brought(self, trajectory: str, worker: int) -> None:
@@ -342,8 +319,15 @@ class TurnRouter:
     def eligible(self, task: str) -> list[int]:
         """The open workers that a placement of the task's trajectories is over: of the class it asks for, or of all; borrowed
         ones where there are no others."""
+        return self._meant(task, [worker for worker in range(len(self._seats)) if self._open[worker]])
+
+    def classes(self, task: str) -> frozenset[str]:
+        """Of the workers that :meth:`eligible` would name if all that may come back were open. Changes with ``fleet`` only."""
+        left = [worker for worker, gone in enumerate(self._retired) if not gone]
+        return frozenset(self._seats[worker].hardware for worker in self._meant(task, left))
+
+    def _meant(self, task: str, usable: list[int]) -> list[int]:
         first = self._affinity.get(task, self._affinity.get(DEFAULT_TASK, ""))
-        usable = [worker for worker in range(len(self._seats)) if self._open[worker]]
         meant = [worker for worker in usable if first in ("", self._seats[worker].hardware)]
         meant = meant or (usable if self._fallback else [])
         return [worker for worker in meant if not self._tiers[worker]] or meant
@@ -388,7 +372,7 @@ class TurnRouter:
                     return worker
                 pool = self._pool_of[worker]
                 allowed = pool.free >> worker & 1 and self._seats[worker].hardware in turn.line.classes
-                if allowed and self._balanced(pool, worker):
+                if allowed and self._balanced(turn.line, pool, worker):
                     return worker
         pools = turn.line.pools
         pool = next(pool for pool in pools if pool.free)
@@ -398,10 +382,14 @@ class TurnRouter:
             pool = min((one for one in tier if one.free), key=lambda one: one.loads & -one.loads)
         return pool.following() if self._rule == ROUND_ROBIN else pool.least()
 
-    def _balanced(self, pool: _Pool, worker: int) -> bool:
+    def _balanced(self, line: _Line, pool: Pool, worker: int) -> bool:
+        if self._relative:  # busier than it would be if it were as full as the emptiest that the turn may have
+            others = line.pools[: line.anywhere] or (pool,)
+            least = min(lowest(one.loads) for one in others if one.free)
+            return self._load[worker] <= least * self._seats[worker].cap / FULL + self._imbalance
         if self._skew:
-            return pool.loads.bit_length() - 1 <= self._skew * max(1, _lowest(pool.loads))
-        return self._load[worker] <= _lowest(pool.loads) + self._imbalance
+            return pool.loads.bit_length() - 1 <= self._skew * max(1, lowest(pool.loads))
+        return self._load[worker] <= lowest(pool.loads) + self._imbalance
 
     def _heir(self, worker: int, oldest: _Turn) -> str | None:
         """The oldest waiting turn whose prefix this worker holds, if it may go before the oldest of all."""
@@ -468,15 +456,19 @@ class TurnRouter:
         self._load[worker] += change
         self._list(worker)
 
+    def _level(self, worker: int) -> int:
+        load = self._load[worker]
+        return load * FULL // self._seats[worker].cap if self._relative else load
+
     def _list(self, worker: int) -> None:
         cap = self._seats[worker].cap
         if self._open[worker] and (not cap or self._load[worker] < cap):
-            self._pool_of[worker].add(worker, self._load[worker])
+            self._pool_of[worker].add(worker, self._level(worker))
 
     def _unlist(self, worker: int) -> None:
         pool = self._pool_of[worker]
         if pool.free >> worker & 1:
-            pool.drop(worker, self._load[worker])
+            pool.drop(worker, self._level(worker))
 
 
 __all__ = ["ANY", "CACHE_AFFINE", "DEFAULT_TASK", "LEAST_LOADED", "ROUND_ROBIN", "RULES", "Seat", "TurnRouter"]

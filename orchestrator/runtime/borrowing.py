@@ -2,7 +2,9 @@
 
 Guarantees: a server is chosen by its lease, which one run gets; of several runs that start in the same second each has its own.
 The candidates are those of ``rollout.served`` and the lines of ``rollout.borrowed.file``, which is read at every look: a line
-that goes is a server that is given back, a file that cannot be read for a while changes nothing. One lease key a run's life.
+that goes is a server that is given back, a file that cannot be read for a while changes nothing. What comes or goes counts when
+two looks in a row found it so: a file that is just being written may be empty, or end in half a URL, to which the token must not
+go. One lease key a run's life. What a server says of itself may be anything.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class Market:
         self._key = secrets.token_hex(16)
         self._token = served.read_token(config, os.environ) if config.rollout.served or self.exchanged else ""
         self._candidates: tuple[str, ...] = ()
+        self._read: tuple[str, ...] | None = None  # at the last look
         self._made: dict[str, HttpWorker] = {}
         self._status: dict[str, dict[str, Any]] = {}
         self._complaint = ""
@@ -107,13 +110,20 @@ class Market:
     async def look(self) -> Sequence[Offer]:
         """See there."""
         try:
-            self._candidates = await asyncio.to_thread(read_candidates, self._config)
+            self._candidates = self._steady(await asyncio.to_thread(read_candidates, self._config))
             self._complaint = ""
         except ConfigError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 self._events.emit("fault", what="borrowing", cause="borrowing", detail=self._complaint[:300])
         return await asyncio.gather(*map(self._offer, self._candidates))
+
+    def _steady(self, found: tuple[str, ...]) -> tuple[str, ...]:
+        """Of what was found now and at the last look: what both say; where they differ, as it was."""
+        before, self._read = found if self._read is None else self._read, found
+        known = self._candidates
+        stay = [url for url in found if url in before or url in known]
+        return (*stay, *(url for url in known if url in before and url not in found))
 
     async def _offer(self, url: str) -> Offer:
         try:
@@ -124,12 +134,12 @@ class Market:
         except ConfigError as error:
             return Offer(url, error.fix)
         self._status[url] = status
-        why = "; ".join(served.mistakes(self._config, self._task, status)) if url not in self._made else ""
+        why = "; ".join(served.mistakes(self._config, self._task, status))
         return offer_of(url, status, self._mine, why)
 
     def worker(self, url: str) -> HttpWorker:
         """See there."""
-        (made,) = served.workers(self._config, self._endpoint, [url], self._key)
+        (made,) = served.workers(self._config, self._endpoint, [url], self._key, self._task)
         self._made[made.name] = made
         return made
 
@@ -141,8 +151,8 @@ class Market:
     async def leave(self, worker: BorrowedWorker) -> None:
         """See there."""
         assert isinstance(worker, HttpWorker)
-        options = (self._status.get(worker.name) or {}).get("options") or {}
-        if options.get("kv_pool") and options.get("kv_pool_role") == "rollout":
+        options = self._status.get(worker.name, {}).get("options")
+        if isinstance(options, dict) and options.get("kv_pool") and options.get("kv_pool_role") == "rollout":
             worker.deactivate = True
         if self._made.get(worker.name) is worker:
             del self._made[worker.name]

@@ -7,6 +7,7 @@ ConfigError before anything starts. Worker ids carry the job's name, so that job
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from orchestrator import fleet
 from orchestrator.api import ConfigError, MetadataStore, RetryableError
@@ -71,4 +72,5 @@ def check(config: Config) -> None:
     served = [url.rstrip("/") for url in config.rollout.served]
     borrowed = [False] * len(names) + [True] * len(served)
     hardware = [*placed, *([""] * len(served))]
-    fleet.plan(config.rollout.routing, [*names, *served], hardware, borrowed, config.rollout.disaggregation)
+    later = partial(fleet.may_come, config.rollout)
+    fleet.plan(config.rollout.routing, [*names, *served], hardware, borrowed, config.rollout.disaggregation, later)

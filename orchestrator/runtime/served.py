@@ -66,7 +66,14 @@ def read_token(config: Config, environment: Mapping[str, str]) -> str:
 
 
 def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]:
-    """Why the server with this status cannot work for this run, in words, with fixes."""
+    """Why the server with this status cannot work for this run, in words, with fixes. The status may say anything."""
+    try:
+        return _mistakes(config, task, status)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        return [f"says of itself what cannot be ({error!r:.200}): is it vllm serve with --plugin rl-coserve?"]
+
+
+def _mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]:
     limits, shape = status.get("limits") or {}, status.get("shape") or {}
     room, mode = int(limits.get("max_model_len", 0)), status.get("logprobs_mode")
     found: list[str] = []
@@ -97,10 +104,15 @@ def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]
 
 
 def workers(
-    config: Config, endpoint: RelayEndpoint, chosen: Sequence[str] | None = None, key: str = ""
+    config: Config,
+    endpoint: RelayEndpoint,
+    chosen: Sequence[str] | None = None,
+    key: str = "",
+    task: Task | None = None,
 ) -> list[HttpWorker]:
     """One client a server (None: of all that the config names), under its URL as its name. ``key``: of the run's leases, "": one
-    of their own for all of these. Nothing is sent yet. Raises ConfigError."""
+    of their own for all of these. ``task``: for which a server must fit, each time that it is taken up. Nothing is sent yet.
+    Raises ConfigError."""
     names = config.rollout.served if chosen is None else chosen
     if not names:
         return []
@@ -114,6 +126,7 @@ def workers(
         tls=config.tls.files(),
         lease=rollout.borrowed.lease,
         key=key or secrets.token_hex(16),
+        mistakes=None if task is None else partial(mistakes, config, task),
     )
     return [make(url, token, url.rstrip("/")) for url in names]
 

@@ -34,11 +34,34 @@ class RoutingSection(Section):
     served_cap: Annotated[int, Field(ge=0)] = (
         0  # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
     )
+    # dedicated-first: a served worker gets what dedicated ones have no room for (ROSE). least-utilized: the worker with the
+    # smallest share of its cap taken, dedicated or served.
+    spread: Literal["dedicated-first", "least-utilized"] = "dedicated-first"
     hardware: dict[
         str, str
     ] = {}  # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
     affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
     fallback: bool = True  # a task may use the other classes while its own has no room
+
+    @model_validator(mode="after")
+    def _spread(self) -> RoutingSection:
+        if self.spread == "dedicated-first":
+            return self
+        what, found = "rollout.routing.spread = 'least-utilized'", list[tuple[str, object, str]]()
+        if self.policy == "round-robin":
+            fix = f"goes by nobody's load, and {what} does: take 'cache-affine' or 'least-loaded', or leave out spread"
+            found.append(("policy", self.policy, fix))
+        if self.skew:
+            found.append(
+                ("skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance")
+            )
+        for name in ("cap", "served_cap"):
+            if not getattr(self, name):
+                fix = f"{what} compares the shares of caps that are taken: set it to at least 1 (ROSE takes 16)"
+                found.append((name, 0, fix))
+        if found:
+            raise ValidationError.from_exception_data("routing", [violation(*item) for item in found])
+        return self
 
 
 class BorrowedSection(Section):
@@ -227,8 +250,8 @@ class RolloutSection(Section):
         if self.borrowed.most > len(self.served) and not self.borrowed.file:
             fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
             found.append(("borrowed.most", self.borrowed.most, fix))
-        if self.borrowed.exchanged and self.placement.enabled:
-            fix = "places trajectories on the workers that a run begins with: leave out rollout.borrowed, or set it to false"
+        if self.routing.spread == "least-utilized" and self.placement.enabled:
+            fix = "says itself where a trajectory goes: leave out rollout.routing.spread, or set it to false"
             found.append(("placement.enabled", True, fix))
         if not (self.workers or self.served):
             fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"

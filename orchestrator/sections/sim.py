@@ -33,6 +33,9 @@ class SimTaskSection(Section):
     response_tokens: Annotated[float, Field(gt=0)] = 512.0  # of a turn
     response_sigma: Sigma = 0.8
     response_max: Positive = 8192
+    response_growth: Annotated[float, Field(ge=0)] = (
+        0.0  # by which response_tokens grows with each batch of prompts, 61 times at most: as training goes on
+    )
     prompt_share: Fraction = 0.0
     reset_seconds: Seconds = 0.0
     reset_sigma: Sigma = 0.0
@@ -87,6 +90,11 @@ class SimBorrowedSection(Section):
     reload_seconds: Seconds = 20.0  # autoscale: until a device serves again: "tens of seconds" (ROSE 3.2); ASSUMED
     function_seconds: PositiveSeconds = 900.0  # serverless: of a lease (ROSE 6)
     spot_low: Fraction = 0.25  # spot: of the devices, that are there at least; ASSUMED
+    exchanged: bool = False  # coserve: servers are taken and given back while the run goes on, as rollout.borrowed says
+    scaled: bool = False  # exchanged: serving engines end while their load is low, and come back when it rises
+    outage_seconds: Seconds = (
+        0.0  # exchanged: between two serving engines that end unforeseen, in the mean; 0: none does
+    )
     spot_seconds: PositiveSeconds = 180.0  # spot: between two changes of how many are there, in the mean; ASSUMED
 
 

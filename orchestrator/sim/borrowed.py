@@ -47,6 +47,8 @@ class BorrowedSimWorker(MovingWorker):
         self.engine: ServingEngine | None = None
         self.moved: Callable[[int], ServingEngine | None] = lambda version: self.engine
         self.present = True
+        self.lasts = False  # its process runs on while nobody borrows it
+        self._left = False  # it was left, and has not died since
         self.handed_back = 0
         self.recovering_seconds = 0.0  # that its device could not compute for it, because it was started
         super().__init__(*arguments, **more)
@@ -259,6 +261,14 @@ class BorrowedSimWorker(MovingWorker):
     def _gone(self) -> None:
         if not self.present:
             self.die()
+            self._left = self.lasts
+
+    def release(self) -> None:
+        """The run gives it back: deactivated, it waits on its device for whoever borrows it next."""
+        if self.present:
+            self.leave()
+        self.sit(None)
+        self._activated = False
 
     def come(self) -> None:
         """There is a device for it."""
@@ -269,8 +279,13 @@ class BorrowedSimWorker(MovingWorker):
         if not self.present:
             await asyncio.sleep(0)
             raise RetryableError(f"{self.name}: it has no device")
+        usual = self._start_seconds
+        self._start_seconds = 0.0 if self._left else usual
         self.recovering_seconds += self._start_seconds
-        await super().restart()
+        try:
+            await super().restart()
+        finally:
+            self._start_seconds = usual
 
     def die(self) -> None:
         """See there."""
@@ -278,4 +293,5 @@ class BorrowedSimWorker(MovingWorker):
             if timer is not None:
                 timer.cancel()
         self._stall = self._waits = None
+        self._left = False
         super().die()

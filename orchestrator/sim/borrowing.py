@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from orchestrator.api import ConfigError
@@ -30,6 +31,7 @@ from orchestrator.sim.cluster import borrowed_class, engine_costs
 from orchestrator.sim.collocated import CollocatedEngine
 from orchestrator.sim.costs import ACTIVATION_BYTES, MEMORY_SHARE, EngineCosts, Roofline
 from orchestrator.sim.draws import stream
+from orchestrator.sim.market import ScaledServing, SimMarket
 from orchestrator.sim.moving import Moves, MovingWorker
 from orchestrator.sim.relay import SimWeights
 from orchestrator.sim.scaling import Autoscaler
@@ -171,6 +173,7 @@ class BorrowedFleet:
         self._version = -1
         self._timers: list[asyncio.TimerHandle] = []
         self._scaler: Autoscaler | None = None
+        self.market: SimMarket | None = None
         self.exchanges = 0
 
     def _serving(self) -> ServingCluster | None:
@@ -197,6 +200,8 @@ class BorrowedFleet:
         :class:`~orchestrator.sim.worker.SimWorker`."""
         config, settings = self._config, self.settings
         sim, count = config.sim, settings.workers
+        if settings.exchanged and self.cluster is not None:  # a rollout engine beside each, of which the run has some
+            count = len(self.cluster.engines)
         model = hardware.model(sim.model)
         kv_bytes = model.kv_bytes * max(1.0, sim.tensor_parallel / model.kv_heads) * sim.grain
         name = borrowed_class(config)
@@ -223,7 +228,15 @@ class BorrowedFleet:
         if self.cluster is not None and shared:
             for engine in self.cluster.engines:
                 engine.admission = self._admission(costs, sim.grain)
+            if settings.exchanged:
+                pairs = list(zip(self.made, self.cluster.engines, strict=True))
+                self.market = SimMarket(pairs, settings.workers, self._mean, settings.reload_seconds)
         return list(self.made)
+
+    def _mean(self, engine: str) -> tuple[float, float]:
+        """Use of a device so far, and for how long it has been watched."""
+        now = asyncio.get_running_loop().time()
+        return self._borrowing.use(engine, now), min(now, self.settings.window)
 
     def _admission(self, costs: EngineCosts, grain: int) -> Admission:
         """What rollouts on a device are admitted by: the engine's own costs, as a profile without error would have them."""
@@ -247,6 +260,7 @@ class BorrowedFleet:
             self.cluster.start()
         if settings.how in ("coserve", "multiplex"):
             self._sample()
+            self._endings()
         elif settings.how == "autoscale":
             assert self.cluster is not None
             self._scaler = Autoscaler(self.cluster, self.made, settings.reload_seconds)
@@ -257,12 +271,32 @@ class BorrowedFleet:
             for worker in self.made:
                 self._later(settings.function_seconds, self._lease_over, worker)
 
+    def _endings(self) -> None:
+        """Serving engines that end, where servers are exchanged."""
+        if (market := self.market) is None or self.cluster is None:
+            return
+        settings = self.settings
+        if settings.scaled:
+            self._scaler = ScaledServing(market, self.cluster, self.made, settings.reload_seconds)
+            self._scaler.start()
+        if settings.outage_seconds:
+            rng = stream(self._config.run.seed, "outages")
+            self._later(rng.expovariate(1.0 / settings.outage_seconds), self._outage, rng)
+
+    def _outage(self, rng: Random) -> None:
+        assert self.market is not None
+        assert self.cluster is not None
+        self.market.outage(rng, self.cluster.again)
+        self._later(rng.expovariate(1.0 / self.settings.outage_seconds), self._outage, rng)
+
     def close(self) -> None:
         """The life ends."""
         for timer in self._timers:
             timer.cancel()
         if self._scaler is not None:
             self._scaler.close()
+        if self.market is not None:
+            self.market.close()
         if self.cluster is not None:
             self.cluster.close()
 
@@ -324,14 +358,14 @@ class BorrowedFleet:
 
     def report(self, seconds: float) -> dict[str, Any]:
         """What users saw, and what borrowing cost: shares of the device time of all borrowed workers."""
-        whole = max(1e-9, seconds * len(self.made))
+        whole = max(1e-9, seconds * self.settings.workers)
         found: dict[str, Any] = {
             "how": self.settings.how,
-            "workers": len(self.made),
+            "workers": self.settings.workers,
             "generated": sum(worker.generated for worker in self.made),
             "handed_back": sum(worker.handed_back for worker in self.made),
             "starting_share": round(sum(worker.recovering_seconds for worker in self.made) / whole, 6),
-            "exchanges": self.exchanges,
+            "exchanges": self.exchanges if self.market is None else self.market.returned,
         }
         if self.cluster is not None:
             served, engines = self.cluster.served, self.cluster.engines
@@ -341,6 +375,8 @@ class BorrowedFleet:
             for role in dict.fromkeys(engine.role for engine in engines):
                 busy = [engine.busy_seconds for engine in engines if engine.role == role]
                 found[f"{role}_busy"] = round(sum(busy) / max(1e-9, seconds * len(busy)), 4)
+        if self.market is not None:
+            found["outages"] = self.market.outages
         if self._scaler is not None:
             found["scalings"] = self._scaler.changes
         return found
@@ -362,14 +398,12 @@ def borrowed_of(config: Config) -> BorrowedFleet | None:
         return None
     wrong: list[tuple[str, object, str]] = [
         ("sim.costs", sim.costs, "borrowed devices are known by their hardware: set it to 'roofline'"),
-        ("sim.fault_rate", sim.fault_rate, "faults are not played with borrowed workers: set it to 0"),
         ("rollout.colocation.enabled", True, "lends the run's own workers: not played with borrowed ones"),
         ("rollout.disaggregation.enabled", True, "not played with borrowed workers"),
         ("rollout.planner.enabled", True, "cuts the run's own workers: not played with borrowed ones"),
     ]
     broken = (
         sim.costs != "roofline",
-        sim.fault_rate > 0,
         rollout.colocation.enabled,
         rollout.disaggregation.enabled,
         rollout.reshapes,
@@ -377,4 +411,34 @@ def borrowed_of(config: Config) -> BorrowedFleet | None:
     for (field, value, fix), bad in zip(wrong, broken, strict=True):
         if bad:
             raise ConfigError(field, value, fix)
+    _exchanged(config)
     return BorrowedFleet(config)
+
+
+def bounded(config: Config) -> Config:
+    """The same, where servers are exchanged with the most that the run may have as the exchange reads it."""
+    if not config.sim.borrowed.exchanged:
+        return config
+    borrowed = config.rollout.borrowed.model_copy(update={"most": config.sim.borrowed.workers})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"borrowed": borrowed})})
+
+
+def _exchanged(config: Config) -> None:
+    """Raises ConfigError for what servers that change are not played with."""
+    settings, asked = config.sim.borrowed, "sim.borrowed"
+    if not settings.exchanged:
+        for name in ("scaled", "outage_seconds"):
+            if value := getattr(settings, name):
+                fix = "servers that end are replaced by others: set sim.borrowed.exchanged to true too, or leave it out"
+                raise ConfigError(f"{asked}.{name}", value, fix)
+        return
+    if settings.how != "coserve":
+        fix = f"servers beside which others serve are exchanged, and sim.borrowed.how is '{settings.how}': set it to false"
+        raise ConfigError(f"{asked}.exchanged", True, fix)
+    if config.rollout.placement.enabled:
+        fix = "trajectories are placed on the workers that a run begins with (rollout.placement): set it to false"
+        raise ConfigError(f"{asked}.exchanged", True, fix)
+    if settings.phases == "collocated" and (settings.scaled or settings.outage_seconds):
+        name = "scaled" if settings.scaled else "outage_seconds"
+        fix = "is played with engines that prefill and others that decode: leave it out, or phases = 'disaggregated'"
+        raise ConfigError(f"{asked}.{name}", getattr(settings, name), fix)

@@ -31,7 +31,6 @@ from orchestrator.api import (
     GenerationRequest,
     KvMove,
     KvMoved,
-    ManagedWorker,
     Meeting,
     Observation,
     Prompt,
@@ -51,7 +50,6 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.sim.draws import stream
-from orchestrator.sim.resizing import ResizableSimWorker
 from orchestrator.sim.twins import SimTrainer, Tools
 from orchestrator.sim.worker import SimWorker
 
@@ -463,34 +461,3 @@ class FaultyReward:
             self._faults.cancel_later()
         score = await self._inner.score(trajectory)
         return self._faults.rng.choice((float("nan"), float("inf"))) if kind == "duplicate" else score
-
-
-class FaultyResizableWorker(FaultyWorker):
-    """A ResizableWorker around another one. Ending a process does not fail, as nothing limits its time; starting it does."""
-
-    def __init__(self, inner: ResizableSimWorker, faults: FaultInjector) -> None:
-        super().__init__(inner, faults)
-        self._resizable = inner
-
-    @property
-    def expert_ranks(self) -> int:
-        """Devices that whole experts are shared out over."""
-        return self._resizable.expert_ranks
-
-    @expert_ranks.setter
-    def expert_ranks(self, ranks: int) -> None:
-        self._resizable.expert_ranks = ranks
-
-    async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
-        """See the protocol."""
-        await self._resizable.resize(ranks, expert_ranks)
-
-
-def faulty_workers(workers: Sequence[SimWorker], faults: FaultInjector) -> list[ManagedWorker]:
-    """The workers, each behind its faults."""
-    return [
-        FaultyResizableWorker(worker, faults)
-        if isinstance(worker, ResizableSimWorker)
-        else FaultyWorker(worker, faults)
-        for worker in workers
-    ]

@@ -45,12 +45,13 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.resume import rewind
 from orchestrator.rounds import Rounds
 from orchestrator.sim.audit import Audit, Stream
-from orchestrator.sim.borrowing import BorrowedFleet, borrowed_of
+from orchestrator.sim.borrowing import BorrowedFleet, borrowed_of, bounded
 from orchestrator.sim.cluster import check_cluster, fleet
 from orchestrator.sim.cutting import cutter_of, hand_over, resizable, seat
 from orchestrator.sim.disaggregated import check_disaggregation, disaggregated, speech_of
 from orchestrator.sim.draws import stream
-from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer, faulty_workers
+from orchestrator.sim.faults import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer
+from orchestrator.sim.faulty_workers import faulty_workers
 from orchestrator.sim.foresight import equip
 from orchestrator.sim.lending import LendingWorker, ResidentSimTrainer
 from orchestrator.sim.loop import SimulationError, VirtualTimeLoop, rare_collections
@@ -376,8 +377,11 @@ class _Simulation:
         if pool is not None:
             await pool.open()
         audited = _AuditedTrainer(audited, self.audit)
+        market = borrowed.market if borrowed is not None else None
+        workers = workers if market is None else market.open(workers)
         keeps = checkpoints if self._faulty else None
         parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
+        parts.market = market
         equip(parts, config, self._workers)
         hand_over(parts, cutter)
         return parts, position
@@ -470,7 +474,7 @@ def simulate(
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         with rare_collections():
-            result = _Simulation(config, path, events_sink, traces, watch).run()
+            result = _Simulation(bounded(config), path, events_sink, traces, watch).run()
         (path / "config.json").write_text(to_json(config) + "\n", encoding="utf-8")
         (path / "events.jsonl").write_bytes(result.events)
         (path / "ledger.jsonl").write_bytes(result.journal)
@@ -480,7 +484,7 @@ def simulate(
     else:
         memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="rl-coserve-sim-", dir=memory) as temporary, rare_collections():
-            result = _Simulation(config, Path(temporary), events_sink, traces, watch).run()
+            result = _Simulation(bounded(config), Path(temporary), events_sink, traces, watch).run()
     if strict and result.violations:
         raise SimulationFailed(result)
     return result

@@ -45,6 +45,17 @@ class Autoscaler:
             worker.leave()
         self._look()
 
+    def _stopped(self, engine: ServingEngine) -> None:
+        """It serves no more: its device is rollouts' alone."""
+        self._worker[engine.name].come()
+
+    def _wanted(self, engine: ServingEngine) -> None:
+        """It is about to load its model."""
+        self._worker[engine.name].leave()
+
+    def _serves(self, engine: ServingEngine) -> None:
+        """It has."""
+
     def close(self) -> None:
         """The simulation ends."""
         for timer in [self._timer, *self._loading.values()]:
@@ -72,18 +83,19 @@ class Autoscaler:
             self._changed[role] = now
 
     def _give(self, engine: ServingEngine) -> None:
-        if (worker := self._worker.get(engine.name)) is None:
+        if engine.name not in self._worker:
             return
         self.changes += 1
         self._cluster.again(engine, engine.stop())
-        worker.come()
+        self._stopped(engine)
 
     def _take(self, engine: ServingEngine) -> None:
         self.changes += 1
-        self._worker[engine.name].leave()
+        self._wanted(engine)
 
         def ready() -> None:
             del self._loading[engine.name]
             engine.start()
+            self._serves(engine)
 
         self._loading[engine.name] = asyncio.get_running_loop().call_later(self._reload, ready)

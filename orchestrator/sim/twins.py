@@ -161,7 +161,7 @@ class SimEnvironment:
         return StepResult(Observation((2,) * max(1, trace.turns[self._turn].observation)), 0.0, False)
 
     async def _reset_of(self, workload: Workload, prompt: Prompt) -> Observation:
-        seconds, opening = workload.beginning(prompt.task, prompt.seed)
+        seconds, opening = workload.beginning(prompt.task, prompt.seed, workload.stage(prompt))
         if seconds is not None:
             await asyncio.sleep(seconds)
             self._check()

@@ -19,6 +19,7 @@ from typing import Any
 from orchestrator.policies.admission import STALL_SECONDS, Admission, Admitted
 from orchestrator.policies.costs import Costs
 from vllm_rlplugin.kvpool.ledger import PagePool
+from vllm_rlplugin.kvpool.parts import parts_of
 from vllm_rlplugin.kvpool.words import Control, Rolled, Served
 
 _FIND_SECONDS = 0.25  # between two looks for the serving tenant, and at who made progress
@@ -62,12 +63,13 @@ class Turns:
 
     def schedule(self, stock: Callable[..., Any], throttle: bool) -> Any:
         """Stock's step, cut to what is admitted."""
-        if self._flights and not self._free():
-            return self._limited(stock, 0, throttle)  # async scheduling: one step at a time
         now = self._now()
         serving = self._state(now)
+        free = self._free(serving)
+        if self._flights and not free:
+            return self._limited(stock, 0, throttle)  # async scheduling: one step at a time
         self._before = serving
-        if self._free():
+        if free:
             output = stock(throttle)
         else:
             admitted = self._admit(serving, now)
@@ -79,9 +81,9 @@ class Turns:
             self._begin(output)
         return output
 
-    def _free(self) -> bool:
+    def _free(self, serving: Served | None) -> bool:
         """Whether there is nobody to consider."""
-        return self._serving < 0 or (self._before is not None and self._before.mode == "none")
+        return self._serving < 0 or (serving is not None and serving.mode == "none")
 
     def _admit(self, serving: Served | None, now: float) -> Admitted:
         dry = self._dry()
@@ -140,12 +142,7 @@ class Turns:
         self._sleep(min(_LONGEST_PAUSE, max(_LEAST_PAUSE, pause)))
 
     def _begin(self, output: Any) -> None:
-        tokens = batch = 0
-        for name, count in output.num_scheduled_tokens.items():
-            if count == 1 and self._scheduler.requests[name].num_output_tokens:
-                batch += 1
-            else:
-                tokens += count
+        tokens, batch = parts_of(output, self._scheduler.requests)
         if not self._flights:
             self._begun = self._now()
         self._flights.append((tokens, batch))

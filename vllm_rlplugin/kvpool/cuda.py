@@ -82,6 +82,10 @@ class CudaRange(PageRange):
             super().close()
             self._memory.close()
 
+    def settle(self) -> None:
+        """See the base class."""
+        self._driver.settle()
+
     def _reserve(self) -> int:
         return self._driver.reserve(self.bytes)
 

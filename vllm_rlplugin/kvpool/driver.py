@@ -101,6 +101,10 @@ class Driver:
         """Zeros, there when this returns."""
         self._check(self._library.rlc_cuda_zero(self._handle, address, places.ctypes.data, places.size))
 
+    def settle(self) -> None:
+        """Returns when all that this process told the device to do is done."""
+        self._check(self._library.rlc_cuda_settle(self._handle))
+
     def _why(self) -> str:
         return str(self._library.rlc_cuda_why().decode(errors="replace"))
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from vllm_rlplugin.kvpool import mps
+from vllm_rlplugin import sleeping
+from vllm_rlplugin.kvpool import mps, warming
 from vllm_rlplugin.kvpool.backends import Backend, HostBackend, backend_for
 from vllm_rlplugin.kvpool.geometry import Geometry, regions_of
 from vllm_rlplugin.kvpool.ledger import Role
@@ -74,6 +75,10 @@ class EnginePool:
         """See the protocol."""
         self.memory.drop(self.geometry.places(groups))
 
+    def settle(self) -> None:
+        """See the protocol."""
+        self.memory.settle()
+
     def buffer(self, size: int) -> Any:
         """The range as a tensor of ``size`` bytes. Reading a place without a page faults."""
         return self._backend.tensor(self.memory.address, size)
@@ -90,7 +95,7 @@ def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *
 
     vllm_config = get_current_vllm_config()
     options = PluginOptions.of(vllm_config)
-    if not options.kv_pool:
+    if not options.kv_pool or warming.is_profiling(vllm_config):
         return stock(config, device, layout, *more)
     workers = vllm_config.parallel_config.world_size
     if workers != 1:
@@ -104,9 +109,12 @@ def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *
         raise ConfigError("kv_pool", f"{options.kv_pool} with KV layout {layout.name}", str(error)) from error
     size = tensors[0].size
     mps.check(options.kv_pool_mps, device.type, os.environ)
+    sleeping.check(options, vllm_config, os.environ)
     backend = backend_for(device, options.kv_pool_page_kib << 10, options.kv_pool_supply)
     pool = EnginePool(options, config.num_blocks, regions, size, backend)
     _here[os.getpid()] = pool
+    if device.type == "cuda":
+        warming.write_to_null_block(True)
 
     import torch
 

@@ -73,6 +73,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rlc_cuda_map": (_INT, [_P, _U64, _P, _P, _U64]),
     "rlc_cuda_unmap": (_INT, [_P, _U64, _P, _U64]),
     "rlc_cuda_zero": (_INT, [_P, _U64, _P, _U64]),
+    "rlc_cuda_settle": (_INT, [_P]),
     "rlc_range_reserve": (_INT, [_U64, _P]),
     "rlc_range_free": (_INT, [_P, _U64]),
     "rlc_range_map": (_I64, [_P, _P, _P, _P, _U64, _INT]),

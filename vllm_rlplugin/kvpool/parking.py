@@ -4,7 +4,10 @@ Guarantees (tests/test_kvpool_engine.py, on a real engine):
 
 * Only a block that nobody references is parked, the null block never. A parked block is in no free queue and in no prefix
   cache, so that nothing stock does can touch it: "no page" is to stock "no free block".
-* A group's pages are dropped when all of its blocks are parked and every step is over that was scheduled before that.
+* A group's pages are dropped when all of its blocks are parked and every step is over that was scheduled before that: with
+  async scheduling a batch in flight still reads and writes them. Steps are counted when they are scheduled and when their
+  outputs are there, in that order; nothing else, such as a look, counts as one. A drafter goes on on the device, and writes
+  KV, when the output of its step is here already: that is waited for too.
 * The pool grows by what is wanted and there is; what there is not is not waited for.
 * A group that nobody has used for ``keep`` seconds is given back, the least recently used first.
 
@@ -29,9 +32,13 @@ class Backing(Protocol):
     def drop(self, groups: list[int]) -> None:
         """Their pages are free for others."""
 
+    def settle(self) -> None:
+        """Returns when the device has done what it was told to do before."""
+
 
 class Parking:
-    """``in_flight``: steps that may still run when a block is freed (0: none; with async scheduling 2). ``now``: seconds."""
+    """``after``: steps that must have ended after the last one that may use a group (1 with a drafter); where none is in flight,
+    the device is waited for. ``now``: seconds, monotonic."""
 
     def __init__(
         self,
@@ -40,18 +47,19 @@ class Parking:
         backing: Backing,
         *,
         backed: Iterable[int],
-        in_flight: int,
         now: Callable[[], float],
         keep: float = 10.0,
+        after: int = 0,
     ) -> None:
         self.geometry = geometry
         self.keep = keep
         self._pool = pool
         self._backing = backing
-        self._in_flight = in_flight
         self._now = now
+        self._after = after
         self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
-        self._leaving: dict[int, int] = {}  # parked, still mapped -> steps left
+        self._scheduled = self._ended = 0  # steps
+        self._leaving: dict[int, int] = {}  # parked, still mapped -> steps that had been scheduled by then
         self.most = geometry.groups  # that may have pages: less in a static partition
         self.asleep = False  # nothing has pages; no step may run
         for group in range(geometry.groups):
@@ -68,25 +76,28 @@ class Parking:
         """Groups that have pages."""
         return len(self._used) + len(self._leaving)
 
-    def stepped(self) -> None:
-        """A step was scheduled."""
-        for group in self._leaving:
-            self._leaving[group] -= 1
+    @property
+    def in_flight(self) -> int:
+        """Steps that were scheduled, and whose outputs are not there yet."""
+        return self._scheduled - self._ended
+
+    def began(self) -> None:
+        """A step was scheduled, an empty one too."""
+        self._scheduled += 1
+
+    def ended(self) -> None:
+        """The output of the earliest step in flight is there."""
+        self._ended += 1
         self._let_go()
 
-    def settled(self) -> None:
-        """No step is under way."""
-        for group in self._leaving:
-            self._leaving[group] = 0
-        self._let_go()
-
-    def want(self, blocks: int) -> bool:
-        """Have so many free blocks, if there are pages; whether there are so many now."""
+    def want(self, blocks: int, allowed: int | None = None) -> bool:
+        """Have so many free blocks, if there are pages; whether there are so many now. ``allowed``: groups that may be
+        used; those on their way beyond it go on leaving."""
         missing = blocks - self._pool.get_num_free_blocks()
         if missing <= 0 or self.asleep:
             return not self.asleep
         count = -(-missing // self.geometry.group_blocks)
-        count = min(count, max(0, self.most - len(self._used)))
+        count = min(count, max(0, (self.most if allowed is None else min(self.most, allowed)) - len(self._used)))
         coming = list(self._leaving)[:count]  # these have their pages still
         for group in coming:
             del self._leaving[group]
@@ -122,11 +133,13 @@ class Parking:
 
     def sleep(self) -> None:
         """Give back everything, the null block's group too: no step may run until :meth:`wake`. Raises RuntimeError while blocks
-        are in use."""
+        are in use, or a step is in flight."""
+        if self.in_flight:
+            raise RuntimeError(f"{self.in_flight} steps are in flight")
         self.shrink(len(self._used))
-        self.settled()
         if set(self._used) != {0} or self._pool.get_num_free_blocks() != self.geometry.group_blocks - 1:
             raise RuntimeError("blocks are in use")
+        self._backing.settle()
         self._backing.drop([0])
         self.asleep = True
 
@@ -142,11 +155,15 @@ class Parking:
         for group in groups:
             del self._used[group]
             self._park(group)
-            self._leaving[group] = self._in_flight
+            self._leaving[group] = self._scheduled
         self._let_go()
 
     def _let_go(self) -> None:
-        gone = [group for group, steps in self._leaving.items() if steps <= 0]
+        ended = self._ended - self._after
+        if self._after and self._leaving and not self.in_flight:
+            self._backing.settle()
+            ended = self._ended
+        gone = [group for group, before in self._leaving.items() if before <= ended]
         if gone:
             self._backing.drop(gone)
             for group in gone:

@@ -82,6 +82,9 @@ class PageRange(ABC):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def settle(self) -> None:  # noqa: B027  nothing to wait for, unless a device computes by itself
+        """Returns when nothing that was begun touches this range any more."""
+
     @abstractmethod
     def _reserve(self) -> int:
         """Addresses for ``self.bytes``, none of which may be touched yet."""

@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from orchestrator.api import ConfigError
 from orchestrator.policies.admission import Mode, Slo
 from orchestrator.policies.kv_sharing import SharingRules
-from vllm_rlplugin.kvpool import beside
+from vllm_rlplugin.kvpool import beside, warming
 from vllm_rlplugin.kvpool.admitting import Turns
 from vllm_rlplugin.kvpool.engine import PATIENCE, EnginePool, current
 from vllm_rlplugin.kvpool.guardian import Guardian
@@ -51,22 +51,20 @@ class PagedScheduling:
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
-        in_flight = 2 if scheduler.scheduler_config.async_scheduling else 0
         manager = scheduler.kv_cache_manager
         self._parking = Parking(
             manager.block_pool,
             pool.geometry,
             pool,
             backed=[0],
-            in_flight=in_flight,
             now=time.monotonic,
             keep=keep,
+            after=int(scheduler.num_lookahead_tokens > 0),  # what a drafter writes comes after its step's output
         )
         self._block_tokens = scheduler.block_size
         self._looked = 0.0
         self._partition = 0.0
         self._guardian, self._meter, self._turns = guardian, meter, turns
-        self._flights = 0  # steps under way
         self._displaced: set[str] = set()  # to be handed back
         self.displaced = 0  # requests whose pages were taken for the budget's sake
         if guardian is not None and meter is not None:
@@ -82,6 +80,7 @@ class PagedScheduling:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
             )
+        warming.write_to_null_block(False)  # from here on blocks are allocated, and have pages
         config = scheduler.vllm_config
         if pool.role != "serving":
             if not config.scheduler_config.enable_chunked_prefill:
@@ -113,14 +112,14 @@ class PagedScheduling:
         """One step of stock's scheduler, with its pages and its time."""
         self.before_step()
         output = stock(throttle) if self._turns is None else self._turns.schedule(stock, throttle)
-        self._flights += 1
+        self._parking.began()
         if self._meter is not None:
             self._meter.began(output)
         return output
 
     def ended(self, output: Any, answers: dict[int, Any]) -> None:
         """Stock has taken a step's output; ``answers``: what it tells the clients, by their index."""
-        self._flights -= 1
+        self._parking.ended()
         if self._meter is not None:
             self._meter.ended()
         if self._turns is not None:
@@ -140,12 +139,15 @@ class PagedScheduling:
         does: tuple[Callable[..., dict[str, Any]], ...] = (self.look, self.deactivate, self.activate, self.note_weights)
         return dict(zip(POOL_COMMANDS, does, strict=True))[command](**arguments)
 
-    def deactivate(self) -> dict[str, Any]:
-        """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}."""
+    def deactivate(self, stepped: bool = True) -> dict[str, Any]:
+        """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}. Not
+        ``stepped``: since it was activated, so that requests which wait have nothing yet, and stay."""
         if self._turns is None:
             return {"refused": "a serving engine is not deactivated"}
-        if self._flights or self._scheduler.requests:
+        if stepped and self._scheduler.requests:
             return {"refused": f"it has {len(self._scheduler.requests)} requests"}
+        if self._parking.in_flight:  # with async scheduling the last request ends before the last batch
+            return {"refused": "its last batch is in flight"}
         if not self._parking.asleep:
             if not self._scheduler.reset_prefix_cache():
                 return {"refused": "its prefix cache is in use"}
@@ -207,11 +209,10 @@ class PagedScheduling:
 
     def before_step(self) -> None:
         """Comply, then have what the next step may allocate."""
-        self._parking.stepped()
-        self._comply()
+        allowed = self._comply()
         if self._guardian is not None:
             self._guardian.tick()
-        self._parking.want(self._wanted())
+        self._parking.want(self._wanted(), allowed)
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
@@ -224,8 +225,6 @@ class PagedScheduling:
             if opened:
                 self._guardian.open()
             self._guardian.tick()
-        if not self._flights:
-            self._parking.settled()
         self._comply()
         self._looked = time.monotonic()
         self._parking.look()
@@ -274,26 +273,28 @@ class PagedScheduling:
         scheduler, most = self._scheduler, 0
         tokens = scheduler.max_num_scheduled_tokens
         for request in scheduler.running:
-            ahead = min(tokens, max(1, request.num_tokens_with_spec - request.num_computed_tokens))
+            known = request.num_tokens_with_spec + request.num_output_placeholders  # those of batches in flight too
+            ahead = min(tokens, max(1, known - request.num_computed_tokens))
             most += -(-ahead // self._block_tokens) + 1
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         for _, request in zip(range(max(0, room)), scheduler.waiting, strict=False):
             most += -(-request.num_tokens // self._block_tokens) + 1
         return most
 
-    def _comply(self) -> None:
+    def _comply(self) -> int | None:
+        """Give back what is beyond the budget. Returns the groups that may be used; None: there is no budget."""
         if self._pool.role == "serving" or self._parking.asleep:
-            return
+            return None
         mine = next(tenant for tenant in self._pool.pool.view().tenants if tenant.slot == self._pool.slot)
         each = self._pool.geometry.pages_a_group
         excess = -(-(mine.used - mine.budget) // each)
-        if excess <= 0:
-            return
         excess -= self._parking.held - self._parking.backed  # those that are on their way
-        excess -= self._parking.shrink(excess)
+        if excess > 0:
+            excess -= self._parking.shrink(excess)
         while excess > 0 and self._scheduler.running:
             self._displace()
             excess -= self._parking.shrink(excess)
+        return int(mine.budget // each)
 
     def _displace(self) -> None:
         """Stock's own preemption, of the request that ranks last."""

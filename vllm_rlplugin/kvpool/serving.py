@@ -21,6 +21,7 @@ from typing import Any
 from orchestrator.policies.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack, tpot_slack
 from orchestrator.policies.costs import Costs
 from vllm_rlplugin.kvpool.ledger import PagePool
+from vllm_rlplugin.kvpool.parts import parts_of
 from vllm_rlplugin.kvpool.words import Rolled, Served
 
 _CROWD = 256  # requests without a token: more than these, and there is no slack to compute
@@ -44,6 +45,7 @@ class _Step:
     tokens: int  # of prefill
     batch: int  # sequences that decode
     names: frozenset[str]
+    expected: float  # seconds, alone
 
 
 class ServingMeter:
@@ -65,7 +67,7 @@ class ServingMeter:
         self._phase, self._most, self._rollouts, self._now = phase, most, rollouts, now
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque()
-        self._step_end = 0.0
+        self._over, self._over_rolled = 0.0, 0.0  # when the latest output was there, and what rollouts had run by then
         self._lock = threading.Lock()  # of what is published: the scheduler's thread, and the guardian's while idle
         self._tick = 0
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
@@ -86,25 +88,24 @@ class ServingMeter:
         self._publish(now)
 
     def began(self, output: Any) -> None:
-        """A step was scheduled."""
-        now, tokens, batch = self._now(), 0, 0
-        for name, count in output.num_scheduled_tokens.items():
-            found = self._requests.get(name)
-            if found is not None and found.outputs and count == 1:
-                batch += 1
-            else:
-                tokens += count
+        """A step was scheduled. With async scheduling the one before it may still be under way."""
+        now = self._now()
+        tokens, batch = parts_of(output, {name: found.core for name, found in self._requests.items()})
         expected = self._costs.prefill(tokens) + self._costs.decode(batch) if tokens or batch else 0.0
-        self._step_end = max(now, self._step_end if self._steps else now) + (expected if expected < math.inf else 0.0)
-        self._steps.append(_Step(now, self._rolled_until(now), tokens, batch, frozenset(output.num_scheduled_tokens)))
+        names = frozenset(output.num_scheduled_tokens)
+        self._steps.append(
+            _Step(now, self._rolled_until(now), tokens, batch, names, expected if expected < math.inf else 0.0)
+        )
         self._publish(now)
 
     def ended(self) -> None:
         """The output of the earliest step under way is there, and vLLM has taken it."""
         now = self._now()
         step, rolled = self._steps.popleft(), self._rolled_until(now)
-        if step.tokens or step.batch:
-            self._costs.saw(step.tokens, step.batch, now - step.begun, shared=rolled - step.rolled > 1e-4)
+        if step.tokens or step.batch:  # it ran from the end of the one before on, whenever it was scheduled
+            since, before = (step.begun, step.rolled) if step.begun >= self._over else (self._over, self._over_rolled)
+            self._costs.saw(step.tokens, step.batch, now - since, shared=rolled - before > 1e-4)
+        self._over, self._over_rolled = now, rolled
         for name in step.names:
             if (found := self._requests.get(name)) is not None:
                 self._note(found, now, rolled)
@@ -153,10 +154,11 @@ class ServingMeter:
 
     def state(self, now: float, sharers: int = 1) -> ServingState:
         """Slacks now. Those of unknown costs are minus infinity: nothing is lent of what is not known."""
-        end = self._step_end if self._steps else 0.0
+        steps = tuple(self._steps)
+        ends = self._ends(steps, now)
+        end = ends[-1] if ends else 0.0
         running = max(0.0, end - now)
-        flight = self._steps[-1].names if self._steps else frozenset[str]()
-        ttft = tpot = math.inf
+        ttft = math.inf
         ahead, queued, decoding = running, 0, 0
         waiting = 0
         for found in self._requests.values():
@@ -171,13 +173,7 @@ class ServingMeter:
         if waiting > _CROWD:
             ttft = -math.inf
         step = self._costs.decode(decoding) + self._costs.prefill(min(queued, self._most))
-        for under_way, ready in ((True, running), (False, running + step)):
-            times = [
-                (found.first, found.since, found.outputs - 1)
-                for name, found in self._requests.items()
-                if found.outputs and (name in flight) is under_way
-            ]
-            tpot = min(tpot, tpot_slack(times, now, self._slo, ready))
+        tpot = self._tpot(now, list(zip(steps, ends, strict=True)), running + step)
         arriving = arriving_slack(self._prompts, ahead, self._slo, self._costs.prefill)
         if self._phase == "decode":
             ttft = arriving = math.inf
@@ -186,6 +182,26 @@ class ServingMeter:
             tpot = math.inf
         busy = bool(self._requests) or bool(self._steps)
         return ServingState(now, ttft, tpot, end, busy, arriving, self._tick, sharers, waiting > 0)
+
+    def _ends(self, steps: tuple[_Step, ...], now: float) -> list[float]:
+        """When the steps under way will be over, by their costs; one that takes longer than expected: now."""
+        found: list[float] = []
+        at = self._over
+        for step in steps:
+            at = max(now, max(at, step.begun) + step.expected)
+            found.append(at)
+        return found
+
+    def _tpot(self, now: float, flights: list[tuple[_Step, float]], otherwise: float) -> float:
+        """Equation 2. Each step under way makes one more token of a request in it: the n-th is due n SLOs later than the next.
+        ``otherwise``: seconds until those have a token that are in none."""
+        groups: dict[float, list[tuple[float, float, float]]] = {}
+        for name, found in self._requests.items():
+            if found.outputs:
+                mine = [end for step, end in flights if name in step.names]
+                ready = max((end - now - at * self._slo.tpot for at, end in enumerate(mine)), default=otherwise)
+                groups.setdefault(ready, []).append((found.first, found.since, found.outputs - 1))
+        return min((tpot_slack(times, now, self._slo, ready) for ready, times in groups.items()), default=math.inf)
 
     def _rolled_until(self, now: float) -> float:
         """Seconds that rollout engines have run, all together, since they were first seen."""
