@@ -123,7 +123,7 @@ class Totals:
     tis: float = 0.0
     tis_squared: float = 0.0
     tis_max: float = 0.0
-    tis_capped: float = 0.0  # held at the cap, or left out
+    tis_capped: float = 0.0  # tokens whose ratio reaches the cap (also where no weight is used), or that are left out
     drifts: Counts = field(default_factory=drifts.empty)  # log pi_old - log pi_rollout of each token, by bin
     gap: float = 0.0
     fresh_tokens: float = 0.0
@@ -290,7 +290,7 @@ def _totals(
         "rollout_kl": kl_estimate("k3", tokens.rollout_T, old_T),
         "tis": tis_T,
         "tis_squared": tis_T.square(),
-        "tis_capped": tis_T >= coefficients.tis_cap if coefficients.tis_floor is None else tis_T == 0,
+        "tis_capped": tis_T == 0 if coefficients.tis_floor is not None else drift_T.exp() >= coefficients.tis_cap,
         "gap": fresh_T,
         "fresh_tokens": tokens.fresh_T,
         "gap_all": gap_T,

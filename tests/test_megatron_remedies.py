@@ -111,7 +111,11 @@ def test_the_ratio_to_the_rollout_is_clipped_also_with_one_mini_batch() -> None:
     expected = surrogate(batch, batch.rollout_T, ones_T, 3.0)
     metrics = check(batch, settings(ratio_to="rollout", dual_clip=3.0), expected, known=False).metrics()
     assert metrics["clip_fraction"] > 0.1
-    assert (metrics["tis_mean"], metrics["tis_capped"], metrics["ess"]) == (1.0, 0.0, 1.0)
+    assert (metrics["tis_mean"], metrics["ess"]) == (1.0, 1.0)
+    now_T = torch.distributions.Categorical(logits=batch.logits_TV).log_prob(batch.targets_T)
+    beyond = float(((now_T - batch.rollout_T).exp() >= 2.0).double().mean())
+    assert metrics["tis_capped"] == pytest.approx(beyond), "no weight is used, and the distance is still told"
+    assert beyond > 0.1
     assert metrics["approx_kl"] == 0.0, "pi is pi_old"
     assert metrics["tis_p99"] > 1.5, "and still differs from what sampled"
     to_itself = policy_loss(batch.logits_TV, batch.tokens(known=False), Coefficients.of(settings()))[1].metrics()

@@ -152,6 +152,19 @@ def test_a_folder_gets_everything_that_a_run_leaves(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"] == result.ledger
 
 
+def test_a_steps_figures_are_those_of_its_trajectories() -> None:
+    result = simulate(config())
+    events = [json.loads(line) for line in result.events.decode().splitlines()]
+    steps = [event for event in events if event["kind"] == "step"]
+    assert len(steps) == 4
+    for step in steps:
+        figures = step["metrics"]
+        assert figures["response_tokens_mean"] * step["trained"] == pytest.approx(step["tokens"], abs=1e-3)
+        assert figures["response_tokens_mean"] <= figures["response_tokens_p95"] <= figures["response_tokens_max"]
+        assert 0.0 <= figures["truncated_share"] <= 1.0
+    assert any("prompts_repeated" in step["metrics"] for step in steps)
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from orchestrator.api import Prompt, Trajectory
 FIRST, LAST = 5, 5  # steps that the entropy is compared over
 SILENT = 0.75  # share of groups of equal rewards from which on little is learned
 SOLVED = 0.5  # share of right answers from which on agreement is no wonder
+REPEATED = 0.2  # share of prompts asked before from which on they are the reason
 _REMEMBERED = 250_000  # prompts
 
 
@@ -99,7 +100,7 @@ class Watch:
     def __init__(self, bars: Bars, entropies: Sequence[float] = ()) -> None:
         self._bars = bars
         self.entropies: tuple[float, ...] = tuple(entropies)
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=LAST)  # entropy, silent share, right answers
+        self._recent: deque[tuple[float, float, float, float]] = deque(maxlen=LAST)  # see `_entropy`
         self._said: set[str] = set()
 
     def step(self, step: int, values: Mapping[str, float], success: float, lag: float) -> list[Alarm]:
@@ -110,18 +111,15 @@ class Watch:
         gap = values.get("logprob_gap_mean", 0.0)
         if gap > self._bars.gap:
             why = "engine and trainer compute different policies from the same weights (dtype, temperature, model code)"
-            found.append(Alarm("logprob_gap", f"mean {gap:.4g} over {self._bars.gap:.4g} {behind}: {why}"))
+            found.append(Alarm("logprob_gap", f"{why}: mean {gap:.4g} over {self._bars.gap:.4g} {behind}"))
+        why = self._distance(gap, lag)
         ess = values.get("ess", 1.0)
         if self._crossed("ess", ess < self._bars.ess):
-            detail = f"{ess:.4g} under rollout.ess_alarm = {self._bars.ess:.4g} {behind}"
-            found.append(Alarm("ess", f"{detail}: {self._distance(gap, lag)}"))
+            found.append(Alarm("ess", f"{why}: {ess:.4g} under rollout.ess_alarm = {self._bars.ess:.4g} {behind}"))
         outside = values.get("tis_capped", 0.0)
         if self._crossed("policies", 0 < self._bars.tis < outside):
-            detail = (
-                f"{outside:.1%} of tokens have an importance weight at or beyond its bound, over trainer.tis_alarm = "
-            )
-            detail += f"{self._bars.tis:.1%} {behind}{_spread(values)}: {self._distance(gap, lag)}"
-            found.append(Alarm("policies", detail))
+            detail = f"{why}: the ratio of {outside:.1%} of the tokens reaches its bound, over trainer.tis_alarm = "
+            found.append(Alarm("policies", f"{detail}{self._bars.tis:.1%} {behind}{_spread(values)}"))
         if "entropy" in values:
             found += self._entropy(behind, values, success)
         return found
@@ -129,28 +127,24 @@ class Watch:
     def _entropy(self, behind: str, values: Mapping[str, float], success: float) -> list[Alarm]:
         if len(self.entropies) < FIRST:
             self.entropies = (*self.entropies, values["entropy"])
-        self._recent.append((values["entropy"], values.get("groups_silent_share", 0.0), success))
+        silent, repeated = values.get("groups_silent_share", 0.0), values.get("prompts_repeated", 0.0)
+        self._recent.append((values["entropy"], silent, success, repeated))
         if len(self.entropies) < FIRST or len(self._recent) < LAST:
             return []
         first = sum(self.entropies) / FIRST
-        now, silent, right = (sum(column) / LAST for column in zip(*self._recent, strict=True))
+        now, silent, right, repeated = (sum(column) / LAST for column in zip(*self._recent, strict=True))
         low = now < self._bars.entropy * first
         if not low and now < 1.5 * self._bars.entropy * first and "entropy" in self._said:
             return []
         if not self._crossed("entropy", low and ((silent > SILENT and right < SOLVED) or "entropy" in self._said)):
             return []
-        detail = f"{now:.3g} {behind}, {now / first:.0%} of the {first:.3g} of the first {FIRST} steps (trainer.entropy_alarm = "
-        detail += f"{self._bars.entropy:.0%}), and {silent:.0%} of the groups have members that all got the same reward"
-        repeated = values.get("prompts_repeated", 0.0)
-        if repeated > 0.1:
-            detail += (
-                f"; {repeated:.0%} of the prompts were asked before: it learns them by heart, so give it more of them"
-            )
+        if repeated > REPEATED:
+            why = f"it learns its prompts by heart, {repeated:.0%} were asked before: give it more of them"
         else:
-            detail += (
-                "; it says one answer to a prompt: a higher trainer.entropy_coefficient, trainer.kl_coefficient or "
-            )
-            detail += "trainer.clip_high, or a lower trainer.learning_rate, from an earlier checkpoint"
+            why = "it says one answer to a prompt: raise trainer.entropy_coefficient, trainer.kl_coefficient or "
+            why += "trainer.clip_high, or lower trainer.learning_rate"
+        detail = f"{why}; {now:.3g} {behind}, {now / first:.0%} of the {first:.3g} of the first {FIRST} steps "
+        detail += f"(trainer.entropy_alarm = {self._bars.entropy:.0%}), {silent:.0%} of the groups without a difference"
         return [Alarm("entropy", detail)]
 
     def _crossed(self, what: str, beyond: bool) -> bool:
@@ -163,16 +157,11 @@ class Watch:
         """Why the policies differ: the engine's arithmetic, or time."""
         if gap > 0.5 * self._bars.gap:
             return (
-                f"they differ with the same weights already (log-prob gap {gap:.3g}): engine and trainer, not staleness"
+                f"engine and trainer, not staleness: they differ with the same weights already (log-prob gap {gap:.3g})"
             )
         if lag > 0:
-            return (
-                f"with the same weights they agree (gap {gap:.3g}), so it is staleness, {lag:.2g} versions in the mean: lower "
-                "rollout.alpha or trainer.learning_rate"
-            )
-        return (
-            f"neither staleness nor the gap with the same weights ({gap:.3g}) says why: look at a rising gradient norm"
-        )
+            return f"staleness, {lag:.2g} versions in the mean: lower rollout.alpha or trainer.learning_rate (gap {gap:.3g})"
+        return f"neither staleness nor the gap with the same weights ({gap:.3g}); look for a rising gradient norm"
 
 
 def _spread(values: Mapping[str, float]) -> str:

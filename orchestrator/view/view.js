@@ -104,7 +104,7 @@ function learning(now) {
   put("success", curve(now.success, "Success by training step", (value) => `${Math.round(100 * value)} %`, [0, 1]));
   put("entropy", curve(now.entropy, "Entropy of the policy by training step", brief));
   put("learning", now.learning.length
-    ? table(["What", "Look for", "Value"], now.learning.map(([what, look, value]) => [what, look, value === null ? "–" : brief(value)]), [2])
+    ? table(["What", "Value"], now.learning.map(([what, , value]) => [what, value === null ? "–" : brief(value)]), [1])
     : empty("No step was trained yet."));
 }
 
