@@ -1,5 +1,5 @@
-"""Weights that leave a CUDA device while an engine is inactive: vLLM's own sleep mode, on a stand-in of its C extension where a
-test's name says so (tests/sleep_twins.py), with a real vLLM engine and a real relay. On a GPU: tests/test_activation_gpu.py."""
+"""Weights that leave a CUDA device while an engine is inactive: vLLM's own sleep mode, on a stand-in of its C extension where
+a test's name says so (tests/sleep_twins.py), with a real vLLM engine and a real relay."""
 
 from __future__ import annotations
 
