@@ -28,7 +28,7 @@ from vllm_rlplugin.engine import prepare_process
 from vllm_rlplugin.kvpool.engine import pool_path
 from vllm_rlplugin.options import PluginOptions, engine_arguments
 
-_BLOCKS, _BLOCK_TOKENS = 256, 16  # of the KV cache, at least
+_BLOCKS, _BLOCK_TOKENS = 256, 32  # of the KV cache, at least; vLLM on CPU takes multiples of 32
 BARS = {"process_bytes": 2_000_000_000, "activate_seconds": 5.0}
 
 
