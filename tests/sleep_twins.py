@@ -13,6 +13,7 @@ import mmap
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 _FIXED, _PRIVATE, _ANONYMOUS = 0x10, 0x02, 0x20
@@ -59,17 +60,22 @@ class Device:
         assert found == address, ctypes.get_errno()
 
 
-def install(device: Device) -> Any:
-    """vLLM's allocator on this device."""
+def install(device: Device, patch: pytest.MonkeyPatch) -> Any:
+    """vLLM's allocator on this device, until ``patch`` is undone."""
     import vllm.device_allocator
     from vllm.device_allocator import cumem
 
-    cumem.cumem_available = True
-    cumem.python_create_and_map, cumem.python_unmap_and_release = device.map, device.unmap
-    cumem.libcudart = SimpleNamespace(cudaMemcpy=lambda to, source, size: ctypes.memmove(to, source, size))
-    vllm.device_allocator.get_mem_allocator_instance = cumem.CuMemAllocator.get_instance
-    torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.accelerator.get_memory_info = lambda *_: (device.free, device.room)  # type: ignore[assignment]
+    patch.setattr(cumem, "cumem_available", True)
+    patch.setattr(cumem, "python_create_and_map", device.map)
+    patch.setattr(cumem, "python_unmap_and_release", device.unmap)
+    copy = SimpleNamespace(cudaMemcpy=lambda to, source, size: ctypes.memmove(to, source, size))
+    patch.setattr(cumem, "libcudart", copy)
+    patch.setattr(cumem, "gc", SimpleNamespace(collect=lambda: 0))  # seconds each, among the objects of a test process
+    patch.setattr(cumem.CuMemAllocator, "instance", None)
+    patch.setattr(vllm.device_allocator, "get_mem_allocator_instance", cumem.CuMemAllocator.get_instance)
+    patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    patch.setattr(torch.accelerator, "get_memory_info", lambda *_: (device.free, device.room))
     return cumem.CuMemAllocator.get_instance()
 
 

@@ -1,5 +1,5 @@
-"""Weights that leave a CUDA device while an engine is inactive: vLLM's own sleep mode, on a stand-in of its C extension where a
-test's name says so (tests/sleep_twins.py), with a real vLLM engine and a real relay. On a GPU: tests/test_activation_gpu.py."""
+"""Weights that leave a CUDA device while an engine is inactive: vLLM's own sleep mode, on a stand-in of its C extension where
+a test's name says so (tests/sleep_twins.py), with a real vLLM engine and a real relay."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from orchestrator.api import ConfigError, RetryableError
+from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.hooks import VLLM, Installed
+from tests import sleep_twins
 from tests.test_activation import finished, play, turn
 from vllm_rlplugin import asleep, cli, sleeping
 from vllm_rlplugin.kvpool.engine import pool_path
@@ -106,6 +109,158 @@ def test_without_room_for_the_weights_it_stays_inactive_gives_its_pages_back_and
     play(scenario)
 
 
+# -- vLLM's worker -----------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """In the place of our weight-transfer engine: knows what the weights must be."""
+
+    def __init__(self, model: Any, mapped: bool) -> None:
+        self.damage = self.fallback = ""
+        self.mapped, self._model = mapped, model
+        self.expected = [item.clone() for item in model.parameters()]
+
+    def verify(self) -> list[str]:
+        import torch
+
+        live = zip(self._model.parameters(), self.expected, strict=True)
+        return ["a weight"] if not all(torch.equal(one, other) for one, other in live) else []
+
+    def plan(self) -> Any:
+        return SimpleNamespace(mapping=object() if self.mapped else None)
+
+    def leave(self, *, dropped: bool) -> None:
+        self.dropped = dropped
+
+
+@dataclass
+class Held:
+    """A worker of vLLM's GPU kind with two layers that share a weight, and a buffer, on a device of its own."""
+
+    device: sleep_twins.Device
+    allocator: Any
+    worker: Any
+    model: Any
+    total: int
+
+    def away(self, *, kept: bool, mapped: bool = True) -> tuple[asleep.Asleep, Weights]:
+        weights: Any = Weights(self.model, mapped)
+        return asleep.Asleep(self.worker, weights, kept), weights
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    model.register_buffer("rope", torch.arange(1000.0))
+    config = SimpleNamespace(
+        sleep_mode_backend="cumem", sleep_preserve_parameter_names=[], enable_nccl_comm_suspend=False
+    )
+    worker: Any = object.__new__(Worker)
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, model=model, get_draft_model=lambda: None)
+    worker.model_config, worker.vllm_config = config, SimpleNamespace(model_config=config)
+    worker.synchronize_device, worker._sleep_mode_backend = (lambda: None), None
+    worker._sleep_saved_buffers, worker._sleep_saved_parameters, worker._sleep_saved_draft_buffers = {}, {}, {}
+    device = sleep_twins.Device()
+    allocator = sleep_twins.install(device, monkeypatch)
+    sleep_twins.put_on(device, allocator, worker)
+    device.allocate(allocator, 4096, "workspace")
+    yield Held(device, allocator, worker, model, device.used)
+    for item in allocator.pointer_to_data.values():  # tensors over it die later
+        if item.is_asleep:
+            device.others = 0
+            device.map(*item.handle)
+
+
+@pytest.mark.parametrize(
+    ("kept", "mapped", "level"), [(True, True, 1), (True, False, 1), (False, True, 2), (False, False, 1)]
+)
+def test_all_of_a_worker_leaves_and_comes_back_even_when_there_is_no_room_at_first_on_a_stand_in(
+    held: Held, kept: bool, mapped: bool, level: int
+) -> None:
+    away, weights = held.away(kept=kept, mapped=mapped)
+    rope, places = held.model.rope.clone(), [item.data_ptr() for item in held.model.parameters()]
+    away.go()
+    assert (away.level, away.left, away.freed, held.device.used) == (level, 0, held.total, 0)
+    assert away.bytes == sum(item.nbytes for item in held.model.parameters())
+    assert weights.dropped is not kept
+    held.device.others = held.device.room - held.total // 2
+    with pytest.raises(asleep.NoRoom, match="out of memory"):
+        away.come_back()
+    assert held.device.used == 0, "all of it is away, not a part"
+    held.device.others = 0
+    away.come_back()
+    assert held.device.used == held.total
+    assert [item.data_ptr() for item in held.model.parameters()] == places
+    assert held.model.rope.equal(rope)
+    assert bool(weights.verify()) is (level == 2), "dropped, they are not what they were"
+    assert bool(weights.damage) is not kept
+
+
+def test_what_others_take_of_the_device_meanwhile_is_no_failure_on_a_stand_in(held: Held) -> None:
+    """vLLM's own last look is at the free memory of the whole device, and raises AssertionError."""
+    away, _ = held.away(kept=True)
+    held.device.greedy = 1 << 20
+    away.go()
+    assert (away.left, away.freed, held.device.used) == (0, 0, 0)
+
+
+def test_an_error_of_the_driver_that_is_no_lack_of_room_is_raised_as_it_is_on_a_stand_in(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.device_allocator import cumem
+
+    away, _ = held.away(kept=True)
+    away.go()
+
+    def broken(*_: int) -> None:
+        raise RuntimeError("CUDA Error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cumem, "python_create_and_map", broken)
+        with pytest.raises(RuntimeError, match="illegal"):
+            away.come_back()
+
+
+def test_a_buffer_that_changed_meanwhile_is_noticed_on_a_stand_in(held: Held) -> None:
+    away, _ = held.away(kept=True)
+    away.go()
+    of = held.model.rope.data_ptr()
+    held.allocator.pointer_to_data[of].cpu_backup_tensor[0] ^= 1
+    with pytest.raises(RunError, match=r"not what they were: \['rope'\]"):
+        away.come_back()
+
+
+def test_tensors_that_no_update_brings_back_are_kept_and_a_kv_cache_in_vllms_memory_is_refused_on_a_stand_in(
+    held: Held,
+) -> None:
+    import ctypes
+
+    import torch
+
+    address = held.device.allocate(held.allocator, 4096, "weights")
+    array = (ctypes.c_uint8 * 4096).from_address(address)
+    held.model[0].tables = {"one": [torch.frombuffer(array, dtype=torch.uint8)]}
+    away, _ = held.away(kept=False)
+    assert (away.level, "0.tables['one'][0] is no parameter" in away.how) == (1, True)
+    held.device.allocate(held.allocator, 4096, "kv_cache")
+    with pytest.raises(RunError, match="not in the pool"):
+        held.away(kept=True)
+
+
+def test_without_memory_for_them_on_the_host_the_weights_stay_on_a_stand_in(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asleep.Path, "read_text", lambda *_, **__: "MemAvailable:  8 kB\n")
+    with pytest.raises(RunError, match=r'host has 8192 bytes available.*"kept": false'):
+        held.away(kept=True)
+    assert held.device.used == held.total
+
+
 # -- a real engine -----------------------------------------------------------------------------------------------------
 
 _ENGINE = """
@@ -133,7 +288,7 @@ core = engine._core
 worker = core.model_executor.driver_worker.worker
 model, transfer = worker.model_runner.get_model(), worker.weight_transfer_engine
 device = sleep_twins.Device()
-allocator = sleep_twins.install(device)
+allocator = sleep_twins.install(device, sleep_twins.pytest.MonkeyPatch())
 sleep_twins.put_on(device, allocator, worker)
 scratch = device.allocate(allocator, 4096, "workspace")
 runtime = sleep_twins.torch.frombuffer((sleep_twins.ctypes.c_uint8 * 4096).from_address(

@@ -68,7 +68,7 @@ def test_a_part_that_fails_or_lacks_a_package_does_not_keep_the_others_from_runn
     code, parts, ran = play("delta_gpu_probe|echo no kernel >&2; false\n", missing="vllm megatron")
     assert code == 1
     assert parts["delta"] == ("FAILED", "exit code 1: no kernel")
-    assert parts["engines"] == parts["judge"] == ("left out", "needs vllm")
+    assert parts["engines"] == parts["activation"] == parts["judge"] == ("left out", "needs vllm")
     assert parts["stream"] == ("left out", "needs megatron")
     assert {name for name, (state, _) in parts.items() if state == "ok"} >= {"remap", "pages", "digests"}
     assert json.loads((tmp_path / "out" / "remap.json").read_text()) == {"fine": True}

@@ -88,6 +88,8 @@ class Asleep:
         try:
             self._worker.wake_up(["weights"])
         except RuntimeError as error:
+            if "out of memory" not in str(error):  # the driver's words, in what vLLM's extension and PyTorch raise
+                raise
             # Not the worker's sleep: at level 2 that would read buffers which have no memory.
             self._worker.sleep_mode_backend.suspend(self.level)
             raise NoRoom(

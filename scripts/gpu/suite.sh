@@ -129,6 +129,9 @@ tests digests 60 "" tests/test_vllm_digests.py -m gpu
 
 # Engines: what nobody saw on a GPU yet. -rP shows the figures that tests print.
 tests engines 420 "native vllm pydantic transformers" tests/test_kvpool_gpu.py -m engine
+tests activation-tiny 180 "native vllm pydantic transformers" tests/test_activation_gpu.py
+part activation 240 "native vllm pydantic transformers" "$python" -m vllm_rlplugin.activation_probe --model 8b
+part activation-32b 300 "native vllm pydantic transformers" "$python" -m vllm_rlplugin.activation_probe --model 32b --rounds 1
 tests mps 90 "pydantic aiohttp" tests/test_mps.py -m gpu
 tests collective 90 "vllm gpus:2" tests/test_collective.py -m gpu
 tests judge 240 "vllm pydantic" tests/test_judge_streamed.py
