@@ -98,8 +98,8 @@ class Placing:
 
     def begin(self, trajectory: str, task: str, tokens: float) -> None:
         """It starts."""
+        group = self._group(task)  # first: groups may be made anew, of what is known
         self._placed[trajectory] = Placed(tokens, task)
-        group = self._group(task)
         insort(group.ranks, (-tokens, trajectory))
         group.changed += 1
 
@@ -151,10 +151,11 @@ class Placing:
 
     def end(self, trajectory: str) -> None:
         """It is over."""
-        placed = self._placed.pop(trajectory, None)
+        placed = self._placed.get(trajectory)
         if placed is None:
             return
         group = self._group(placed.task)
+        del self._placed[trajectory]
         del group.ranks[bisect_left(group.ranks, (-placed.tokens, trajectory))]
         group.changed += 1
         if placed.waits is not None:

@@ -232,8 +232,14 @@ def test_tasks_share_a_placement_as_long_as_they_share_workers() -> None:
         router.retire(1)
         assert placing._group("game") is placing._group("code"), "the class is gone: both are on the other one"
         assert [name for _, name in placing._group("game").ranks] == ["c", "g"]
+        router.regain(1)
+        placing.begin("late", "game", 10.0)  # groups are made anew in this call, and in the next one
+        assert [name for _, name in placing._group("game").ranks] == ["g", "late"]
+        router.retire(1)
         placing.end("g")
+        assert [name for _, name in placing._group("code").ranks] == ["c", "late"]
         placing.end("c")
+        placing.end("late")
 
     run(scenario())
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -129,6 +128,7 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
     config, own = placed(seed)
     lives, put, init = [0], Placing._put, ElasticProxy.__init__
     proxies: dict[int, ElasticProxy] = {}
+    moves: defaultdict[int, Moves] = defaultdict(Moves)
 
     def with_market(parts: Parts, config: Config, workers: Any) -> None:
         equip(parts, config, workers)
@@ -151,7 +151,7 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
 
     with monkeypatch.context() as patch:
         patch.setattr(sim, "equip", with_market)
-        patch.setattr(sim, "SimWorker", partial(MovingWorker, moves=Moves()))
+        patch.setattr(sim, "SimWorker", lambda *given: MovingWorker(*given, moves=moves[lives[0]]))  # a life's own
         patch.setattr(ElasticProxy, "__init__", known)
         patch.setattr(Placing, "_put", watched)
         result = sim.simulate(config, strict=False)
