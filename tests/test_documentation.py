@@ -339,6 +339,6 @@ def test_every_cause_that_a_trajectory_may_end_with_is_among_the_symptoms() -> N
 
 def test_every_alarm_is_among_the_symptoms() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Alarms")[2]
-    alarms = literals(r'emit\(\s*"alarm",\s*what="(\w+)"') | literals(r'\bAlarm\("(\w+)"')
+    alarms = literals(r'emit\(\s*"alarm",\s*what="(\w+)"') | literals(r'\bAlarm\(\s*"(\w+)"')
     assert len(alarms) >= 9
     assert {alarm for alarm in alarms if f"| `{alarm}` |" not in page} == set()

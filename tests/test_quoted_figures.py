@@ -21,7 +21,7 @@ FEATURES = sorted(path.stem for path in ROOT.glob("docs/*.md") if "| in short |"
 # What a row says of its conditions, not of what was found.
 CONDITIONS = re.compile(
     r"\(?paper: [^)]*|2 cores of an AMD EPYC|two cores|vLLM 0\.32\.0 CPU|Megatron-Core 0\.16\.1 and 0\.19\.2|"
-    r"[Pp]99|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b"
+    r"[Pp]99|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b|80 steps"
 )
 Figures = Callable[[Any], tuple[float, ...]]
 
@@ -69,8 +69,9 @@ def heddle(found: Any) -> tuple[float, ...]:
 
 
 def borrowed(found: Any) -> tuple[float, ...]:
-    seconds = found["detail"]["rollout_seconds"]
-    return tuple(seconds["0"] / seconds[devices] for devices in ("4", "8", "16"))
+    """With 4, 8, 16 devices: under ROSE's rule, then spread by utilization."""
+    rules = [found["detail"]["rules"][rule]["speed_up"] for rule in ("dedicated-first", "least-utilized")]
+    return tuple(speed_up[devices] for speed_up in rules for devices in ("4", "8", "16"))
 
 
 def admission(found: Any) -> tuple[float, ...]:
@@ -151,7 +152,7 @@ QUOTES: list[tuple[str, str, str, Figures]] = [
     ("README", "| {:.2f} | `tail-batching`", "tail-batching", value),
     ("README", "| {:.2f}, {:.2f}, {:.2f} (paper: 2.01, 1.99, 2.48)", "rollpacker-figures", two_schedulers),
     ("README", "| {:.2f}; with the same degrees {:.2f} (", "heddle", heddle),
-    ("README", "| {:.2f}, {:.2f}, {:.2f} (paper: 1.26, 1.45, 1.69)", "borrowed", borrowed),
+    ("README", "| {:.2f}, {:.2f}, {:.2f} (paper: 1.26, 1.45, 1.69); {:.2f}, {:.2f}, {:.2f} |", "borrowed", borrowed),
     ("README", "| {} of {} (without admission {}); {:.2f}, {:.2f} | `coserve-slo`", "coserve-slo", admission),
     ("README", "| {:.3f}, {:.3f}, {:.3f} | `learns`", "learns", lambda r: tuple(sorted(r["detail"]["success_end"]))),
     ("composition", "set {:.2f} on RollArt's workload, {:.2f} on ROSE's, {:.2f} on", "all-together", single_sets),

@@ -85,6 +85,13 @@ def test_a_server_whose_serving_engine_ends_is_replaced_by_another() -> None:
     assert simulate(scenario("rose", [*SMALL, "sim.borrowed.outage_seconds=5"])).events == found.events
 
 
+def test_trajectories_that_are_placed_by_length_are_placed_anew_when_servers_end() -> None:
+    placed = ("rollout.prediction.enabled=true", "rollout.placement.enabled=true", "sim.borrowed.outage_seconds=5")
+    found, events = play(*placed)
+    assert found.summary["borrowed"]["outages"] > 3
+    assert {"gone"} <= reasons(events)
+
+
 def test_serving_that_scales_down_takes_its_servers_with_it() -> None:
     found, events = play("sim.borrowed.scaled=true", "run.steps=2")
     assert found.summary["borrowed"]["scalings"] > 0
@@ -100,7 +107,6 @@ def test_a_crowded_server_goes_back() -> None:
     ("overrides", "field"),
     [
         (("sim.borrowed.how=spot",), "sim.borrowed.exchanged"),
-        (("rollout.prediction.enabled=true", "rollout.placement.enabled=true"), "sim.borrowed.exchanged"),
         (("sim.borrowed.phases=collocated", "sim.borrowed.scaled=true"), "sim.borrowed.scaled"),
         (("sim.borrowed.phases=collocated", "sim.borrowed.outage_seconds=5"), "sim.borrowed.outage_seconds"),
         (("sim.borrowed.exchanged=false", "sim.borrowed.outage_seconds=5"), "sim.borrowed.outage_seconds"),

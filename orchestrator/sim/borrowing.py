@@ -435,9 +435,6 @@ def _exchanged(config: Config) -> None:
     if settings.how != "coserve":
         fix = f"servers beside which others serve are exchanged, and sim.borrowed.how is '{settings.how}': set it to false"
         raise ConfigError(f"{asked}.exchanged", True, fix)
-    if config.rollout.placement.enabled:
-        fix = "trajectories are placed on the workers that a run begins with (rollout.placement): set it to false"
-        raise ConfigError(f"{asked}.exchanged", True, fix)
     if settings.phases == "collocated" and (settings.scaled or settings.outage_seconds):
         name = "scaled" if settings.scaled else "outage_seconds"
         fix = "is played with engines that prefill and others that decode: leave it out, or phases = 'disaggregated'"
