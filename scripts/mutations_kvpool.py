@@ -125,7 +125,7 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "admission: a rollout engine begins a second step beside the first",
         "vllm_rlplugin/kvpool/admitting.py",
-        "if self._flights and not self._free():",
+        "if self._flights and not free:",
         "if False:",
         TIME,
     ),

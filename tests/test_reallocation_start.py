@@ -94,7 +94,7 @@ def test_killed_runs_go_on_with_the_degrees_of_their_checkpoint_and_lose_nothing
     resumed = other = 0
     for seed in range(200):
         given = config_of(seed)
-        if not given.rollout.placement.degrees.enabled or resumed >= 6:
+        if not given.rollout.placement.degrees.enabled or (resumed >= 6 and other):
             continue
         result = simulate(given)
         assert not result.unaccounted

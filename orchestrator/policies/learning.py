@@ -72,7 +72,7 @@ class Prompts:
 
     def __init__(self, prompts: Iterator[Prompt]) -> None:
         self._prompts = prompts
-        self._seen: set[int] = set()
+        self._seen: set[tuple[str, str]] = set()
         self._drawn = self._repeated = 0
 
     def __iter__(self) -> Prompts:
@@ -80,7 +80,7 @@ class Prompts:
 
     def __next__(self) -> Prompt:
         prompt = next(self._prompts)
-        key = hash((prompt.task, prompt.key))
+        key = (prompt.task, prompt.key)
         self._drawn += 1
         self._repeated += key in self._seen
         if len(self._seen) < _REMEMBERED:
