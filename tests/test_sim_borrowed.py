@@ -427,7 +427,6 @@ def test_bad_input_is_named() -> None:
         ("sim.borrowed.model=Qwen3-32B", "sim.borrowed.model"),
         ("sim.borrowed.serving=2", "sim.borrowed.serving"),
         ("sim.borrowed.device=H900", "sim.borrowed.device"),
-        ("sim.fault_rate=0.1", "sim.fault_rate"),
     ):
         with pytest.raises(ConfigError) as caught:
             small("sim.borrowed.workers=3", override)
