@@ -332,3 +332,24 @@ def test_a_call_that_is_in_flight_when_its_client_is_closed_fails_at_once(monkey
         server.client.hold.set()
 
     play(1, scenario, monkeypatch)
+
+
+def test_a_server_that_the_proxy_gave_up_while_it_says_that_it_is_well_is_given_back_and_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        run = Run(config_of(first.url, second.url, most=2))
+        await run.start()
+        lane = run.proxy.lane_of(second.url)
+        assert lane is not None
+        lane.alive, lane.removed = False, True  # as the end of a recovery that took too long leaves it
+        run.proxy._tell_stranded(run.proxy.router.retire(lane.index))
+        assert run.servers == {first.url}
+        async with asyncio.timeout(10):
+            await until(lambda: run.told("returned") == [(second.url, "gone")])
+            await until(lambda: run.servers == {first.url, second.url})
+        assert not run.fatal
+        await run.close()
+
+    play(2, scenario, monkeypatch)
