@@ -55,5 +55,5 @@ audit: venv $(TOOLS)/bin/cyclonedx-py ## Known vulnerabilities of what is instal
 	@$(BIN)/python scripts/audit.py $(TOOLS)/bin/pip-audit
 
 clean: ## Remove .venv, caches and build products; keeps runs/
-	rm -rf .venv build dist orchestrator/transfer/delta/_native.ctypes.so vllm_rlplugin/kvpool/_pages.ctypes.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist orchestrator/transfer/delta/_native.ctypes.so vllm_rlplugin/kvpool/ledger/_pages.ctypes.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

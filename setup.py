@@ -4,7 +4,7 @@ Optional: where there is no C compiler (or it fails) the package is installed wi
 delta codec, and there is no KV pool.
 """
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -25,6 +25,11 @@ class TagWheel(bdist_wheel):
 
 
 setup(
+    packages=[
+        *find_packages(include=["orchestrator*", "vllm_rlplugin*", "megatron_rlplugin*"]),
+        "vllm_rlplugin.patches",  # patches/vllm and patches/megatron, by package-dir of pyproject.toml
+        "megatron_rlplugin.patches",
+    ],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": TagWheel},
     ext_modules=[
         Extension(
@@ -35,7 +40,7 @@ setup(
             optional=True,
         ),
         Extension(
-            "vllm_rlplugin.kvpool._pages",
+            "vllm_rlplugin.kvpool.ledger._pages",
             sources=["csrc/pages.c", "csrc/vmm.c"],
             depends=["csrc/pages.h", "csrc/vmm.h"],
             define_macros=[("_GNU_SOURCE", "1")],

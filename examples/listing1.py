@@ -21,7 +21,7 @@ import orchestrator.cluster as rdist
 from orchestrator.cluster import ActorGenCls, ActorTrainCls, RewardCls
 from orchestrator.resources import ResourceManager as RM
 from orchestrator.resources import cluster_resources
-from orchestrator.rewards.launch import RewardHost
+from orchestrator.rewards.host_launch import RewardHost
 
 
 # 1. Single Controller Example

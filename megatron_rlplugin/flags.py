@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.api import ConfigError
-from orchestrator.policies.objectives import DECAYS, KL_ESTIMATORS, LOSSES, OBJECTIVES, RATIOS, TIS_MODES
+from orchestrator.policies.training.objective_table import DECAYS, KL_ESTIMATORS, LOSSES, OBJECTIVES, RATIOS, TIS_MODES
 from orchestrator.transfer import RelayEndpoint
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

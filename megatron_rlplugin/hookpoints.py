@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rlplugin import cpu
 from orchestrator.api import ConfigError
 from orchestrator.hooks import MEGATRON_CORE, check, find, missing_names, signature_mismatches
-from orchestrator.hooks.sources import SourceTree
+from orchestrator.hooks.source_signatures import SourceTree
 
 _CORE = "megatron.core."
 _SCHEDULE = (

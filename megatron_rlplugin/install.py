@@ -2,8 +2,8 @@
 
 Guarantees: model and optimizer stay the objects that they are, nothing is replaced in them. Without
 ``--rl-stream-training`` a step is Megatron's own (one call of its schedule, which synchronises, then the optimizer); with
-it, the same step is taken by a :class:`~megatron_rlplugin.stream.GradientStream`. :func:`install` changes nothing without
-the flag, and is refused where the flag would be ignored, be wrong, or was never tested.
+it, the same step is taken by a :class:`~megatron_rlplugin.stream.gradient_stream.GradientStream`. :func:`install`
+changes nothing without the flag, and is refused where the flag would be ignored, be wrong, or was never tested.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from megatron_rlplugin.agreement import agree
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from
-from megatron_rlplugin.publishing import WeightPublisher
-from megatron_rlplugin.stream import GradientStream, StepResult
+from megatron_rlplugin.stream.gradient_stream import GradientStream, StepResult
+from megatron_rlplugin.stream.rank_agreement import agree
+from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from orchestrator.api import ConfigError, PublishResult
 
 ForwardStep = Callable[..., Any]  # Megatron's: (data iterator, model chunk) -> (output, loss function)

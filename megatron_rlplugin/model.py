@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin.families import ModelShape, read_config, read_shape
-from megatron_rlplugin.parallel import Layout, device
+from megatron_rlplugin.model_families import ModelShape, read_config, read_shape
+from megatron_rlplugin.parallel_layout import Layout, device
 from orchestrator.api import ConfigError
 
 __all__ = ["DTYPES", "ModelShape", "RMSNorm", "build_model", "causal_mask", "read_config", "read_shape", "unwrap"]

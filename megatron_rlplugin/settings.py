@@ -2,7 +2,7 @@
 
 The orchestrator's ``TrainerSection`` has the same fields and defaults (a test compares them); this twin exists because
 the plugin imports no configuration library and runs in a process of its own. Which settings contradict each other is
-decided for both in ``orchestrator.policies.objectives``.
+decided for both in ``orchestrator.policies.training.objective_table``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.policies.objectives import DECAYS, KL_ESTIMATORS, LOSSES, OBJECTIVES, RATIOS, TIS_MODES, conflicts
+from orchestrator.policies.training.objective_table import (
+    DECAYS,
+    KL_ESTIMATORS,
+    LOSSES,
+    OBJECTIVES,
+    RATIOS,
+    TIS_MODES,
+    conflicts,
+)
 
 ORDERS = ("length", "arrival")
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "data_parallel")

@@ -5,10 +5,10 @@ order), each trajectory within the staleness bound at the moment it is taken; st
 trainer's version moves; a group that lost members is trained smaller (two at least) or dropped, never silently;
 ``get_batch`` can always say what it waits for (:attr:`SampleBuffer.waiting_for`). It decides nothing about starting
 trajectories: the pipeline does, told by the callbacks' return values. So its size is bounded by the start gate: alpha times
-the environments, plus what is launched for a batch (:meth:`orchestrator.policies.staleness.StartGate.bound`).
+the environments, plus what is launched for a batch (:meth:`orchestrator.policies.batching.staleness.StartGate.bound`).
 
 A group with redundant members is complete when enough of them are scored; the others are surplus, and ended. What filters
-reject (:mod:`orchestrator.policies.filters`) ends as filtered, and is a lost member of its group.
+reject (:mod:`orchestrator.policies.batching.trajectory_filters`) ends as filtered, and is a lost member of its group.
 
 Dynamic sampling (DAPO, section 3.2): a complete group whose rewards are all equal has no advantage to learn from. With
 ``max_filtered`` it ends as filtered, up to so many groups a batch; those beyond are trained as they are and counted, so
@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.api import Prompt, Trajectory
-from orchestrator.policies.filters import Balance, FilterChain
-from orchestrator.policies.staleness import StalenessBound
+from orchestrator.policies.batching.staleness import StalenessBound
+from orchestrator.policies.batching.trajectory_filters import Balance, FilterChain
 
 
 @dataclass(slots=True)

@@ -38,15 +38,15 @@ class RunState:
     buffer: tuple[Trajectory, ...]
     success_history: tuple[tuple[int, float], ...] = ()
     rounds: dict[str, Any] | None = (
-        None  # the long-prompt queue and its like (orchestrator.rounds); None: there are none
+        None  # the long-prompt queue and its like (orchestrator.tail_batching); None: there are none
     )
     run_times: Mapping[str, Sequence[float]] = field(
         default_factory=dict
     )  # of test cases, by prompt: adaptive timeouts
     degrees: dict[str, Any] | None = (
-        None  # of the engines (orchestrator.policies.reallocation); None: nobody chooses them
+        None  # of the engines (orchestrator.policies.parallelism.degree_reallocation); None: nobody chooses them
     )
-    entropies: tuple[float, ...] = ()  # of the first steps (orchestrator.policies.learning)
+    entropies: tuple[float, ...] = ()  # of the first steps (orchestrator.policies.training.learning_alarms)
 
 
 class Checkpoints:
@@ -90,7 +90,8 @@ class Checkpoints:
         return final
 
     async def committed(self, partial: Path, state: RunState) -> Path:
-        """:meth:`commit`, for the event loop; a run's own do it beside the loop (:mod:`orchestrator.runtime.checkpoints`)."""
+        """:meth:`commit`, for the event loop; a run's own do it beside the loop
+        (:mod:`orchestrator.runtime.background_checkpoints`)."""
         return self.commit(partial, state)
 
     def all(self) -> list[Path]:

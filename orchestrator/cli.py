@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import orchestrator
-from orchestrator import usage
 from orchestrator.api import ConfigError, CoserveError
 from orchestrator.config import Config, load_config, to_json
-from orchestrator.view import commands as looking
+from orchestrator.observe.view import view_commands as looking
+from orchestrator.ops import help_text
 
 _EXTRA = "rl-coserve[orchestrator]"
 # The base package is what the plugins need inside an engine; module -> distribution of what that extra adds.
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rl-coserve",
         description="Agentic RL beside stock vLLM and stock Megatron-Core. New here: docs/start.md.",
-        epilog=usage.EXIT_CODES,
+        epilog=help_text.EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"rl-coserve {orchestrator.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.add_argument("--quick", action="store_true", help="skip what starts processes")
     doctor.set_defaults(run=_doctor)
-    usage.explain(commands.choices)
+    help_text.explain(commands.choices)
     return parser
 
 
@@ -194,19 +194,19 @@ def _config(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
 
 
 def _mps(arguments: argparse.Namespace) -> int:
-    from orchestrator.mps_watch import run
+    from orchestrator.ops.mps_watch import run
 
     return run(arguments)
 
 
 def _lend(arguments: argparse.Namespace) -> int:
     """The pool is the plugin's; it needs neither vLLM nor torch for this."""
-    code: int = importlib.import_module("vllm_rlplugin.kvpool.lending").run(arguments)
+    code: int = importlib.import_module("vllm_rlplugin.kvpool.serving.pool_lending").run(arguments)
     return code
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from orchestrator.runfolder import RunFolder
+    from orchestrator.run_folder import RunFolder
     from orchestrator.runtime import preflight
 
     resume = arguments.resume is not None
@@ -237,9 +237,9 @@ def _train(arguments: argparse.Namespace) -> int:
         folder = RunFolder.create(config)
         folder.write_environment()
 
-    from orchestrator.report.html import write_report
-    from orchestrator.runtime.replay import replay_run
-    from orchestrator.runtime.train import start_ray, train
+    from orchestrator.observe.report.report_page import write_report
+    from orchestrator.runtime.real_run import start_ray, train
+    from orchestrator.runtime.replay_training import replay_run
 
     print(f"run folder: {folder.path}")
     start_ray(config)
@@ -266,8 +266,8 @@ def _replayed(arguments: argparse.Namespace, config: Config) -> Path | None:
         return None
     if arguments.resume is not None:
         raise ConfigError("--replay", arguments.replay, "a resume goes on with its own run; drop --replay or --resume")
-    from orchestrator.replay import Recording
-    from orchestrator.runtime.replay import recorded_model
+    from orchestrator.runtime.recorded_batches import Recording
+    from orchestrator.runtime.replay_training import recorded_model
 
     source = Path("runs/latest" if arguments.replay == "latest" else arguments.replay).resolve()
     Recording(source)
@@ -276,7 +276,7 @@ def _replayed(arguments: argparse.Namespace, config: Config) -> Path | None:
 
 
 def _say_report(page: Path) -> None:
-    from orchestrator.report.summary import summarize
+    from orchestrator.observe.report.summary import summarize
 
     summary = summarize(page.parent)
     (page.parent / "summary.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -289,7 +289,7 @@ def _say_report(page: Path) -> None:
 def _sim(arguments: argparse.Namespace) -> int:
     if arguments.ablate:
         return _ablate(arguments)
-    from orchestrator.sim.run import simulate
+    from orchestrator.sim.simulated_run import simulate
 
     config = _config(arguments)
     result = simulate(config, events_sink=_steps_told(config.run.steps))
@@ -313,9 +313,8 @@ def _steps_told(steps: int, every: float = 5.0) -> Callable[[str], None]:
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from orchestrator.bench.figures import page, placed
-    from orchestrator.report.text import tag
-    from orchestrator.sim import ablate
+    from orchestrator.observe.report.svg import document, placed
+    from orchestrator.sim import ablation
 
     make = None
     if arguments.config:
@@ -323,18 +322,18 @@ def _ablate(arguments: argparse.Namespace) -> int:
         def make(overrides: Sequence[str]) -> Config:
             return _config(arguments, overrides)
 
-    rows = ablate.ablate(arguments.seeds, make=make, said=lambda text: print(text, file=sys.stderr))
+    rows = ablation.ablate(arguments.seeds, make=make, said=lambda text: print(text, file=sys.stderr))
     if arguments.svg:
-        plot = ablate.draw(rows)
+        plot = ablation.draw(rows)
         Path(arguments.svg).write_text(
-            page(plot.width, plot.height, [tag("style", ablate.STYLE), placed(plot, 0, 0)]) + "\n", encoding="utf-8"
+            document(plot.width, plot.height, [placed(plot, 0, 0)], ablation.STYLE) + "\n", encoding="utf-8"
         )
-    print(json.dumps([row.as_dict() for row in rows]) if arguments.json else ablate.table(rows))
+    print(json.dumps([row.as_dict() for row in rows]) if arguments.json else ablation.table(rows))
     return 0
 
 
 def _cost(arguments: argparse.Namespace) -> int:
-    from orchestrator.cost import estimate
+    from orchestrator.ops.cost import estimate
 
     found = estimate(_config(arguments))
     print(json.dumps(found.as_dict(), sort_keys=True) if arguments.json else found.text())
@@ -342,9 +341,9 @@ def _cost(arguments: argparse.Namespace) -> int:
 
 
 def _model(arguments: argparse.Namespace) -> int:
-    from orchestrator.runtime import tiny
+    from orchestrator.runtime import tiny_model_setup
 
-    print(f"model: {tiny.make(_config(arguments), Path(arguments.folder))}")
+    print(f"model: {tiny_model_setup.make(_config(arguments), Path(arguments.folder))}")
     return 0
 
 
@@ -359,15 +358,15 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _profile(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from orchestrator.hooks import versions
-    from orchestrator.profile import Progress
-    from orchestrator.runtime import profile
-    from orchestrator.runtime.train import start_ray
+    from orchestrator.hooks import tested_versions
+    from orchestrator.profiler import Progress
+    from orchestrator.profiler import profile_command as profile
+    from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)
     out = Path(arguments.out) if arguments.out else None
     wanted = profile.Wanted(arguments.tp, arguments.batch, arguments.length, out)
-    versions.check(versions.VLLM)
+    tested_versions.check(tested_versions.VLLM)
     profile.check(config, wanted)
     start_ray(config)
 
@@ -390,8 +389,8 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from orchestrator.report.html import write_report
-    from orchestrator.report.summary import summarize
+    from orchestrator.observe.report.report_page import write_report
+    from orchestrator.observe.report.summary import summarize
 
     runs = [_run_path(name) for name in arguments.runs or ["latest"]]
     if arguments.json:
@@ -403,8 +402,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from orchestrator import bench
+    from orchestrator.ops.bench_checkout import import_bench
 
+    bench = import_bench()
     if arguments.list or not arguments.name:
         for name, about in bench.describe():
             print(f"{name:18} {about}")
@@ -421,7 +421,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from orchestrator.doctor import run_doctor
+    from orchestrator.ops.doctor import run_doctor
 
     return run_doctor(json=arguments.json, quick=arguments.quick, config=arguments.config)
 

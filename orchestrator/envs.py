@@ -3,7 +3,7 @@
 Guarantees: every call into an environment has a time limit; whatever the environment does (raise, hang, wrong types,
 not-a-number, too much text, exit) ends only this trajectory, with a cause, and an environment that misbehaved is never
 reused; tokens go in and out as ids, nothing is re-tokenised; staleness is checked at every turn boundary. Where an
-environment comes from and goes back to is an :class:`~orchestrator.environments.source.EnvironmentSource`.
+environment comes from and goes back to is an :class:`~orchestrator.environments.environment_source.EnvironmentSource`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from orchestrator.api import (
     Turn,
     parts_of,
 )
-from orchestrator.context import Context, Setup, no_room
-from orchestrator.environments.checks import observation_of, step_of, told
-from orchestrator.environments.source import EnvironmentSource, FreshEnvironments
-from orchestrator.forecasting import Forecasts
-from orchestrator.lockstep import Lockstep
-from orchestrator.policies.context import ContextRules
-from orchestrator.proxy import LLMProxy
+from orchestrator.environments.environment_source import EnvironmentSource, FreshEnvironments
+from orchestrator.environments.episode_context import Context, Setup, no_room
+from orchestrator.environments.lockstep import Lockstep
+from orchestrator.environments.reply_checks import observation_of, step_of, told
+from orchestrator.placement.length_tracker import Forecasts
+from orchestrator.policies.episodes.context_rule import ContextRules
+from orchestrator.proxy.gateway import LLMProxy
 
 
 class StaleTrajectory(Exception):

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from orchestrator.api import Prompt, RunError
-from orchestrator.named import named_function
-from orchestrator.policies.lengths import ForecastLengths, LengthHistory, LongPrompts, Predictor
+from orchestrator.config.user_functions import named_function
+from orchestrator.policies.prediction.prompt_lengths import ForecastLengths, LengthHistory, LongPrompts, Predictor
 
 HISTORY = "history"
 PROGRESSIVE = "progressive"  # the run's own forecasts: `rollout.prediction`

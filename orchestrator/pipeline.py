@@ -3,8 +3,9 @@
 Each iteration: (1) ``get_batch`` collects complete groups while the previous batch still trains; then, once that is
 trained and published, and the rollout workers have fetched it while they generate, (2) suspend, (3) update, (4) resume
 them; they (5) recompute the KV of what is in flight and go on, while (6) ``train_step`` runs on the batch. Other modes end
-what is in flight at (2), or train before they resume: the same code, asking :mod:`orchestrator.policies.modes`. With
-``trainer.stream`` the groups of (1) also go to the trainer as they are taken, while it is idle: :mod:`orchestrator.feeding`.
+what is in flight at (2), or train before they resume: the same code, asking
+:mod:`orchestrator.policies.batching.coordination_modes`. With ``trainer.stream`` the groups of (1) also go to the
+trainer as they are taken, while it is idle: :mod:`orchestrator.colocation.group_feeder`.
 
 Guarantees: every trajectory that starts is in the ledger and ends there; the ledger is checked at every step's end; a
 checkpoint holds everything a resume needs; what waits, waits with a named reason.
@@ -17,21 +18,21 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from orchestrator.api import PartLost, RetryableError, TrainBatch, TrainMetrics, TrainSample, Trajectory
+from orchestrator.borrowing.server_exchange import exchange_of
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import RunState
+from orchestrator.colocation.group_feeder import Fed, Feeder
+from orchestrator.colocation.stream_training import turns_of
+from orchestrator.components import Parts, Position
 from orchestrator.config import Config
-from orchestrator.delivery import Delivery
 from orchestrator.evaluation import Evaluator
-from orchestrator.exchange import exchange_of
-from orchestrator.feeding import Fed, Feeder
-from orchestrator.occupancy import SAMPLE_SECONDS, Occupancy
-from orchestrator.parts import Parts, Position
-from orchestrator.policies.learning import WORDS, Alarm, Bars, Watch, answers
-from orchestrator.policies.weighting import LagWeight, effective_share
-from orchestrator.reallocating import cutting_of, state_of
+from orchestrator.observe.occupancy import SAMPLE_SECONDS, Occupancy
+from orchestrator.parallelism.degree_planner import cutting_of, state_of
+from orchestrator.policies.training.lag_weight import LagWeight, effective_share
+from orchestrator.policies.training.learning_alarms import WORDS, Alarm, Bars, Watch, answers
 from orchestrator.rollout import Rollout
-from orchestrator.samples import histogram, note_uniform, to_samples
-from orchestrator.streaming import turns_of
+from orchestrator.train_samples import histogram, note_uniform, to_samples
+from orchestrator.weight_sync import Delivery
 
 Answer = TypeVar("Answer")
 

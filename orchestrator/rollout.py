@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from orchestrator import disaggregation, fleet
-from orchestrator.agents.choice import manager_of
+from orchestrator.agents.manager_choice import manager_of
 from orchestrator.api import (
     ManagedWorker,
     Prompt,
@@ -30,17 +29,16 @@ from orchestrator.api import (
 )
 from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config
-from orchestrator.context import rules_of
-from orchestrator.environments.source import EnvironmentSource
+from orchestrator.environments.environment_source import EnvironmentSource
+from orchestrator.environments.episode_context import rules_of
+from orchestrator.environments.lockstep import Lockstep
 from orchestrator.envs import Episode, StaleTrajectory
 from orchestrator.events import EventLog
-from orchestrator.foresight import Foresight, forecasts_of
-from orchestrator.kv_moves import kv_moves
 from orchestrator.ledger import Ledger
 from orchestrator.lengths import PROGRESSIVE
-from orchestrator.lockstep import Lockstep
-from orchestrator.policies import modes
-from orchestrator.policies.filters import (
+from orchestrator.placement.forecast_setup import Foresight, forecasts_of
+from orchestrator.policies.batching import coordination_modes
+from orchestrator.policies.batching.trajectory_filters import (
     Balance,
     Completeness,
     FilterChain,
@@ -49,9 +47,11 @@ from orchestrator.policies.filters import (
     Similarity,
     TrajectoryFilter,
 )
-from orchestrator.policies.learning import Prompts
-from orchestrator.reshaping import ReshapingProxy, require_resizable
-from orchestrator.rounds import Rounds, longest
+from orchestrator.policies.training.learning_alarms import Prompts
+from orchestrator.proxy import prefill_decode, router_setup
+from orchestrator.proxy.kv_moves import kv_moves
+from orchestrator.proxy.resize import ReshapingProxy, require_resizable
+from orchestrator.tail_batching import Rounds, longest
 
 FAILED_IN_ROW = 100  # trajectories, and
 FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
@@ -88,7 +88,7 @@ class Rollout:
         self._fail = fail
         self._groups = groups  # ever started: numbers go on after a resume
         self._trajectories = trajectories
-        self.mode = modes.mode(config.run.mode, settings.alpha)
+        self.mode = coordination_modes.mode(config.run.mode, settings.alpha)
         bound = self.mode.bound()
         self.gate = self.mode.gate(
             config.batch_trajectories, config.redundancy, settings.environments, settings.buffer_limit
@@ -108,7 +108,7 @@ class Rollout:
         )
         if settings.reshapes:
             require_resizable(workers, settings.planner.enabled, settings.planner.experts)
-        self.proxy = (ReshapingProxy if settings.reshapes else disaggregation.proxy(settings.disaggregation))(
+        self.proxy = (ReshapingProxy if settings.reshapes else prefill_decode.proxy(settings.disaggregation))(
             workers,
             events,
             stall_timeout=settings.stall_timeout,
@@ -116,7 +116,9 @@ class Rollout:
             heartbeat=settings.heartbeat_seconds,
             misses=settings.heartbeat_misses,
             current_only=not self.mode.carries_over,
-            router=fleet.router(settings.routing, workers, settings.disaggregation, partial(fleet.may_come, settings)),
+            router=router_setup.router(
+                settings.routing, workers, settings.disaggregation, partial(router_setup.may_come, settings)
+            ),
             kv=kv_moves(settings.kv_transfer, events),
             on_fatal=fail,
         )

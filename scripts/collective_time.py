@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin.collective import Sender
+from megatron_rlplugin.weights.collective_sender import Sender
 from orchestrator.api import ShardKey
 from orchestrator.transfer import Publisher, RelayEndpoint
 
 RECEIVE = """
 import json, sys, time, torch
 from orchestrator.api import Meeting
-from vllm_rlplugin.collective import Receiver
+from vllm_rlplugin.weights.collective_receiver import Receiver
 receiver = Receiver(torch.device("cpu"), 0)
 print("up", flush=True)
 for line in sys.stdin:

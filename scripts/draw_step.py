@@ -39,7 +39,7 @@ def simulated() -> dict[str, Any]:
     """Both ways: seconds a step, requests in the engine over time, training steps and updates."""
     from orchestrator.api import Completion, GenerationRequest
     from orchestrator.config import load_config
-    from orchestrator.sim.run import simulate
+    from orchestrator.sim.simulated_run import simulate
 
     found: dict[str, Any] = {"kind": "simulated", "settings": SETTINGS, "bin_seconds": BIN, "ways": {}}
     for name, mode in WAYS.items():

@@ -24,18 +24,18 @@ from orchestrator import __version__
 from orchestrator.api import ContextStart, Prompt, ShardKey, Trajectory, Turn
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import load_config, to_json
-from orchestrator.policies.allocation import Binding, Pool, View, Wish
-from orchestrator.policies.features import Progress
-from orchestrator.policies.prediction import Outcome, Progressive
-from orchestrator.policies.profile import EngineShape, Layout, Point
-from orchestrator.profile.file import ProfileFile, ProfileKey
-from orchestrator.resources.manager import encode_view
-from orchestrator.runfolder import write_environment
-from orchestrator.sim.run import simulate
+from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point
+from orchestrator.policies.placement.device_allocation import Binding, Pool, View, Wish
+from orchestrator.policies.prediction.length_features import Progress
+from orchestrator.policies.prediction.length_predictor import Outcome, Progressive
+from orchestrator.profiler.profile_file import ProfileFile, ProfileKey
+from orchestrator.resources.resource_manager import encode_view
+from orchestrator.run_folder import write_environment
+from orchestrator.sim.simulated_run import simulate
 from orchestrator.store import TrajectoryStore
-from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, announcement, leases
-from orchestrator.transfer.compression import DeltaCodec
-from orchestrator.transfer.head import head_key
+from orchestrator.transfer import MemoryMetadata, MemoryRelay, Publisher, RelayEndpoint, announcement, version_leases
+from orchestrator.transfer.delta_compression import DeltaCodec
+from orchestrator.transfer.job_head import head_key
 from orchestrator.transfer.retention import Holder
 
 CONFIG = """\
@@ -137,14 +137,14 @@ def weights(folder: Path) -> dict[str, Any]:
     key = ShardKey("layers.0.weight", -1, 0, 0, (2000,), "bfloat16", "raw", 0)
     first = publisher.publish_shards(0, [(key, old.view(np.uint8), None)])
     second = publisher.publish_shards(1, [(key, new.view(np.uint8), old.view(np.uint8))], base=0)
-    leases.say(metadata, JOB.job, "host/1/0", publisher.epoch, Holder(1, -1), 600)
+    version_leases.say(metadata, JOB.job, "host/1/0", publisher.epoch, Holder(1, -1), 600)
     folder.mkdir()
     for name in relay.keys():  # noqa: SIM118
         size = relay.size(name)
         buffer = bytearray(size)
         relay.get_into(name, memoryview(buffer))
         (folder / name.replace("/", "@")).write_bytes(buffer)
-    for name, record in (("head", head_key(JOB.job)), ("leases", leases.leases_key(JOB.job))):
+    for name, record in (("head", head_key(JOB.job)), ("leases", version_leases.leases_key(JOB.job))):
         present = metadata.get(record)
         assert present is not None
         (folder / f"{name}.msgpack").write_bytes(present[0])

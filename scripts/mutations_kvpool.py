@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-LEDGER = "tests/test_kvpool_ledger.py"
-SHARING = "tests/test_policy_kv_sharing.py"
-GUARDIAN = "tests/test_kvpool_guardian.py"
-ADMISSION = "tests/test_policy_admission.py"
-TIME = "tests/test_kvpool_time.py"
+LEDGER = "tests/kvpool/test_ledger.py"
+SHARING = "tests/policies/test_kv_sharing.py"
+GUARDIAN = "tests/kvpool/test_guardian.py"
+ADMISSION = "tests/policies/test_admission.py"
+TIME = "tests/kvpool/test_time.py"
 
 KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
@@ -40,91 +40,91 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "kv budget: the headroom is lent too",
-        "orchestrator/policies/kv_sharing.py",
+        "orchestrator/policies/serving/kv_sharing.py",
         "free = rules.pages - rules.headroom_pages - min(",
         "free = rules.pages - min(",
         SHARING,
     ),
     (
         "kv budget: a burst of serving cuts nobody",
-        "orchestrator/policies/kv_sharing.py",
+        "orchestrator/policies/serving/kv_sharing.py",
         "if budget.pages and self._burst(serving, budget.pages):",
         "if False:",
         SHARING,
     ),
     (
         "kv budget: whoever does not give back in time lives on",
-        "orchestrator/policies/kv_sharing.py",
+        "orchestrator/policies/serving/kv_sharing.py",
         "elif now >= self._deadline:",
         "elif False:",
         SHARING,
     ),
     (
         "kv budget: a process that does not hold the pool is killed",
-        "vllm_rlplugin/kvpool/processes.py",
+        "vllm_rlplugin/kvpool/ledger/tenant_processes.py",
         " or not holds(pid, path):",
         ":",
         GUARDIAN,
     ),
     (
         "kv budget: a static partition takes pages back all the same",
-        "vllm_rlplugin/kvpool/guardian.py",
+        "vllm_rlplugin/kvpool/serving/guardian.py",
         "replace(self._own, headroom=0.0, lent=share) if share else self._own",
         "replace(self._own, lent=share) if share else self._own",
         GUARDIAN,
     ),
     (
         "kv budget: serving takes more than its part of a static partition",
-        "vllm_rlplugin/kvpool/parking.py",
+        "vllm_rlplugin/kvpool/engine/parked_blocks.py",
         "count = min(count, max(0, (self.most if allowed is None else min(self.most, allowed)) - len(self._used)))",
         "pass",
-        "tests/test_kvpool_engine.py -k static_partition",
+        "tests/kvpool/test_engine.py -k static_partition",
     ),
     (
         "admission: a rollout step runs while a prompt waits",
-        "orchestrator/policies/admission.py",
+        "orchestrator/policies/serving/admission.py",
         'return state.waiting and self.mode in ("dual", "ttft")',
         "return False",
         ADMISSION,
     ),
     (
         "admission: each step of one tick has the whole slack",
-        "orchestrator/policies/admission.py",
+        "orchestrator/policies/serving/admission.py",
         "        if state.busy:\n            self._spent =",
         "        if False:\n            self._spent =",
         ADMISSION,
     ),
     (
         "admission: what a busy engine said long ago is believed",
-        "orchestrator/policies/admission.py",
+        "orchestrator/policies/serving/admission.py",
         "if late > self._stale:",
         "if False:",
         ADMISSION,
     ),
     (
         "admission: those ahead in the queue do not count",
-        "orchestrator/policies/admission.py",
+        "orchestrator/policies/serving/admission.py",
         "        ahead += prefill(tokens)\n",
         "        ahead = running + prefill(tokens)\n",
         ADMISSION,
     ),
     (
         "admission: tokens that came too slowly in the mean are forgiven",
-        "orchestrator/policies/admission.py",
+        "orchestrator/policies/serving/admission.py",
         "min(last, first + made * slo.tpot)",
         "last",
         ADMISSION,
     ),
     (
         "admission: the serving engine does not say that a prompt waits",
-        "vllm_rlplugin/kvpool/serving.py",
+        "vllm_rlplugin/kvpool/serving/serving_slack.py",
         "sharers, waiting > 0)",
         "sharers, False)",
         TIME,
     ),
     (
         "admission: a rollout engine begins a second step beside the first",
-        "vllm_rlplugin/kvpool/admitting.py",
+        "vllm_rlplugin/kvpool/serving/rollout_admission.py",
         "if self._flights and not free:",
         "if False:",
         TIME,

@@ -3,51 +3,51 @@ sandbox, mixtures. Each is (what, file, old, new, tests), as the fields of its `
 
 from __future__ import annotations
 
-POOL = "tests/test_env_pool.py"
-FILTERS = "tests/test_filters.py"
-MODES = "tests/test_modes.py"
-ROUTING = "tests/test_policy_routing.py"
-ALLOCATION = "tests/test_policy_allocation.py"
+POOL = "tests/environments/test_pool.py"
+FILTERS = "tests/loop/test_filters.py"
+MODES = "tests/loop/test_modes.py"
+ROUTING = "tests/policies/test_routing.py"
+ALLOCATION = "tests/policies/test_allocation.py"
 JUDGE = (
-    "tests/test_rewards_judge.py --deselect="
-    "tests/test_rewards_judge.py::test_a_real_vllm_gives_scores_in_the_range_and_names_what_it_cannot"
+    "tests/rewards/test_judge.py --deselect="
+    "tests/rewards/test_judge.py::test_a_real_vllm_gives_scores_in_the_range_and_names_what_it_cannot"
 )
-SANDBOX = "tests/test_sandbox.py"
-TIMEOUTS = "tests/test_policy_timeouts.py"
+SANDBOX = "tests/sandbox/test_sandbox.py"
+TIMEOUTS = "tests/policies/test_timeouts.py"
 POLICIES = "orchestrator/policies"
 
 TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "pool: more environments than its size",
-        "orchestrator/environments/pool.py",
+        "orchestrator/environments/environment_pool.py",
         "for _ in range(min(missing, room, allowed)):",
         "for _ in range(min(missing, allowed)):",
         POOL,
     ),
     (
         "pool: one that fails its check is used all the same",
-        "orchestrator/environments/pool.py",
+        "orchestrator/environments/environment_pool.py",
         "            self._end(member, what)\n        else:\n",
         "            self._offer(member)\n        else:\n",
         POOL,
     ),
     (
         "pool: pauses between failing starts do not grow",
-        "orchestrator/environments/pool.py",
+        "orchestrator/environments/environment_pool.py",
         "settings.backoff_first * 2.0 ** min(self._failures - 1, 30)",
         "settings.backoff_first",
         POOL,
     ),
     (
         "pool: starts that fail for ever never end the run",
-        "orchestrator/environments/pool.py",
+        "orchestrator/environments/environment_pool.py",
         "self._failures >= settings.start_tries and",
         "False and",
         POOL,
     ),
     (
         "pool: one served to a user that was cancelled is lost",
-        "orchestrator/environments/pool.py",
+        "orchestrator/environments/environment_pool.py",
         "if not waiter.member.done():  # else",
         "if True:  # else",
         POOL,
@@ -166,21 +166,21 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "judge: a score outside the range is a reward",
-        "orchestrator/rewards/judge.py",
+        "orchestrator/rewards/llm_judge.py",
         "or not self._low <= found <= self._high:",
         ":",
         JUDGE,
     ),
     (
         "judge: no score is a reward of 0",
-        "orchestrator/rewards/judge.py",
+        "orchestrator/rewards/llm_judge.py",
         '        raise TrajectoryError("reward_unreadable"',
         '        return 0.0\n        raise TrajectoryError("reward_unreadable"',
         JUDGE,
     ),
     (
         "judge: an episode can end its own quotation",
-        "orchestrator/rewards/judge.py",
+        "orchestrator/rewards/llm_judge.py",
         'f"{self._seed} {trajectory} {episode}".encode()',
         'b"always the same"',
         JUDGE,
@@ -232,7 +232,7 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
         "orchestrator/rollout.py",
         "FAILED_BATCHES = 8 ",
         "FAILED_BATCHES = 9 ",
-        "tests/test_bad_rewards_and_environments.py --timeout=60",
+        "tests/environments/test_bad_rewards_and_environments.py --timeout=60",
     ),
     (
         "timeouts: wrong answers move the limits",
@@ -243,10 +243,10 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "timeouts: a case that nobody solved is cut early",
-        "orchestrator/rewards/client.py",
+        "orchestrator/rewards/reward_client.py",
         '"other": timeouts.most',
         '"other": timeouts.least',
-        "tests/test_rewards_timeouts.py -k run_times",
+        "tests/rewards/test_timeouts.py -k run_times",
     ),
     (
         "timeouts: a limit is beyond the greatest",
@@ -257,51 +257,51 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "timeouts: a test case runs on past its own limit",
-        "orchestrator/rewards/code.py",
+        "orchestrator/rewards/code_judge.py",
         "wall_seconds=min(limit, left)",
         "wall_seconds=left",
-        "tests/test_rewards_timeouts.py -k never_ends",
+        "tests/rewards/test_timeouts.py -k never_ends",
     ),
     (
         "timeouts: a resume forgets them",
-        "orchestrator/resume.py",
+        "orchestrator/runtime/resume.py",
         "        run_times=state.run_times,\n",
         "",
-        "tests/test_rewards_timeouts.py -k checkpoint",
+        "tests/rewards/test_timeouts.py -k checkpoint",
     ),
     (
         "resume: a run begins without the run times of its checkpoint",
         "orchestrator/pipeline.py",
         "            self.parts.timeouts.restore(self.position.run_times)\n",
         "            pass\n",
-        "tests/test_rewards_timeouts.py -k resumed",
+        "tests/rewards/test_timeouts.py -k resumed",
     ),
     (
         "resume: a run begins without what its filters had kept",
         "orchestrator/pipeline.py",
         "        self.rollout.filters.recall(self.position.kept)\n",
         "",
-        "tests/test_rewards_timeouts.py -k resumed",
+        "tests/rewards/test_timeouts.py -k resumed",
     ),
     (
         "mixture: a part is told ids that are not its own",
         "orchestrator/tasks/mixture.py",
         "return tuple(self._in.get(token, self._pad) for token in shared)",
         "return tuple(shared)",
-        "tests/test_tasks_mixture.py",
+        "tests/tasks/test_mixture.py",
     ),
     (
         "memory: rewards are sent what was said to the memory",
-        "orchestrator/tasks/memory.py",
+        "orchestrator/tasks/game_memory.py",
         "for action in actions if not self.is_memory(action)]",
         "for action in actions]",
-        "tests/test_long_episodes.py -k memory",
+        "tests/agents/test_long_episodes.py -k memory",
     ),
     (
         "tools: calls in other processes are counted again with every answer",
-        "orchestrator/environments/tools.py",
+        "orchestrator/environments/tool_functions.py",
         "value - before.get(field, 0)",
         "value",
-        "tests/test_env_tools.py -k counted",
+        "tests/environments/test_tools.py -k counted",
     ),
 )

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from orchestrator.hooks import missing_names, signature_mismatches
-from orchestrator.hooks.sources import SourceTree, imported_names
+from orchestrator.hooks.source_signatures import SourceTree, imported_names
 from vllm_rlplugin.hookpoints import HOOKS, names
 
 OTHER_VERSION = "0.33.0"  # supported, and not the one that runs in CI

@@ -23,8 +23,8 @@ import pytest
 
 from orchestrator.api import MetadataStore
 from orchestrator.transfer import MemoryMetadata, SqliteMetadata
-from orchestrator.transfer.redis import RedisMetadata
-from tests import stall_server
+from orchestrator.transfer.redis_metadata import RedisMetadata
+from tests.support import stall_server
 
 ROOT = Path(__file__).parents[1]
 START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one

@@ -68,7 +68,7 @@ def register() -> None:
 
 
 def _stay_inert(error: ConfigError) -> None:
-    from vllm_rlplugin.cli import is_asked_before_parsing, refuse
+    from vllm_rlplugin.command_flags import is_asked_before_parsing, refuse
 
     if is_asked_before_parsing(sys.argv, os.environ):
         refuse("vllm", error)
@@ -83,7 +83,9 @@ def register_backend() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "vllm_rlplugin.weights", "RelayWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "vllm_rlplugin.weights.transfer_engine", "RelayWeightTransferEngine"
+        )
 
 
 def activate(kv_pool: bool = False) -> None:

@@ -1,7 +1,8 @@
 """What our plugin adds to vLLM's worker, as ``worker_extension_cls``: methods that ``collective_rpc`` can call by name.
 
-They return plain data, which msgpack carries, and raise nothing that is to be expected (:mod:`vllm_rlplugin.ranks` says
-why). vLLM refuses an extension with an attribute that its worker has, hence the prefix. Imports neither vLLM nor torch.
+They return plain data, which msgpack carries, and raise nothing that is to be expected
+(:mod:`vllm_rlplugin.weights.rank_votes` says why). vLLM refuses an extension with an attribute that its worker has,
+hence the prefix. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -10,65 +11,65 @@ from typing import Any
 
 
 class WorkerExtension:
-    """Mixed into vLLM's Worker. The functions of :mod:`vllm_rlplugin.weights` say what is returned."""
+    """Mixed into vLLM's Worker. The functions of :mod:`vllm_rlplugin.weights.transfer_engine` say what is returned."""
 
     def rl_ready(self) -> dict[str, Any]:
         """Called once after the engine has started, before its first request. {"rank", "cured": [what was set right]}."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
-        return {**weights.ready(self), "cured": _cure_pipeline_stage(self)}
+        return {**transfer_engine.ready(self), "cured": _cure_pipeline_stage(self)}
 
     def rl_prepare(self, version: int) -> None:
         """Begin to fetch and verify a weight version while the model runs."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
-        weights.prepare(self, version)
+        transfer_engine.prepare(self, version)
 
     def rl_receive(self, version: int, meetings: list[dict[str, Any]], place: int, limit: float) -> None:
         """Begin to receive and verify a weight version from the trainer while the model runs."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
-        weights.receive(self, version, meetings, place, limit)
+        transfer_engine.receive(self, version, meetings, place, limit)
 
     def rl_prepared(self, version: int) -> dict[str, Any]:
         """Whether it is at hand."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
-        return weights.prepared(self, version)
+        return transfer_engine.prepared(self, version)
 
     def rl_report(self) -> dict[str, Any]:
         """What is loaded, whether it may be used, and what went wrong last."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
-        return weights.report(self)
+        return transfer_engine.report(self)
 
     def rl_verify(self) -> dict[str, Any]:
         """Digests of the live weights, recomputed."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
-        return weights.verify(self)
+        return transfer_engine.verify(self)
 
     def rl_leave_weights(self, dropped: bool) -> None:
         """Before the memory of the live weights is lent: nothing reads them afterwards. ``dropped``: without what is in it."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
-        weights.leave(self, dropped=dropped)
+        transfer_engine.leave(self, dropped=dropped)
 
     def rl_weights_away(self, kept: bool) -> dict[str, Any]:
         """While paused: the weights leave this worker's memory or device, until :meth:`rl_weights_back`. ``kept``: they can."""
-        from vllm_rlplugin import away
+        from vllm_rlplugin.sleep import host_offload
 
-        return away.leave(self, kept=kept)
+        return host_offload.leave(self, kept=kept)
 
     def rl_weights_back(self) -> dict[str, Any]:
         """They are there again, verified if they were kept."""
-        from vllm_rlplugin import away
+        from vllm_rlplugin.sleep import host_offload
 
-        return away.come_back(self)
+        return host_offload.come_back(self)
 
     def rl_give_back_kv(self) -> int:
         """On CPU: return the memory of the KV cache to the system. Bytes that were in memory and are not now."""
-        from vllm_rlplugin.release import give_back
+        from vllm_rlplugin.sleep.memory_release import give_back
 
         stock: Any = self
         return give_back(stock.model_runner.kv_caches)
@@ -80,20 +81,20 @@ class WorkerExtension:
 
     def rl_free_memory(self) -> int:
         """Free bytes of this worker's device."""
-        from vllm_rlplugin.device_memory import free_memory
+        from vllm_rlplugin.sleep.device_memory import free_memory
 
         return free_memory()
 
     def rl_kv_part(self) -> dict[str, Any]:
-        """Which part of a KV block this rank has, as :class:`~vllm_rlplugin.kv_blocks.RankPart`."""
+        """Which part of a KV block this rank has, as :class:`~vllm_rlplugin.kv.blocks.RankPart`."""
         return dict(_connector().part().to_dict())
 
     def rl_kv_weights(self) -> dict[str, Any]:
         """{"version", "content", "usable", "backend"}: what KV is computed with, and by what."""
-        from vllm_rlplugin import weights
+        from vllm_rlplugin.weights import transfer_engine
 
         stock: Any = self
-        found = weights.report(self)
+        found = transfer_engine.report(self)
         backends = {type(layer).__name__ for layer in _attention(stock)} | set(_instructions(stock))
         return {
             "version": int(found["version"]),

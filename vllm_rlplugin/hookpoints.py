@@ -1,6 +1,6 @@
 """Everything of vLLM that we call, extend, read or set: one list, checked on every supported version.
 
-Guarantees: an upgrade that renames, moves or changes one of these fails in the tests (``tests/test_vllm_versions.py``,
+Guarantees: an upgrade that renames, moves or changes one of these fails in the tests (``tests/vllm/test_versions.py``,
 for the installed vLLM and for the sources of the other supported one) and in ``rl-coserve doctor``, which name it.
 
 A target is ``"module:qualname"``. Parameters are those that we rely on, in their order; vLLM may add others that have a
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, find, missing_names, signature_mismatches
-from orchestrator.hooks.sources import SourceTree
+from orchestrator.hooks.source_signatures import SourceTree
 
 _ARGS = "vllm.engine.arg_utils"
 _CORE = "vllm.v1.engine.core:EngineCore"

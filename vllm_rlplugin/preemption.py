@@ -19,7 +19,7 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from orchestrator.policies.priority import Arrival, ProgressivePriority, Running, Waited, Waiting
+from orchestrator.policies.routing.priority import Arrival, ProgressivePriority, Running, Waited, Waiting
 
 OVERDUE = -(2**63) - 1  # a vLLM priority before any that fits into the 64 bits of a request on the wire
 SCANS_A_WAIT = 32  # how often in a max_wait the queue is searched for overdue requests

@@ -19,12 +19,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, check
-from orchestrator.policies.priority import ProgressivePriority
-from vllm_rlplugin.kvpool.scheduling import POOL_COMMANDS, PagedScheduling
+from orchestrator.policies.routing.priority import ProgressivePriority
+from vllm_rlplugin.kvpool.engine.pool_scheduling import POOL_COMMANDS, PagedScheduling
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches import REGISTER
 from vllm_rlplugin.preemption import Preempting
-from vllm_rlplugin.versioning import salted, user_part
+from vllm_rlplugin.worker.cache_salt import salted, user_part
 
 
 class Coserving(Preempting):
@@ -64,7 +64,7 @@ class Coserving(Preempting):
         * ``page_pool`` {"opened" (default: no)}: comply with the budget, give back what is idle; opened: an RL step begins, of a
           serving engine (a rollout engine says so itself, with ``advance_version``) -> pages, budget, what is lent, admitted and
           late ({} without a pool)
-        * ``deactivate``, ``activate``, ``weights_held``: see :mod:`vllm_rlplugin.kvpool.scheduling`
+        * ``deactivate``, ``activate``, ``weights_held``: see :mod:`vllm_rlplugin.kvpool.engine.pool_scheduling`
         * ``snapshot`` {}: the counters of :class:`orchestrator.api.WorkerStats`, and ``steps`` that computed something
         """
         if command == "prioritize":

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlplugin import cpu
-from megatron_rlplugin.advantages import Outcome, advantages_of
-from megatron_rlplugin.batching import Limits, MicroBatch, micro_batch, row_of
 from megatron_rlplugin.flags import add_rl_args, relay_from, temperature_from
 from megatron_rlplugin.install import RLTraining, wrap
-from megatron_rlplugin.objective import Coefficients, Totals, policy_loss
-from megatron_rlplugin.publishing import TorchRanks
-from megatron_rlplugin.replicas import Replicas
+from megatron_rlplugin.objective.advantages import Outcome, advantages_of
+from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
+from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, micro_batch, row_of
+from megatron_rlplugin.trainer.replicas import Replicas
+from megatron_rlplugin.weights.rank_publisher import TorchRanks
 from orchestrator.api import ConfigError, CoserveError, RunError, TrainSample
 
 

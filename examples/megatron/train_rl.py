@@ -22,19 +22,19 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin import bridge
-from megatron_rlplugin.advantages import Outcome, advantages_of, says_nothing
-from megatron_rlplugin.batching import Limits, MicroBatch, Row, micro_batch, plan, row_of, usable
 from megatron_rlplugin.flags import add_rl_args, settings_from, temperature_from
 from megatron_rlplugin.hookpoints import require_megatron
 from megatron_rlplugin.install import RLTraining, wrap
-from megatron_rlplugin.learner import layout_of
 from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
-from megatron_rlplugin.objective import Coefficients, Totals, policy_loss
-from megatron_rlplugin.parallel import initialize_parallel, shutdown_parallel
-from megatron_rlplugin.parquet import read_batches
-from megatron_rlplugin.replicas import Replicas
+from megatron_rlplugin.objective.advantages import Outcome, advantages_of, says_nothing
+from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
+from megatron_rlplugin.parallel_layout import initialize_parallel, shutdown_parallel
 from megatron_rlplugin.settings import TrainerSettings
+from megatron_rlplugin.trainer.learner import layout_of
+from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, Row, micro_batch, plan, row_of, usable
+from megatron_rlplugin.trainer.recorded_rows import read_batches
+from megatron_rlplugin.trainer.replicas import Replicas
+from megatron_rlplugin.weights import hf_bridge
 from orchestrator.api import ConfigError, CoserveError, TrainBatch
 
 
@@ -73,7 +73,7 @@ def model_provider(args: argparse.Namespace, settings: TrainerSettings) -> list[
 
     shape = read_shape(args.model)
     chunks = build_model(shape, "bfloat16" if args.bf16 else "float32", layout_of(settings, shape))
-    bridge.load_hf(chunks, args.model)
+    hf_bridge.load_hf(chunks, args.model)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     config.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # micro-batches differ in length
@@ -169,7 +169,7 @@ def save_hf(model: list[Any], source: str, target: str) -> None:
     """A Hugging Face folder: the trained weights, everything else as it was. Every rank calls it."""
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.cpu() for name, tensor in bridge.export_hf(model)}
+    tensors = {name: tensor.cpu() for name, tensor in hf_bridge.export_hf(model)}
     if torch.distributed.get_rank() == 0:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
         save_file(tensors, Path(target) / "model.safetensors", metadata={"format": "pt"})

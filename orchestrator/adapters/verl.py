@@ -21,9 +21,9 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.adapters.rollout import RolloutSide
+from orchestrator.adapters.rollout_side import RolloutSide
 from orchestrator.api import ConfigError, RunError
-from orchestrator.hooks import versions
+from orchestrator.hooks import tested_versions
 from orchestrator.transfer import Publisher, RelayEndpoint
 
 NAME = "coserve"
@@ -292,7 +292,7 @@ def _named(name: str, bases: tuple[Any, ...], methods: dict[str, Any]) -> type:
 def _made(name: str) -> Any:
     """A class of this module. Raises ConfigError for a verl that was not tested."""
     if name not in globals():
-        versions.check(versions.VERL)
+        tested_versions.check(tested_versions.VERL)
         globals()[name] = _MAKERS[name]()
     return globals()[name]
 
@@ -305,8 +305,8 @@ def __getattr__(name: str) -> Any:
 
 def register() -> bool:
     """Make the names in verl's config known to it; False: there is no tested verl here, and nothing is done."""
-    found = versions.find(versions.VERL)
-    if found is None or found[1] not in versions.VERL.tested:
+    found = tested_versions.find(tested_versions.VERL)
+    if found is None or found[1] not in tested_versions.VERL.tested:
         return False
     from verl.checkpoint_engine import CheckpointEngineRegistry
     from verl.workers.rollout import base, replica

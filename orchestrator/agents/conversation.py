@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.agents.chat import Chat, Message
+from orchestrator.agents.chat_template import Chat, Message
 from orchestrator.api import Completion, ContextStart, Turn
 
 

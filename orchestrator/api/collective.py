@@ -1,7 +1,7 @@
 """Weights straight from the trainer to the run's own workers, by a collective (RollArt 6.3, ROSE 4.2), and its two ports.
 
 The trainer sends and the workers receive beside whatever else they do: the relay is published meanwhile, requests go on.
-Optional on both sides: who does not have these methods uses the relay. :mod:`orchestrator.delivery` keeps the order.
+Optional on both sides: who does not have these methods uses the relay. :mod:`orchestrator.weight_sync` keeps the order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What client and server of the HTTP carrier agree on: paths, headers, limits, and the records as JSON objects.
 
-The client is ``orchestrator.http_worker.HttpWorker``, the server the endpoint plugin of ``vllm_rlplugin``. Guarantees:
+The client is ``orchestrator.borrowing.http_worker.HttpWorker``, the server the endpoint plugin of ``vllm_rlplugin``. Guarantees:
 a record that crosses comes back equal (floats too: JSON carries their shortest exact decimal form); the two sides refuse
 each other when :data:`PROTOCOL` differs. Bodies and answers are JSON; an error is vLLM's ``ErrorResponse``,
 ``{"error": {"message", "type", "param", "code"}}``, whose ``type`` is a key of COMMAND_STATUS or one of the words below.

@@ -1,7 +1,7 @@
 """Rollout and training on the same devices (RollPacker 4.4): who holds what of a device's memory, and its two ports.
 
 A rollout worker releases memory and reclaims it; a trainer moves between three levels of residency. Neither knows of the
-other: :mod:`orchestrator.colocation` keeps the order.
+other: :mod:`orchestrator.colocation.handover` keeps the order.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from orchestrator.api import ConfigError, CoserveError, RetryableError
-from orchestrator.cluster.calls import Call
+from orchestrator.cluster.cluster_calls import Call
 from orchestrator.cluster.decorators import (
     DEFAULT_TAG,
     EXECUTE_ALL,
@@ -28,7 +28,7 @@ from orchestrator.cluster.decorators import (
     declaration,
 )
 from orchestrator.cluster.dispatch import aggregate, scatter
-from orchestrator.cluster.workers import (
+from orchestrator.cluster.role_workers import (
     SERVERLESS_CALLS,
     SERVERLESS_GROUP,
     ActorGenCls,
@@ -39,7 +39,7 @@ from orchestrator.cluster.workers import (
     Worker,
     WorkerHost,
 )
-from orchestrator.policies.allocation import Binding
+from orchestrator.policies.placement.device_allocation import Binding
 from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager
 
 START_SECONDS = 300.0  # for all workers to be made

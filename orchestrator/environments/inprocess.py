@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
-from orchestrator.environments.checks import THIRD_PARTY, told
-from orchestrator.environments.session import EnvironmentMaker, Renewable
+from orchestrator.environments.environment_session import EnvironmentMaker, Renewable
+from orchestrator.environments.reply_checks import THIRD_PARTY, told
 
 T = TypeVar("T")
 
 
 class InProcessBackend:
-    """Implements :class:`~orchestrator.environments.session.Backend`."""
+    """Implements :class:`~orchestrator.environments.environment_session.Backend`."""
 
     name = "in-process-pool"
 
@@ -38,7 +38,7 @@ class InProcessBackend:
 
 
 class InProcessSession:
-    """Implements :class:`~orchestrator.environments.session.Session`."""
+    """Implements :class:`~orchestrator.environments.environment_session.Session`."""
 
     def __init__(self, inner: Renewable) -> None:
         self.version = ""

@@ -2,7 +2,7 @@
 
 Guarantees: what an earlier life of this run left is removed before the first pod starts, and everything of the run after the
 last; a pod that does not come up is deleted, with its reason in the error; pods end without the orchestrator too
-(:mod:`orchestrator.environments.manifests`). Images come from ``registry_mirror`` first, and from their own registry when
+(:mod:`orchestrator.environments.pod_manifests`). Images come from ``registry_mirror`` first, and from their own registry when
 the mirror does not have them; with ``pre_pull`` all nodes pull the image when the run starts. The API server is asked with
 time limits, and not at all while an episode runs.
 """
@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.environments import manifests
-from orchestrator.environments.manifests import PodSettings
-from orchestrator.environments.remote import RemoteSession
-from orchestrator.environments.tcp import TcpChannel
-from orchestrator.environments.tools import ToolTally
+from orchestrator.environments import pod_manifests
+from orchestrator.environments.pod_manifests import PodSettings
+from orchestrator.environments.remote_session import RemoteSession
+from orchestrator.environments.tcp_link import TcpChannel
+from orchestrator.environments.tool_functions import ToolTally
 
 T = TypeVar("T")
 API_LIMIT = 20.0  # seconds for one request
@@ -32,8 +32,8 @@ NEVER_STARTS = ("InvalidImageName", "CreateContainerConfigError", "CreateContain
 
 
 class PodBackend:
-    """Implements :class:`~orchestrator.environments.session.Backend`. ``limits`` are those of the worker; ``context`` names
-    one of the kubeconfig."""
+    """Implements :class:`~orchestrator.environments.environment_session.Backend`. ``limits`` are those of the worker;
+    ``context`` names one of the kubeconfig."""
 
     name = "kubernetes"
 
@@ -73,7 +73,7 @@ class PodBackend:
         where = f"namespace {self._settings.namespace} at {configuration.host}"
         try:
             await self._remove_all()
-            token = aio.client.V1Secret.from_dict(manifests.secret(self._settings, self._token))
+            token = aio.client.V1Secret.from_dict(pod_manifests.secret(self._settings, self._token))
             await self._ask(self._pods.create_namespaced_secret, self._settings.namespace, token)
             if self._wanted_pre_pull:
                 await self._pull_everywhere(aio)
@@ -85,7 +85,7 @@ class PodBackend:
             raise ConfigError("environment.kubernetes", where, f"the API server does not answer: {error!r}") from error
 
     async def _pull_everywhere(self, aio: Any) -> None:
-        manifest = manifests.pre_pull(self._settings, manifests.mirrored(self._settings.image, self._mirror))
+        manifest = pod_manifests.pre_pull(self._settings, pod_manifests.mirrored(self._settings.image, self._mirror))
         body = aio.client.V1DaemonSet.from_dict(manifest)
         await self._ask(self._daemons.create_namespaced_daemon_set, self._settings.namespace, body)
         hold = self._hold_until_pulled(aio, manifest["metadata"]["name"])
@@ -96,10 +96,10 @@ class PodBackend:
         aio = library()
         settings, images = self._settings, [self._settings.image]
         if self._mirror:
-            images.insert(0, manifests.mirrored(settings.image, self._mirror))
+            images.insert(0, pod_manifests.mirrored(settings.image, self._mirror))
         for number, image in enumerate(images):
-            pod = manifests.name_of(name, self._life, *(("r",) if number else ()))
-            body = aio.client.V1Pod.from_dict(manifests.pod(settings, pod, image))
+            pod = pod_manifests.name_of(name, self._life, *(("r",) if number else ()))
+            body = aio.client.V1Pod.from_dict(pod_manifests.pod(settings, pod, image))
             try:
                 await self._ask(self._pods.create_namespaced_pod, settings.namespace, body)
                 address = await self._ready(pod)
@@ -171,7 +171,7 @@ class PodBackend:
 
     async def _remove_all(self) -> None:
         """Everything that carries our label."""
-        options = {"label_selector": manifests.selector(self._settings), "grace_period_seconds": 0}
+        options = {"label_selector": pod_manifests.selector(self._settings), "grace_period_seconds": 0}
         await self._ask(self._pods.delete_collection_namespaced_pod, self._settings.namespace, **options)
         await self._ask(self._pods.delete_collection_namespaced_secret, self._settings.namespace, **options)
         if self._wanted_pre_pull:

@@ -2,7 +2,7 @@
 
 Guarantees: a session has its own process group, memory and processor limits; ``kill`` ends it with everything it started,
 busy loops included, and reaps it; when the orchestrator ends, by ``kill -9`` too, so do all of them
-(:mod:`orchestrator.environments.watch`); a process does not see the run's secrets (environment variables RL_COSERVE_*).
+(:mod:`orchestrator.environments.process_watcher`); a process does not see the run's secrets (environment variables RL_COSERVE_*).
 What is run here is trusted as the orchestrator is: model-written code belongs into a sandbox.
 """
 
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import TrajectoryError
-from orchestrator.environments.remote import RemoteSession
-from orchestrator.environments.tools import ToolTally
-from orchestrator.environments.wire import MAX_LINE
+from orchestrator.environments.environment_wire import MAX_LINE
+from orchestrator.environments.remote_session import RemoteSession
+from orchestrator.environments.tool_functions import ToolTally
 
 KILL_LIMIT = 3.0  # seconds for the watcher to end everything, before its group is killed
 HIDDEN = "RL_COSERVE_"  # environment variables that begin so are the orchestrator's
@@ -28,8 +28,8 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # t
 
 
 class SubprocessBackend:
-    """Implements :class:`~orchestrator.environments.session.Backend`. ``target`` and ``arguments``: what makes the
-    environment there, see :func:`orchestrator.environments.worker.maker_of`. ``log`` gets what environments print;
+    """Implements :class:`~orchestrator.environments.environment_session.Backend`. ``target`` and ``arguments``: what makes the
+    environment there, see :func:`orchestrator.environments.environment_process.maker_of`. ``log`` gets what environments print;
     ``tools`` are the fields of the ToolSettings."""
 
     name = "subprocess"
@@ -62,7 +62,13 @@ class SubprocessBackend:
         with contextlib.ExitStack() as stack:
             log = None if self._log is None else stack.enter_context(self._log.open("ab"))
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "orchestrator.environments.worker", "--owner", f"{self._owner}/{name}"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "orchestrator.environments.environment_process",
+                    "--owner",
+                    f"{self._owner}/{name}",
+                ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -83,7 +89,7 @@ class SubprocessBackend:
 
 
 class PipeChannel:
-    """Implements :class:`~orchestrator.environments.remote.Channel`."""
+    """Implements :class:`~orchestrator.environments.remote_session.Channel`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process

@@ -3,9 +3,9 @@
 Standard library only. See the submodules for what each guarantees; ``sources`` reads an engine that is not installed.
 """
 
-from orchestrator.hooks.patches import Patch, PatchRegister
+from orchestrator.hooks.patch_register import Patch, PatchRegister
 from orchestrator.hooks.signatures import Mismatch, missing_names, signature_mismatches
-from orchestrator.hooks.versions import (
+from orchestrator.hooks.tested_versions import (
     COMPONENTS,
     MEGATRON_CORE,
     MOONCAKE,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # reading sources is for checks; this module is loaded by every process of an engine
-    from orchestrator.hooks.sources import SourceTree
+    from orchestrator.hooks.source_signatures import SourceTree
 
 Parameters = tuple[str, ...]
 

@@ -1,8 +1,8 @@
 """The run's own judge as a child of the orchestrator: a model whose layers are streamed from host memory (RollPacker 4.3).
 
-Guarantees: those of :class:`orchestrator.rewards.launch.ServingChild`: it listens on loopback, at a port that it keeps when it
-is restarted, to a token that only the run knows, and ends when the run does. How many of its layers stay on the device is
-decided before each answer by :mod:`orchestrator.policies.residency`, in the server.
+Guarantees: those of :class:`orchestrator.rewards.host_launch.ServingChild`: it listens on loopback, at a port that it
+keeps when it is restarted, to a token that only the run knows, and ends when the run does. How many of its layers stay
+on the device is decided before each answer by :mod:`orchestrator.policies.serving.judge_residency`, in the server.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.api import ConfigError
-from orchestrator.rewards.launch import ServingChild
+from orchestrator.rewards.host_launch import ServingChild
 
-PROGRAM = "vllm_rlplugin.judge_server"
+PROGRAM = "vllm_rlplugin.judge.judge_server"
 
 
 class JudgeHost(ServingChild):

@@ -1,6 +1,6 @@
 """The elastic function host: the embedded host's protocol on Ray Serve, whose replicas come and go with the calls.
 
-Guarantees: those of :mod:`orchestrator.rewards.service`, by the same code: each replica runs the function in worker
+Guarantees: those of :mod:`orchestrator.rewards.function_service`, by the same code: each replica runs the function in worker
 processes of its own, so a busy loop, an exit or a crash costs its caller an error and no replica. A replica that dies is
 replaced by Serve; calls that it held are answered with a status of 5xx, which the client tries again. Serve's proxy listens on
 loopback of the node it is on. Ray never holds the bearer token, only its SHA-256 digest. ``stop`` is idempotent, and removes
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError, RunError
-from orchestrator.rewards.pool import FunctionPool
-from orchestrator.rewards.protocol import INVOKE_PATH
-from orchestrator.rewards.service import Service, digest_of
+from orchestrator.rewards.function_protocol import INVOKE_PATH
+from orchestrator.rewards.function_service import Service, digest_of
+from orchestrator.rewards.process_pool import FunctionPool
 
 START_LIMIT = 120.0  # seconds for Serve and its first replicas; it takes 10 on an idle machine
 _STOP_LIMIT = 30.0  # seconds

@@ -11,24 +11,27 @@ import os
 import socket
 from pathlib import Path
 
-from orchestrator import doctor_machine, needs
-from orchestrator.agents.chat import ModelChat
-from orchestrator.agents.choice import outcome_scores
+from orchestrator.agents.chat_template import ModelChat
+from orchestrator.agents.manager_choice import outcome_scores
 from orchestrator.api import ConfigError, RetryableError, Task, parts_of
+from orchestrator.borrowing import discovery
 from orchestrator.config import Config
-from orchestrator.context import rules_of
-from orchestrator.hooks import versions
-from orchestrator.named import named_function
-from orchestrator.runtime import borrowing, cutting, judge, kv, pools, viewing
-from orchestrator.runtime.mooncake import own_address
+from orchestrator.config.user_functions import named_function
+from orchestrator.environments.episode_context import rules_of
+from orchestrator.hooks import tested_versions
+from orchestrator.observe import run_view
+from orchestrator.ops import doctor_machine, requirements
+from orchestrator.parallelism import planner_setup
+from orchestrator.runtime import judge_setup, kv_setup, pool_requests
+from orchestrator.runtime.mooncake_master import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
-from orchestrator.tasks.chat import ChatTask
-from orchestrator.tasks.memory import MemoryTask
+from orchestrator.tasks.chat_task import ChatTask
+from orchestrator.tasks.game_memory import MemoryTask
 from orchestrator.transfer import RelayEndpoint, RelayError, open_relay
-from orchestrator.transfer.redis import PASSWORD_FILE, RedisMetadata
+from orchestrator.transfer.redis_metadata import PASSWORD_FILE, RedisMetadata
 
-_SHAPE = "megatron_rlplugin.families:read_shape"  # what the trainer computes; the engines compute more
+_SHAPE = "megatron_rlplugin.model_families:read_shape"  # what the trainer computes; the engines compute more
 
 
 def make_task(config: Config) -> Task:
@@ -43,9 +46,9 @@ def make_task(config: Config) -> Task:
 
 def check(config: Config, task: Task) -> None:
     """Run all checks. Nothing is started or written."""
-    for component in needs.components(config):
-        versions.check(component)
-    needs.require_packages(config)
+    for component in requirements.components(config):
+        tested_versions.check(component)
+    requirements.require_packages(config)
     _model(config, task)
     _function(config, task)
     _task(config, task)
@@ -58,11 +61,11 @@ def check(config: Config, task: Task) -> None:
     _metadata(config)
     for part in (task, *parts_of(task).values()):
         rules_of(config, part)
-    cutting.check(config)
-    kv.check(config)
-    pools.check(config)
-    viewing.check(config)
-    borrowing.check(config, task)
+    planner_setup.check(config)
+    kv_setup.check(config)
+    pool_requests.check(config)
+    run_view.check(config)
+    discovery.check(config, task)
 
 
 def _heldout(config: Config) -> None:
@@ -76,7 +79,7 @@ def _relay(config: Config) -> None:
         endpoint = RelayEndpoint(job="preflight", kind="fsspec", master=config.relay.master)
         open_relay(endpoint).close()
     if config.relay.kind == "mooncake" and config.relay.master:
-        from orchestrator.transfer.mooncake import seen_from
+        from orchestrator.transfer.mooncake_relay import seen_from
 
         try:
             seen_from(config.relay.master)
@@ -157,7 +160,7 @@ def _task(config: Config, task: Task) -> None:
 
 def _function(config: Config, task: Task) -> None:
     if config.reward.judge.path:
-        judge.check(config)
+        judge_setup.check(config)
     elif not config.reward.url and not config.reward.judge.url and not outcome_scores(config, task):
         _importable("reward.function", config.reward.function or registry.reward_of(task))
         if config.reward.host == "ray_serve":

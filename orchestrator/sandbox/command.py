@@ -1,6 +1,6 @@
 """The command line of the sandbox: bubblewrap around prlimit around the program. Nothing is run here.
 
-What it asks for (each an attempt in ``tests/test_sandbox_escapes.py``):
+What it asks for (each an attempt in ``tests/sandbox/test_escapes.py``):
 
 * namespaces of its own for users, processes, network, mounts, IPC, host name and cgroups; no nesting of them;
 * a root that holds ``/usr`` (read-only), an empty ``/proc`` of its own, six devices, and three folders that can be written,

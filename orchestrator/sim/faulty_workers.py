@@ -1,14 +1,14 @@
-"""Workers of every kind behind the faults of :mod:`orchestrator.sim.faults`: fixed, cut anew between steps, borrowed."""
+"""Workers of every kind behind the faults of :mod:`orchestrator.sim.fault_injector`: fixed, cut anew between steps, borrowed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from orchestrator.api import ManagedWorker
-from orchestrator.sim.borrowed import BorrowedSimWorker
-from orchestrator.sim.faults import FaultInjector, FaultyWorker
-from orchestrator.sim.resizing import ResizableSimWorker
-from orchestrator.sim.worker import SimWorker
+from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
+from orchestrator.sim.fault_injector import FaultInjector, FaultyWorker
+from orchestrator.sim.resizable_worker import ResizableSimWorker
+from orchestrator.sim.simulated_worker import SimWorker
 
 
 class FaultyResizableWorker(FaultyWorker):

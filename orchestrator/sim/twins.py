@@ -2,7 +2,7 @@
 
 Guarantees: an environment is a function of its prompt and of the actions it got, never of the time or of its neighbours;
 all durations come from the loop's clock; the trainer keeps the port's contract and checks what it is given with
-:class:`orchestrator.sim.audit.Audit`, so that a wrong batch is found where it arrives. Success rises with the version that
+:class:`orchestrator.sim.run_audit.Audit`, so that a wrong batch is found where it arrives. Success rises with the version that
 wrote the first token, by a fixed curve: the twins show *when* things happen, they do not learn.
 """
 
@@ -32,13 +32,13 @@ from orchestrator.api import (
     TrajectoryError,
 )
 from orchestrator.config import Config
-from orchestrator.policies.timeouts import AdaptiveTimeouts, CaseTime
-from orchestrator.sim.audit import Audit
-from orchestrator.sim.cluster import trainer_costs
-from orchestrator.sim.draws import END, PAD, VOCABULARY, lognormal, stream
-from orchestrator.sim.relay import MODEL_BYTES, SimWeights
-from orchestrator.sim.traces import Trace, Traces
-from orchestrator.sim.workload import Workload
+from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
+from orchestrator.sim.recorded_traces import Trace, Traces
+from orchestrator.sim.run_audit import Audit
+from orchestrator.sim.seeded_draws import END, PAD, VOCABULARY, lognormal, stream
+from orchestrator.sim.simulated_cluster import trainer_costs
+from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
+from orchestrator.sim.task_mix import Workload
 
 TASK = "sim"
 HELDOUT_PROMPTS = 1000
@@ -208,8 +208,8 @@ class Tools(Protocol):
 
 
 class SimTools:
-    """One tool as :class:`orchestrator.environments.tools.ToolClient` reaches it: so many calls at once, so many may wait, one
-    beyond fails at once."""
+    """One tool as :class:`orchestrator.environments.tool_functions.ToolClient` reaches it: so many calls at once, so
+    many may wait, one beyond fails at once."""
 
     def __init__(self, config: Config) -> None:
         self._seconds = config.sim.tool_seconds

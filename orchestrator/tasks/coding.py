@@ -5,7 +5,7 @@ episode holds it as ``solution.py`` beside ``examples.json`` (read-only), and wh
 turn is handed in, and the end. At most 3 turns. The reward function judges what was handed in.
 
 No tampering with the criterion: the hidden tests and their answers are in no sandbox in which the model's code runs
-(``orchestrator/rewards/code.py``); what is tried and what is judged share no process, no file and no sandbox; the folder is
+(``orchestrator/rewards/code_judge.py``); what is tried and what is judged share no process, no file and no sandbox; the folder is
 compared with what the task put there whenever an episode begins (``orchestrator/sandbox/workspace.py``).
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import random
 
-from orchestrator.rewards.code import Case, HiddenTests
+from orchestrator.rewards.code_judge import Case, HiddenTests
 from orchestrator.sandbox import Limits, Sandbox
 from orchestrator.sandbox.workspace import Workspace
 from orchestrator.tasks import coding_problems

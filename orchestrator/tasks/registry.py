@@ -21,7 +21,7 @@ BUILT_IN: dict[str, str] = {
     "mixture": "orchestrator.tasks.mixture:MixtureTask",
 }
 PROGRAMS: dict[str, str] = {
-    "agent": "orchestrator.tasks.agent:AgentTask"
+    "agent": "orchestrator.tasks.agent_task:AgentTask"
 }  # trajectories are made by a program of the user's
 _PORT = ("name", "vocabulary", "pad_id", "end_id", "max_turns", "max_response_tokens", "max_context_tokens", "prompts")
 

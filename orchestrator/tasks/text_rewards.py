@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.rewards.code import CaseLimits, Verdict, judge, judge_cases
+from orchestrator.rewards.code_judge import CaseLimits, Verdict, judge, judge_cases
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import reasoning_gym
 from orchestrator.tasks.calculator import CalculatorTask, answers, is_answer, value_of

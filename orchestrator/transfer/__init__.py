@@ -24,20 +24,20 @@ A leaf: numpy, msgpack, xxhash and ``orchestrator.api``; Mooncake lazily; tensor
     resident.advance(version)
 """
 
-from orchestrator.transfer.codecs import Codec
-from orchestrator.transfer.compression import DeltaCodec
-from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
-from orchestrator.transfer.errors import CorruptWeightsError, RelayError, VersionTakenError
+from orchestrator.transfer.delta_compression import DeltaCodec
+from orchestrator.transfer.hosted_weights import Resident
 from orchestrator.transfer.manifest import StoredManifest
-from orchestrator.transfer.memory import MemoryMetadata, MemoryRelay
-from orchestrator.transfer.mooncake import MooncakeRelay
+from orchestrator.transfer.memory_relay import MemoryMetadata, MemoryRelay
+from orchestrator.transfer.mooncake_relay import MooncakeRelay
 from orchestrator.transfer.publisher import Plan, Publisher, Shard
-from orchestrator.transfer.ranks import Ranks
-from orchestrator.transfer.resident import Resident
+from orchestrator.transfer.publishing_ranks import Ranks
+from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy
-from orchestrator.transfer.routing import Region
-from orchestrator.transfer.sqlite import SqliteMetadata
+from orchestrator.transfer.shard_codec import Codec
+from orchestrator.transfer.shard_routing import Region
+from orchestrator.transfer.sqlite_metadata import SqliteMetadata
 from orchestrator.transfer.subscriber import Subscriber
+from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError, VersionTakenError
 
 __all__ = [
     "Codec",

@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 
 from orchestrator.api import ShardKey
-from orchestrator.transfer.codecs import RAW
-from orchestrator.transfer.errors import CorruptWeightsError
+from orchestrator.transfer.bucket import ALIGNMENT
 from orchestrator.transfer.manifest import MAX_BYTES, MAX_DIMENSIONS, MAX_MANIFEST_BYTES, check_shard, shard_bytes
-from orchestrator.transfer.wire import ALIGNMENT
+from orchestrator.transfer.shard_codec import RAW
+from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
 MAGIC = b"RLCSND01"
 PACK_BYTES = 64 << 20  # a pack is sent when it has more; as the relay's buckets

@@ -1,8 +1,8 @@
 """Blocks of KV over Mooncake's transfer engine: TCP, or RDMA where there is a device (Heddle 5.3; RollArt 6.3).
 
-Only the bytes go this way. Who wants a prefix asks as ever (:mod:`orchestrator.transfer.kv`): that channel proves the token on
-both sides, checks versions and layout, and carries the digests. The source lays the blocks into memory that Mooncake was told
-of, and says where; the destination reads them from there, into such memory of its own.
+Only the bytes go this way. Who wants a prefix asks as ever (:mod:`orchestrator.transfer.kv_wire`): that channel proves
+the token on both sides, checks versions and layout, and carries the digests. The source lays the blocks into memory
+that Mooncake was told of, and says where; the destination reads them from there, into such memory of its own.
 
 Guarantees:
 
@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.api import ConfigError
-from orchestrator.transfer.kv import KvRefused
-from orchestrator.transfer.mooncake import TCP_SLICE_BYTES, missing_library
+from orchestrator.transfer.kv_wire import KvRefused
+from orchestrator.transfer.mooncake_relay import TCP_SLICE_BYTES, missing_library
 
 PROTOCOLS = ("tcp", "rdma")
 DEVICES = Path("/sys/class/infiniband")  # where the kernel lists RDMA devices

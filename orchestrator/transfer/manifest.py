@@ -5,7 +5,7 @@
 The head record in the metadata store holds its size and checksum, the manifest holds size of every bucket and digest of
 every shard: one chain, so no single object can be exchanged unnoticed. Decoding checks every count, length and offset
 against limits before it is used; a decoded manifest is consistent in itself, and its shards are every tensor exactly once
-(:func:`orchestrator.transfer.routing.check_tiling`).
+(:func:`orchestrator.transfer.shard_routing.check_tiling`).
 
 A **difference** names its base version and the ``content`` of that base, so a chain can only be applied to what it was made
 from. ``content`` is a checksum over names, shapes and digests of all shards: equal for a snapshot and for a chain that
@@ -27,12 +27,12 @@ import msgpack
 import xxhash
 
 from orchestrator.api import ShardKey, WeightManifest
-from orchestrator.transfer.codecs import RAW
-from orchestrator.transfer.errors import CorruptWeightsError
-from orchestrator.transfer.head import FULL, kind_of
-from orchestrator.transfer.routing import box_of, check_tiling, elements, extent, label
-from orchestrator.transfer.signing import DIGEST_BYTES
-from orchestrator.transfer.wire import BODY_START, BucketName
+from orchestrator.transfer.bucket import BODY_START, BucketName
+from orchestrator.transfer.job_head import FULL, kind_of
+from orchestrator.transfer.manifest_signing import DIGEST_BYTES
+from orchestrator.transfer.shard_codec import RAW
+from orchestrator.transfer.shard_routing import box_of, check_tiling, elements, extent, label
+from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
 MAGIC = b"RLCMAN01"
 FORMAT = 2

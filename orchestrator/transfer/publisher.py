@@ -25,14 +25,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.api import ConfigError, MetadataStore, PublishResult, Relay, RunError, ShardKey
-from orchestrator.transfer import head as heads
-from orchestrator.transfer import ranks as crossing
-from orchestrator.transfer.buffers import BufferPool
-from orchestrator.transfer.codecs import RAW, Codec
-from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
-from orchestrator.transfer.errors import RelayError, VersionTakenError
-from orchestrator.transfer.head import FULL, Attempt, Head, Published
-from orchestrator.transfer.leases import LeaseWatch
+from orchestrator.transfer import job_head as heads
+from orchestrator.transfer import publishing_ranks as crossing
+from orchestrator.transfer.bucket import Bytes
+from orchestrator.transfer.job_head import FULL, Attempt, Head, Published
 from orchestrator.transfer.manifest import (
     Share,
     StoredManifest,
@@ -42,12 +38,16 @@ from orchestrator.transfer.manifest import (
     manifest_checksum,
     merge,
 )
-from orchestrator.transfer.ranks import Alone, Ranks
+from orchestrator.transfer.manifest_signing import signer_of
+from orchestrator.transfer.publishing_ranks import Alone, Ranks
+from orchestrator.transfer.registered_buffers import BufferPool
+from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import SnapshotPolicy, retained
-from orchestrator.transfer.routing import label
-from orchestrator.transfer.signing import signer_of
-from orchestrator.transfer.wire import Bytes
-from orchestrator.transfer.writing import ShardWriter, store
+from orchestrator.transfer.shard_codec import RAW, Codec
+from orchestrator.transfer.shard_routing import label
+from orchestrator.transfer.shard_writer import ShardWriter, store
+from orchestrator.transfer.transfer_errors import RelayError, VersionTakenError
+from orchestrator.transfer.version_leases import LeaseWatch
 
 Tensor = tuple[str, tuple[int, ...], str, Bytes]  # name, shape, dtype, contiguous uint8 bytes
 Shard = tuple[ShardKey, Bytes, Bytes | None]  # where it belongs, its bytes, its bytes in the base version (if known)
@@ -264,7 +264,7 @@ class Publisher:
         """Merge what the ranks wrote, move the pointer, tell everybody: (payload bytes, buckets, content)."""
         try:
             messages = self._ranks.gather(message)
-        except BaseException as error:  # a rank died: there is nobody to tell
+        except BaseException as error:
             self._give_up(attempt, error)
             raise
         try:

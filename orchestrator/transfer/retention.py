@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.api import ConfigError
-from orchestrator.transfer.errors import RelayError
-from orchestrator.transfer.head import FULL, Published
+from orchestrator.transfer.job_head import FULL, Published
+from orchestrator.transfer.transfer_errors import RelayError
 
 
 @dataclass(frozen=True, slots=True)

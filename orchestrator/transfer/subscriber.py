@@ -5,7 +5,7 @@ itself as the bucket that was asked for, and agreed with the manifest about ever
 every shard of a whole bucket, had the digest that was published. So truncated, flipped, foreign or replayed data ends in
 :class:`CorruptWeightsError`, and what is missing or cannot be transferred in a RelayError (retryable: the version may have
 been collected, or the relay restarted). Sizes are checked before memory is allocated. An array stays valid for as long as
-it is referenced (:mod:`orchestrator.transfer.buffers`).
+it is referenced (:mod:`orchestrator.transfer.registered_buffers`).
 
 A version costs one control message, one look at the manifest and one at each bucket that is needed; :meth:`Subscriber.hold`
 two more. How many tensors there are does not matter.
@@ -20,18 +20,18 @@ import socket
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
-from orchestrator.transfer import leases
-from orchestrator.transfer.assembly import Assembler
-from orchestrator.transfer.buffers import Batching, BufferPool, Ranging
-from orchestrator.transfer.codecs import RAW, Codec, decoded
-from orchestrator.transfer.endpoint import RelayEndpoint, open_metadata, open_relay
-from orchestrator.transfer.errors import CorruptWeightsError, RelayError
-from orchestrator.transfer.head import FULL, Attempt, Head, Published, decode_head, head_key
+from orchestrator.transfer import version_leases
+from orchestrator.transfer.bucket import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
+from orchestrator.transfer.job_head import FULL, Attempt, Head, Published, decode_head, head_key
 from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
+from orchestrator.transfer.manifest_signing import Verifier
+from orchestrator.transfer.registered_buffers import Batching, BufferPool, Ranging
+from orchestrator.transfer.relay_endpoint import RelayEndpoint, open_metadata, open_relay
 from orchestrator.transfer.retention import Holder, route
-from orchestrator.transfer.routing import Region, label
-from orchestrator.transfer.signing import Verifier
-from orchestrator.transfer.wire import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
+from orchestrator.transfer.shard_assembly import Assembler
+from orchestrator.transfer.shard_codec import RAW, Codec, decoded
+from orchestrator.transfer.shard_routing import Region, label
+from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
 
 LEASE_SECONDS = 600  # how long a subscriber's word is good for
 # A bucket is read in ranges, where the relay can, when that saves at least half of it and so many bytes: ranges cost time
@@ -58,8 +58,8 @@ class Subscriber:
         name: str = "",
         lease_seconds: int = LEASE_SECONDS,
     ) -> None:
-        if len(name) > leases.MAX_NAME:
-            raise ConfigError("name", name, f"must have at most {leases.MAX_NAME} characters")
+        if len(name) > version_leases.MAX_NAME:
+            raise ConfigError("name", name, f"must have at most {version_leases.MAX_NAME} characters")
         self._endpoint = endpoint
         self._own_metadata = metadata is None
         self._own_relay = relay is None
@@ -125,7 +125,7 @@ class Subscriber:
         """Say what this subscriber holds (-1: nothing), and what it is about to fetch (-1: nothing): neither is collected
         while it lives. To be repeated within ``lease_seconds``. RelayError."""
         holder = Holder(version, fetching)
-        leases.say(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
+        version_leases.say(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
 
     def ask_snapshot(self) -> None:
         """Say that no chain leads anywhere from what this subscriber has: the next version comes with a full snapshot.

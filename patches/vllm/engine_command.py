@@ -12,9 +12,9 @@ _METHOD = "rl_coserve"
 def _rl_coserve(self: Any, command: str, arguments: dict[str, Any]) -> Any:
     """One command to the scheduler, between two engine steps (vLLM's UTILITY call takes methods of EngineCore only)."""
     if command.startswith("kv_"):
-        from vllm_rlplugin import kv_commands  # loaded only where KV moves
+        from vllm_rlplugin.kv import commands
 
-        return kv_commands.run(self, command, arguments)
+        return commands.run(self, command, arguments)
     answer = self.scheduler.rl_command(command, arguments)
     if command == "advance_version" and self.vllm_config.model_config.is_multimodal_model:
         self.reset_encoder_cache()  # the workers' half of it: embeddings that old weights made

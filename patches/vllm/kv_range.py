@@ -16,13 +16,13 @@ def _apply() -> None:
     import importlib
 
     from vllm.v1.worker import utils
-    from vllm_rlplugin.kvpool import engine
+    from vllm_rlplugin.kvpool.engine import pool_engine
 
     stock = utils.allocate_kv_cache
 
     @functools.wraps(stock)
     def allocate_kv_cache(*args: Any) -> Any:
-        return engine.allocate(stock, *args)
+        return pool_engine.allocate(stock, *args)
 
     setattr(allocate_kv_cache, _MARK, True)
     for name in _MODULES:

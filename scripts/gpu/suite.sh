@@ -42,7 +42,7 @@ lacks() { # lacks NEED...: the first that is not there; a need is a Python packa
     local need
     for need in "$@"; do
         case $need in
-            native) ls vllm_rlplugin/kvpool/_pages*.so >/dev/null 2>&1 || installed_native || echo "the native library" ;;
+            native) ls vllm_rlplugin/kvpool/ledger/_pages*.so >/dev/null 2>&1 || installed_native || echo "the native library" ;;
             gpus:*) [ "$gpus" -ge "${need#gpus:}" ] || echo "${need#gpus:} GPUs" ;;
             *) "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$need') is None)" || echo "$need" ;;
         esac
@@ -121,28 +121,28 @@ worlds=1
 [ "$gpus" -ge 4 ] && worlds=1,2,4
 
 # PyTorch, Triton and the driver alone: five minutes at most, and the figures that have bars (ROSE 4.1: 1 GiB in 5 ms).
-part remap 90 "native" "$python" -m vllm_rlplugin.remap_probe --mib 1024 --rounds 20 --kind kept
-part remap-created 90 "native" "$python" -m vllm_rlplugin.remap_probe --mib 1024 --rounds 20 --kind created
-part delta 120 "triton" "$python" -m megatron_rlplugin.delta_gpu_probe
-tests pages 180 "native" tests/test_kvpool_gpu.py -m "not engine"
-tests digests 60 "" tests/test_vllm_digests.py -m gpu
+part remap 90 "native" "$python" -m scripts.bench.probes.vllm.remap_probe --mib 1024 --rounds 20 --kind kept
+part remap-created 90 "native" "$python" -m scripts.bench.probes.vllm.remap_probe --mib 1024 --rounds 20 --kind created
+part delta 120 "triton" "$python" -m scripts.bench.probes.megatron.delta_gpu_probe
+tests pages 180 "native" tests/kvpool/test_gpu.py -m "not engine"
+tests digests 60 "" tests/vllm/test_digests.py -m gpu
 
 # Engines: what nobody saw on a GPU yet. -rP shows the figures that tests print.
-tests engines 420 "native vllm pydantic transformers" tests/test_kvpool_gpu.py -m engine
-tests activation-tiny 180 "native vllm pydantic transformers" tests/test_activation_gpu.py
-part activation 240 "native vllm pydantic transformers" "$python" -m vllm_rlplugin.activation_probe --model 8b
-part activation-32b 300 "native vllm pydantic transformers" "$python" -m vllm_rlplugin.activation_probe --model 32b --rounds 1
-tests mps 90 "pydantic aiohttp" tests/test_mps.py -m gpu
-tests collective 90 "vllm gpus:2" tests/test_collective.py -m gpu
-tests judge 240 "vllm pydantic" tests/test_judge_streamed.py
+tests engines 420 "native vllm pydantic transformers" tests/kvpool/test_gpu.py -m engine
+tests activation-tiny 180 "native vllm pydantic transformers" tests/vllm/test_activation_gpu.py
+part activation 240 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 8b
+part activation-32b 300 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 32b --rounds 1
+tests mps 90 "pydantic aiohttp" tests/ops/test_mps.py -m gpu
+tests collective 90 "vllm gpus:2" tests/megatron/test_collective.py -m gpu
+tests judge 240 "vllm pydantic" tests/rewards/test_judge_streamed.py
 
 # The trainer. The tests of one rank take whatever device there is; those of several ranks need a GPU each.
-tests stream 120 "megatron" tests/test_megatron_stream.py -m gpu
-part equality 240 "megatron" "$python" -m megatron_rlplugin.equality_probe --worlds "$worlds" --steps 20
-part export 120 "megatron" "$python" -m megatron_rlplugin.export_probe --hidden 1024 --layers 8
-tests colocation 240 "megatron vllm pydantic" tests/test_colocation_residency.py tests/test_colocation_engine.py
-tests megatron 420 "megatron pydantic" tests/test_megatron_objective.py tests/test_megatron_critic.py \
-    tests/test_megatron_trainer.py tests/test_megatron_stream.py tests/test_megatron_trainer_stream.py -k "not ranks and not layout"
+tests stream 120 "megatron" tests/megatron/test_stream.py -m gpu
+part equality 240 "megatron" "$python" -m scripts.bench.probes.megatron.equality_probe --worlds "$worlds" --steps 20
+part export 120 "megatron" "$python" -m scripts.bench.probes.megatron.export_probe --hidden 1024 --layers 8
+tests colocation 240 "megatron vllm pydantic" tests/colocation/test_colocation_residency.py tests/colocation/test_colocation_engine.py
+tests megatron 420 "megatron pydantic" tests/megatron/test_objective.py tests/megatron/test_critic.py \
+    tests/megatron/test_trainer.py tests/megatron/test_stream.py tests/megatron/test_trainer_stream.py -k "not ranks and not layout"
 part kv-remap 120 "native pydantic" "$python" -m orchestrator.cli bench kv-remap --json
 
 exit "$failed"

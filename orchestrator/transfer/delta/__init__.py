@@ -8,7 +8,8 @@ for edit in edits(change.data): ...          # for a reader that hosts a slice: 
 opened = open_change(change.data)            # checks it once: all of these take it instead of the bytes
 """
 
-from orchestrator.transfer.delta.codec import (
+from orchestrator.transfer.delta.bf16_line import advance, retreat, steps_between
+from orchestrator.transfer.delta.delta_codec import (
     Change,
     Edit,
     UndoLog,
@@ -21,9 +22,8 @@ from orchestrator.transfer.delta.codec import (
     steps,
     undo,
 )
-from orchestrator.transfer.delta.format import ENCODINGS, NEEDS_BASE, Header, Opened, open_change
-from orchestrator.transfer.delta.line import advance, retreat, steps_between
-from orchestrator.transfer.delta.native import native_status
+from orchestrator.transfer.delta.delta_format import ENCODINGS, NEEDS_BASE, Header, Opened, open_change
+from orchestrator.transfer.delta.native_codec import native_status
 
 __all__ = [
     "ENCODINGS",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.transfer.errors import CorruptWeightsError
+from orchestrator.transfer.transfer_errors import CorruptWeightsError
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,0 +1,306 @@
+"""The objectives as pure functions: no state, no engine, no randomness.
+
+Guarantees: a loss is a SUM with its denominator, so that any split into micro-batches adds up to the same gradient (of
+whole trajectories for gspo, of any tokens for the others); nothing but the current policy's log-probs (and the entropy
+bonus) carries a gradient. Log-probs are those of the sampling distribution, that is after the temperature, as the rollout
+reports them. Tokens that do not count (``max_token_lag``) are not here at all:
+``megatron_rlplugin.objective.token_weights`` owns which tokens count, their weights and the denominators.
+
+With r_t = pi(t) / pi_old(t), A_t the advantage and w_t = min(pi_old(t) / pi_rollout(t), ``tis_cap``), a constant:
+
+    L = SUM_t weight_t * ( w_t * -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + kl_coefficient * KL_t - entropy bonus )
+        / SUM of denominators
+
+    objective    advantage A_t                              ratio r_t      clip           mean            critic  reference
+    grpo         (R - mean of group) / std of group         token          0.2 / 0.2      sequence-mean   no      loss
+    dapo         as grpo; groups with equal rewards left    token          0.2 / 0.28     token-mean      no      loss
+                 out (dynamic sampling)
+    ppo          GAE(gamma, lambda), whitened               token          0.2 / 0.2      token-mean      yes     loss or reward
+    reinforce++  discounted return, whitened                token          0.2 / 0.2      token-mean      no      loss or reward
+    rloo         R - mean of the others in the group        token          0.2 / 0.2      sequence-sum    no      loss
+    gspo         as grpo                                    sequence       3e-4 / 4e-4    sequence-mean   no      loss
+
+``reference``: where the KL to the reference goes when ``kl_coefficient`` is above 0 (no reference is needed at 0). In the
+loss it is the estimator k2 or k3 (``megatron_rlplugin.objective.kl_estimators``); in the reward it is k1, subtracted
+from each token's reward. ``clip``, ``mean`` and (grpo, dapo, gspo, ppo) the normalisation can be set; gspo's mean
+cannot. gspo's ratio is exp(mean over the trajectory's tokens of log r_t), with the gradient of GSPO 4.1 eq. 5 in the
+token form of 4.3, so that w_t stays per token.
+
+Three settings change how far a token may pull. ``dual_clip`` c: where A_t < 0 a token's surrogate is at least c A_t (Ye et
+al. 2020, eq. 5). ``tis_mode`` "mask": w_t is pi_old / pi_rollout itself where that lies within [``tis_floor``, ``tis_cap``], and
+0 elsewhere (IcePop, Ling Team 2025; a token that is left out keeps its place in the denominator, so a batch that is masked
+more is not trained harder). ``ratio_to`` "rollout": r_t = pi(t) / pi_rollout(t) and w_t = 1 (0 where it is masked), so that the
+clip bounds what staleness and the engine's arithmetic did, too; with one mini-batch a step it is the only way for the clip to
+act at all, since pi is pi_old there.
+
+Sources: GRPO: DeepSeekMath (2024) eq. 3 and 4, without std Dr. GRPO (2025). DAPO (2025) eq. 8, 3.1 (clip-higher), 3.2
+(dynamic sampling), 3.3 (token-level mean). PPO: Schulman et al. (2017) eq. 7; GAE (2016). REINFORCE++: Hu et al. (2025).
+RLOO: Ahmadian et al. (2024) 3.2, here with PPO's clip for more than one optimizer step a batch. GSPO: Zheng et al. (2025).
+Truncated importance sampling between the rollout's and the trainer's policy of the same weights: RollArt 6.2.
+
+Shapes: ``_T`` counted policy tokens of a micro-batch one after the other, ``_TV`` tokens by vocabulary (this rank's part).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rlplugin.objective import logprob_drift as drifts
+from megatron_rlplugin.objective.kl_estimators import kl_estimate
+from megatron_rlplugin.objective.logprob_drift import Counts
+from megatron_rlplugin.objective.vocab_logprobs import logprobs, logprobs_and_entropy
+from megatron_rlplugin.settings import TrainerSettings
+from orchestrator.policies.training.objective_table import OBJECTIVES
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What is known of the counted policy tokens of a micro-batch before the forward pass."""
+
+    targets_T: Tensor
+    rollout_T: Tensor  # log-probs reported by the rollout
+    advantages_T: Tensor
+    weights_T: Tensor  # of each token in the loss, see megatron_rlplugin.objective.token_weights
+    fresh_T: Tensor  # bool: made by the version that is being trained
+    old_T: Tensor | None  # log-probs when the step began; None: they are the current ones (first optimizer step)
+    denominator: int  # what this micro-batch adds to the loss's divisor: tokens, or trajectories
+    segments_T: Tensor | None = None  # int64: which trajectory of the micro-batch it belongs to; for sequence ratios
+    reference_T: Tensor | None = None  # log-probs under the reference weights
+    masked: int = 0  # policy tokens of these trajectories that do not count and are not here
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The constants of the loss; see ``orchestrator.config.TrainerSection``."""
+
+    clip_low: float
+    clip_high: float
+    tis_cap: float
+    entropy_coefficient: float
+    kl_coefficient: float = 0.0  # of the KL in the loss
+    kl_estimator: str = "k3"
+    sequence_ratio: bool = False
+    dual_clip: float | None = None
+    tis_floor: float | None = None  # None: truncate at the cap; a number: leave out what is below it or above the cap
+    to_rollout: bool = False  # the ratio is to what sampled
+
+    @classmethod
+    def of(cls, settings: TrainerSettings) -> Coefficients:
+        """Those of ``settings.objective``. A KL inside the reward is not one of the loss."""
+        low, high = settings.clip_range
+        return cls(
+            clip_low=low,
+            clip_high=high,
+            tis_cap=settings.tis_cap,
+            entropy_coefficient=settings.entropy_coefficient,
+            kl_coefficient=0.0 if settings.kl_in_reward else settings.kl_coefficient,
+            kl_estimator=settings.kl_estimator,
+            sequence_ratio=OBJECTIVES[settings.objective].sequence_ratio,
+            dual_clip=settings.dual_clip,
+            tis_floor=settings.tis_floor if settings.tis_mode == "mask" else None,
+            to_rollout=settings.ratio_to == "rollout",
+        )
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over tokens (maxima where the name says so) that add up over micro-batches."""
+
+    loss: float = 0.0
+    denominator: float = 0.0
+    tokens: float = 0.0
+    masked: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0  # estimator k3 of KL(pi_old || pi)
+    rollout_kl: float = 0.0  # the same of KL(pi_rollout || pi_old)
+    reference_kl: float = 0.0  # the same of KL(pi || pi_ref)
+    reference_tokens: float = 0.0
+    tis: float = 0.0
+    tis_squared: float = 0.0
+    tis_max: float = 0.0
+    tis_capped: float = 0.0  # tokens whose ratio reaches the cap (also where no weight is used), or that are left out
+    drifts: Counts = field(default_factory=drifts.empty)  # log pi_old - log pi_rollout of each token, by bin
+    gap: float = 0.0
+    fresh_tokens: float = 0.0
+    gap_max: float = 0.0
+    gap_all: float = 0.0
+
+    def add(self, other: Totals) -> None:
+        """Take in another micro-batch."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, tuple):
+                value = tuple(a + b for a, b in zip(mine, theirs, strict=True))
+            else:
+                value = max(mine, theirs) if each.name.endswith("_max") else mine + theirs
+            setattr(self, each.name, value)
+
+    def metrics(self) -> dict[str, float]:
+        """The scalars that a step reports. ``ess`` is (sum w)^2 / (n sum w^2) of the weights used: 1 is all equal."""
+        tokens = max(self.tokens, 1.0)
+        values = {
+            "loss": self.loss / max(self.denominator, 1.0),
+            "entropy": self.entropy / tokens,
+            "clip_fraction": self.clipped / tokens,
+            "approx_kl": self.kl / tokens,
+            "rollout_kl": self.rollout_kl / tokens,
+            "tis_mean": self.tis / tokens,
+            "tis_max": self.tis_max,
+            "tis_capped": self.tis_capped / tokens,
+            "ess": self.tis**2 / (tokens * self.tis_squared) if self.tis_squared else 0.0,
+            **{f"tis_{name}": value for name, value in drifts.ratios(self.drifts).items()},
+            "logprob_gap_mean": self.gap / max(self.fresh_tokens, 1.0),
+            "logprob_gap_max": self.gap_max,
+            "logprob_gap_tokens": self.fresh_tokens,
+            "logprob_gap_all": self.gap_all / tokens,
+            "tokens": self.tokens,
+            "masked_tokens": self.masked,
+        }
+        if self.reference_tokens:
+            values["reference_kl"] = self.reference_kl / self.reference_tokens
+        return values
+
+
+def truncated_weights(old_T: Tensor, rollout_T: Tensor, cap: float) -> Tensor:
+    """min(pi_old / pi_rollout, cap), a constant to the gradient."""
+    return (old_T - rollout_T).detach().exp().clamp(max=cap)
+
+
+def masked_weights(old_T: Tensor, rollout_T: Tensor, floor: float, cap: float) -> Tensor:
+    """pi_old / pi_rollout where it lies within [floor, cap], else 0; a constant to the gradient."""
+    weights_T = (old_T - rollout_T).detach().exp()
+    return weights_T * ((weights_T >= floor) & (weights_T <= cap))
+
+
+def sequence_log_ratios(logp_T: Tensor, old_T: Tensor, segments_T: Tensor) -> Tensor:
+    """GSPO: the mean over a trajectory of log pi - log pi_old, the same for each of its tokens.
+
+    Its gradient is that of the token's own log-prob (GSPO 4.3): with the weight 1 / length on each token, and the same
+    advantage, the sum over a trajectory has value and gradient of the sequence-level objective (GSPO 4.1).
+    """
+    step_T = (logp_T - old_T).detach()
+    count = int(segments_T.max()) + 1 if len(segments_T) else 0
+    total_N = step_T.new_zeros(count).index_add_(0, segments_T, step_T)
+    length_N = step_T.new_zeros(count).index_add_(0, segments_T, torch.ones_like(step_T))
+    return (total_N / length_N)[segments_T] + (logp_T - logp_T.detach())
+
+
+def clipped_surrogate(
+    log_ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(the loss of each token, whether the clip removed its gradient)."""
+    ratio_T = log_ratio_T.exp()
+    plain_T = ratio_T * advantages_T
+    clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
+    least_T, removed_T = torch.minimum(plain_T, clipped_T), clipped_T < plain_T
+    if dual_clip is not None:
+        bound_T = dual_clip * advantages_T
+        beyond_T = (advantages_T < 0) & (least_T < bound_T)
+        least_T, removed_T = torch.where(beyond_T, bound_T, least_T), removed_T | beyond_T
+    return -least_T, removed_T.detach()
+
+
+def policy_loss(
+    logits_TV: Tensor, tokens: Tokens, coefficients: Coefficients, temperature: float = 1.0, group: Any = None
+) -> tuple[Tensor, Totals]:
+    """The SUM of the loss over a micro-batch, to be divided by the sum of the denominators, and its diagnostics.
+
+    ``group``: the tensor-parallel group when ``logits_TV`` is this rank's part of the vocabulary; loss and diagnostics are
+    then the same on all its ranks. Tokens with the denominator 0 weigh nothing (a micro-batch computed only to stay in step
+    with other ranks) and are in no diagnostic. Raises ValueError when the coefficients need what ``tokens`` does not have.
+    """
+    bonus = coefficients.entropy_coefficient
+    logp_T, entropy_T = logprobs_and_entropy(
+        logits_TV, tokens.targets_T, temperature, entropy_gradient=bonus > 0, group=group
+    )
+    old_T = logp_T.detach() if tokens.old_T is None else tokens.old_T.detach()
+    tis_T = _importance(old_T, tokens.rollout_T, coefficients)
+    anchor_T = tokens.rollout_T if coefficients.to_rollout else old_T
+    log_ratio_T = logp_T - anchor_T
+    if coefficients.sequence_ratio:
+        if tokens.segments_T is None:
+            raise ValueError("a sequence ratio needs segments_T")
+        log_ratio_T = sequence_log_ratios(logp_T, anchor_T, tokens.segments_T)
+    surrogate_T, clipped_T = clipped_surrogate(
+        log_ratio_T,
+        tokens.advantages_T,
+        clip_low=coefficients.clip_low,
+        clip_high=coefficients.clip_high,
+        dual_clip=coefficients.dual_clip,
+    )
+    loss_T = surrogate_T * tis_T
+    if coefficients.kl_coefficient > 0:
+        if tokens.reference_T is None:
+            raise ValueError("a KL in the loss needs reference_T")
+        kl_T = kl_estimate(coefficients.kl_estimator, logp_T, tokens.reference_T)
+        loss_T = loss_T + coefficients.kl_coefficient * kl_T
+    if bonus > 0:
+        loss_T = loss_T - bonus * entropy_T
+    loss = (loss_T * tokens.weights_T).sum()
+    if len(logp_T) and not tokens.denominator:
+        return loss, Totals()
+    totals = _totals(logp_T.detach(), entropy_T.detach(), old_T, tis_T, clipped_T, tokens, coefficients)
+    totals.loss, totals.denominator, totals.masked = (
+        float(loss.detach()),
+        float(tokens.denominator),
+        float(tokens.masked),
+    )
+    return loss, totals
+
+
+def _importance(old_T: Tensor, rollout_T: Tensor, coefficients: Coefficients) -> Tensor:
+    """The weight w_t of each token."""
+    cap, floor = coefficients.tis_cap, coefficients.tis_floor
+    if floor is None:
+        return torch.ones_like(old_T) if coefficients.to_rollout else truncated_weights(old_T, rollout_T, cap)
+    weights_T = masked_weights(old_T, rollout_T, floor, cap)
+    return (weights_T > 0).to(weights_T.dtype) if coefficients.to_rollout else weights_T
+
+
+def cross_entropy(logits_TV: Tensor, targets_T: Tensor, group: Any = None) -> Tensor:
+    """Supervised warm-up: the SUM of the negative log-likelihood over the tokens."""
+    return -logprobs(logits_TV, targets_T, group=group).sum()
+
+
+def _totals(
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    old_T: Tensor,
+    tis_T: Tensor,
+    clipped_T: Tensor,
+    tokens: Tokens,
+    coefficients: Coefficients,
+) -> Totals:
+    """The diagnostics of a micro-batch: fp64 sums, read from the device once."""
+    count = logp_T.numel()
+    if not count:
+        return Totals()
+    drift_T = old_T - tokens.rollout_T
+    gap_T = drift_T.abs()
+    fresh_T = gap_T * tokens.fresh_T
+    added = {
+        "entropy": entropy_T,
+        "clipped": clipped_T,
+        "kl": kl_estimate("k3", old_T, logp_T),
+        "rollout_kl": kl_estimate("k3", tokens.rollout_T, old_T),
+        "tis": tis_T,
+        "tis_squared": tis_T.square(),
+        "tis_capped": tis_T == 0 if coefficients.tis_floor is not None else drift_T.exp() >= coefficients.tis_cap,
+        "gap": fresh_T,
+        "fresh_tokens": tokens.fresh_T,
+        "gap_all": gap_T,
+    }
+    if tokens.reference_T is not None:
+        added["reference_kl"] = kl_estimate("k3", logp_T, tokens.reference_T)
+        added["reference_tokens"] = torch.ones_like(logp_T)
+    largest = {"tis_max": tis_T, "gap_max": fresh_T}
+    scalars = [value_T.sum(dtype=torch.float64) for value_T in added.values()]
+    scalars += [value_T.max().double() for value_T in largest.values()]
+    read = torch.cat([torch.stack(scalars), drifts.counts(drift_T)]).tolist()
+    values = dict(zip([*added, *largest], read[: len(scalars)], strict=True))
+    return Totals(tokens=float(count), drifts=tuple(read[len(scalars) :]), **values)

@@ -1,0 +1,1 @@
+"""Gradients from trajectories as they finish (RollPacker 4.4)."""

@@ -1,0 +1,317 @@
+"""The Megatron machinery of one rank: model chunks in Megatron's DDP, Adam with fp32 gradients, learning-rate schedule.
+
+Guarantees: an optimizer step is taken from gradients of exactly the micro-batches fed since ``begin``, on any replica,
+divided once by the sum of their denominators; an update whose gradient is not finite is not taken and leaves weights and
+optimizer as they were. Everything is stock Megatron-Core; gradients are summed in fp32 whatever the dtype of the weights,
+and nothing is communicated between replicas before ``finish`` (:mod:`megatron_rlplugin.stream.gradient_stream`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
+from megatron_rlplugin.objective.vocab_logprobs import logprobs
+from megatron_rlplugin.parallel_layout import Layout, device, initialize_parallel
+from megatron_rlplugin.settings import TrainerSettings
+from megatron_rlplugin.stream.gradient_stream import GradientStream
+from megatron_rlplugin.trainer.micro_batches import MicroBatch
+from megatron_rlplugin.trainer.row_packing import block_causal_mask, packed_seq_params, takes_boundaries
+from megatron_rlplugin.weights import hf_bridge
+from orchestrator.api import ConfigError
+
+# A loss: output at the policy's tokens -> (SUM, what is reported of it). Its divisor is the micro-batch's denominator.
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which of how many ranks this process is; ``init_method`` is where they meet (not needed by a single one)."""
+
+    rank: int = 0
+    world_size: int = 1
+    init_method: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer step did. ``taken`` is False, with a ``reason``, when the gradient was not finite."""
+
+    taken: bool
+    grad_norm: float
+    reports: tuple[Any, ...]  # one a micro-batch of this replica, on its last pipeline stage
+    denominator: float
+    reason: str = ""
+
+
+class Learner:
+    """Model, optimizer and schedule of one Hugging Face folder.
+
+    ``prepare`` is called with the loaded model chunks, before Megatron's DDP takes their parameters; ``learning_rate``
+    replaces the settings' (their final one in proportion). Both are for a critic.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        settings: TrainerSettings,
+        total_steps: int,
+        dtype: str,
+        ranks: Ranks | None = None,
+        *,
+        prepare: Callable[[list[Any]], None] | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        settings.check_schedule(total_steps)
+        self.settings = settings
+        self.total_steps = total_steps
+        self.dtype = dtype
+        self.folder = folder
+        self.shape = read_shape(folder)
+        ranks = ranks or Ranks()
+        self.layout = layout_of(settings, self.shape)
+        if self.layout.data(ranks.world_size) != settings.data_parallel:
+            ask = settings.tensor_parallel * settings.pipeline_parallel * settings.data_parallel
+            raise ConfigError("world_size", ranks.world_size, f"must be tensor * pipeline * data parallel = {ask}")
+        initialize_parallel(self.layout, ranks.rank, ranks.world_size, ranks.init_method)
+        modules = build_model(self.shape, dtype, self.layout)
+        hf_bridge.load_hf(modules, folder)
+        if prepare is not None:
+            prepare(modules)
+        self.config = modules[0].config
+        self.chunks = [self._wrapped(module) for module in modules]
+        self._thd = takes_boundaries(modules[0])
+        self._rate = settings.learning_rate if learning_rate is None else learning_rate
+        self.reset_optimizer()
+
+    @property
+    def model(self) -> Any:
+        """The model, when it is in one piece on this rank."""
+        (model,) = self.chunks
+        return model
+
+    @property
+    def tensor_group(self) -> Any:
+        """The group over which the vocabulary is split; None when this rank sees all of it."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters of this rank."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def _wrapped(self, module: Any) -> Any:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        module.train()
+        config = module.config
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,  # sums in bf16 would depend on the order of the micro-batches in the second digit
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=self.layout.distributed_optimizer,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        return DistributedDataParallel(config, options, module)
+
+    def reset_optimizer(self) -> None:
+        """Fresh optimizer state and a schedule at its start, over the present weights."""
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        settings, rate = self.settings, self._rate
+        final = rate
+        if settings.final_learning_rate is not None:
+            final = settings.final_learning_rate * (rate / settings.learning_rate)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=rate,
+                min_lr=final,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.adam_beta1,
+                adam_beta2=settings.adam_beta2,
+                clip_grad=settings.clip_grad,
+                bf16=self.config.bf16,
+                params_dtype=DTYPES[self.dtype],
+                use_distributed_optimizer=self.layout.distributed_optimizer,
+            ),
+            self.chunks,
+            use_gloo_process_groups=False,
+        )
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=rate,
+            min_lr=final,
+            lr_warmup_steps=settings.lr_warmup_steps,
+            lr_decay_steps=self.total_steps,
+            lr_decay_style="constant" if settings.final_learning_rate is None else settings.lr_decay,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        self.stream = GradientStream(self.chunks, self.optimizer)
+        self._reports: list[Any] = []
+
+    def advance_schedule(self) -> float:
+        """Enter the next training step; returns its learning rate. Called before the step: Megatron's step 0 has 0."""
+        self.scheduler.step(1)
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # -- one optimizer step ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Open a step: no gradient yet."""
+        self._reports = []
+        self.stream.begin()
+
+    def feed(self, batches: Sequence[MicroBatch], loss: LossFunction) -> None:
+        """Add the gradients of these micro-batches of this replica. Brings offloaded gradients back."""
+        if not batches:
+            return
+        if self.stream.state == "offloaded":
+            self.stream.reload()
+        self._reports += self.stream.feed(_forward_step(loss, self._thd), **self._schedule(batches))
+
+    def offload(self) -> None:
+        """Gradients to host memory until the next feed or the end of the step."""
+        if self.stream.state == "open":
+            self.stream.offload()
+
+    def finish(self, expected: float | None = None) -> Update:
+        """Take the step. ``expected``: the denominator of all replicas; another is a ConfigError, and nothing changed."""
+        if self.stream.state == "offloaded":
+            self.stream.reload()
+        result = self.stream.finish(expected)
+        reports, self._reports = tuple(self._reports), []
+        return Update(result.taken, result.grad_norm, reports, result.denominator, result.reason)
+
+    def abandon(self) -> None:
+        """Drop the gradients of a step that will not be finished. Idempotent."""
+        self._reports = []
+        if self.stream.state != "idle":
+            self.stream.abandon()
+
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction) -> Update:
+        """One optimizer step on these micro-batches."""
+        self.begin()
+        self.feed(batches, loss)
+        return self.finish()
+
+    def supervised_update(self, batches: Sequence[MicroBatch], loss: LossFunction, learning_rate: float) -> Update:
+        """An update at a learning rate of its own, outside the schedule."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        return self.update(batches, loss)
+
+    def gradient_is_finite(self, batch: MicroBatch, loss: LossFunction) -> bool:
+        """Whether this micro-batch alone has a finite gradient on every rank; all ranks call it with the same one, outside
+        of a step. No gradient stays."""
+        self.begin()
+        self.feed([batch], loss)
+        finite = torch.tensor(float(self.stream.gradients.finite()), device=device())
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        self.abandon()
+        return bool(finite > 0)
+
+    # -- without a gradient ------------------------------------------------------------------------------------------
+
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """Log-probs of the policy's tokens under the present weights, one tensor a micro-batch; [] but on the last stage."""
+
+        def report(logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            logp_T = logprobs(logits_TV, batch.tokens.targets_T, temperature, group=self.tensor_group)
+            return logits_TV.new_zeros(()), logp_T
+
+        return self.evaluate(batches, report)
+
+    def evaluate(self, batches: Sequence[MicroBatch], report: LossFunction) -> list[Any]:
+        """Forward passes only: what ``report`` says of each micro-batch."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not batches:
+            return []
+        with torch.no_grad():
+            run = get_forward_backward_func()
+            step = _forward_step(report, self._thd)
+            return list(run(forward_step_func=step, model=self.chunks, forward_only=True, **self._schedule(batches)))
+
+    def snapshot(self, *, host: bool = False) -> list[Tensor]:
+        """A copy of the present weights; ``host``: in host memory."""
+        with torch.no_grad():
+            weights = (parameter.detach() for parameter in self.parameters())
+            return [value.to("cpu", copy=True) if host else value.clone() for value in weights]
+
+    @contextlib.contextmanager
+    def holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """The model with other weights (a snapshot's) for a while; the present ones come back bit for bit."""
+        present = self.snapshot()
+        self._set_weights(weights)
+        try:
+            yield
+        finally:
+            self._set_weights(present)
+
+    def _set_weights(self, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters(), weights, strict=True):
+                parameter.copy_(value)
+
+    def _schedule(self, batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        iterators = [iter(batches) for _ in self.chunks]
+        return {
+            "data_iterator": iterators if len(iterators) > 1 else iterators[0],
+            "num_microbatches": len(batches),
+            "seq_length": max(batch.inputs_BS.shape[1] for batch in batches),
+            "micro_batch_size": max(batch.inputs_BS.shape[0] for batch in batches),
+        }
+
+
+def layout_of(settings: TrainerSettings, shape: Any) -> Layout:
+    """The layout that the settings ask for. Megatron wants sequence parallelism for experts under tensor parallelism."""
+    return Layout(
+        tensor=settings.tensor_parallel,
+        pipeline=settings.pipeline_parallel,
+        expert=settings.expert_parallel,
+        sequence=settings.tensor_parallel > 1 and bool(getattr(shape, "num_experts", None)),
+        distributed_optimizer=settings.distributed_optimizer,
+    )
+
+
+def _forward_step(
+    loss: LossFunction, thd: bool
+) -> Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Callable[..., Any]]]:
+    """Megatron's forward-step function: model output, and the function that turns it into (SUM, divisor, report)."""
+
+    def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        width = batch.inputs_BS.shape[1]
+        if not batch.packed:
+            output_BSV = model(batch.inputs_BS, batch.positions_BS, causal_mask(width))
+        elif thd:
+            parameters = packed_seq_params(batch.packed, width)
+            output_BSV = model(batch.inputs_BS, batch.positions_BS, None, packed_seq_params=parameters)
+        else:
+            output_BSV = model(batch.inputs_BS, batch.positions_BS, block_causal_mask(batch.packed, width))
+
+        def loss_function(output_BSV: Tensor) -> tuple[Tensor, Tensor, Any]:
+            total, report = loss(batch.select(output_BSV), batch)
+            return total, torch.tensor(batch.tokens.denominator, dtype=torch.int, device=total.device), report
+
+        return output_BSV, loss_function
+
+    return forward_step

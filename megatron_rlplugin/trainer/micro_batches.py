@@ -1,0 +1,321 @@
+"""From trajectories to micro-batches, deterministically.
+
+Guarantees: a trajectory that cannot be trained on (a reward or log-prob that is not finite, no policy token, none recent
+enough) is left out and counted by cause, never silently; padding and masked tokens are neither trained on nor counted in a
+denominator; which trajectories meet in a micro-batch depends only on their order and lengths and on the limits, not on
+when they arrived.
+
+Shapes: ``_T`` policy tokens of a micro-batch one after the other, ``_BS`` rows of a micro-batch by tokens in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rlplugin.objective.policy_loss import Tokens
+from megatron_rlplugin.objective.token_weights import kept_tokens, token_weights
+from megatron_rlplugin.parallel_layout import device
+from megatron_rlplugin.trainer.row_packing import check_fits, first_fit_decreasing
+from orchestrator.api import RunError, TrainSample
+
+TOO_OLD, SILENT = "tokens_too_old", "group_silent"  # all masked by max_token_lag; DAPO's dynamic sampling
+SKIP_CAUSES = ("reward_not_finite", "logprob_not_finite", "no_policy_token", TOO_OLD, SILENT)
+Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trajectory, ready to be put into a micro-batch; the arrays but ``token_ids`` have one entry a policy token.
+
+    ``kept``: whether the token is trained on; ``fresh``: whether the version that is trained made it. ``old``,
+    ``reference``, ``values``: log-probs at the step's start and of the reference, the critic's values at the step's start;
+    ``returns``: what the critic is trained towards. None: not needed.
+    """
+
+    name: str
+    group: str
+    token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
+    positions: np.ndarray[tuple[int], np.dtype[np.int64]]  # in token_ids
+    rollout: Floats
+    fresh: Flags
+    kept: Flags
+    advantages: Floats
+    reward: float = 0.0
+    weight: float = (
+        1.0  # of all its tokens in the loss, beside their own weights; see orchestrator.policies.training.lag_weight
+    )
+    old: Floats | None = None
+    reference: Floats | None = None
+    values: Floats | None = None
+    returns: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def knowing(self, name: str, array: Floats) -> Row:
+        """With ``old``, ``reference`` or ``values`` as a forward pass gave them."""
+        return replace(self, **{name: array})  # type: ignore[arg-type]
+
+    def trained(self) -> Row:
+        """The row without the tokens that are not trained on; they stay context."""
+        if self.kept.all():
+            return self
+        values = {name: getattr(self, name) for name in _PER_TOKEN}
+        return replace(self, **{name: value[self.kept] for name, value in values.items() if value is not None})
+
+
+_PER_TOKEN = ("positions", "rollout", "fresh", "kept", "advantages", "old", "reference", "values", "returns")
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Inputs, and where in ``[batch * length]`` the logits of the policy's tokens are.
+
+    ``packed``: the lengths of the trajectories in the one row, when it holds several; empty: one trajectory a row.
+    """
+
+    inputs_BS: Tensor
+    positions_BS: Tensor
+    at_T: Tensor
+    tokens: Tokens
+    counts: tuple[int, ...]  # policy tokens of each trajectory
+    indices: tuple[int, ...]  # which rows these are
+    packed: tuple[int, ...] = ()
+    values_T: Tensor | None = None  # the critic's, at the step's start
+    returns_T: Tensor | None = None  # what the critic is trained towards
+
+    def select(self, logits_BSV: Tensor) -> Tensor:
+        """The logits (or values) that predict the policy's tokens."""
+        return logits_BSV.reshape(-1, logits_BSV.shape[-1]).index_select(0, self.at_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a micro-batch may hold, and in which order it is filled (``length`` or ``arrival``).
+
+    ``multiple``: rows are padded to a multiple of this many tokens (sequence parallelism splits them evenly).
+    """
+
+    size: int  # trajectories
+    order: str = "length"
+    pack_tokens: int | None = None
+    multiple: int = 1
+
+
+# -- trajectories ----------------------------------------------------------------------------------------------------
+
+
+def usable(
+    samples: Sequence[TrainSample], vocabulary: int, longest: int, pack_tokens: int | None = None
+) -> tuple[list[TrainSample], dict[str, int]]:
+    """The samples that can be trained on, and how many were skipped, by cause. Raises RunError for malformed ones."""
+    kept: list[TrainSample] = []
+    skipped = dict.fromkeys(SKIP_CAUSES, 0)
+    for sample in samples:
+        check_tokens(sample.trajectory_id, sample.token_ids, sample.loss_mask, vocabulary, longest)
+        check_fits(sample.trajectory_id, len(sample.token_ids), pack_tokens)
+        generated = sum(sample.loss_mask)
+        if len(sample.logprobs) != len(sample.token_ids) or sum(n for _, n in sample.versions) != generated:
+            raise RunError(f"trajectory {sample.trajectory_id}: token ids, log-probs and versions differ in length")
+        if not (math.isfinite(sample.weight) and sample.weight >= 0.0):
+            raise RunError(f"trajectory {sample.trajectory_id}: its weight in the loss is {sample.weight}")
+        if not math.isfinite(sample.reward):
+            skipped["reward_not_finite"] += 1
+        elif not all(math.isfinite(p) for p, own in zip(sample.logprobs, sample.loss_mask, strict=True) if own):
+            skipped["logprob_not_finite"] += 1
+        elif not generated:
+            skipped["no_policy_token"] += 1
+        else:
+            kept.append(sample)
+    return kept, skipped
+
+
+def check_tokens(name: str, token_ids: Sequence[int], loss_mask: Sequence[int], vocabulary: int, longest: int) -> None:
+    """Raise RunError unless the model can read these tokens and predict the masked ones."""
+    if len(token_ids) != len(loss_mask) or not token_ids:
+        raise RunError(f"trajectory {name}: {len(token_ids)} tokens, {len(loss_mask)} mask entries")
+    if loss_mask[0]:
+        raise RunError(f"trajectory {name}: its first token is the policy's, so nothing predicts it")
+    if len(token_ids) > longest:
+        raise RunError(f"trajectory {name}: {len(token_ids)} tokens, the model has {longest} positions")
+    if min(token_ids) < 0 or max(token_ids) >= vocabulary:
+        raise RunError(f"trajectory {name}: a token id outside the vocabulary of {vocabulary}")
+
+
+def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) -> Row:
+    """A usable sample without advantages yet, to be trained at ``version``."""
+    positions = np.flatnonzero(np.asarray(sample.loss_mask, dtype=np.int64))
+    return Row(
+        name=sample.trajectory_id,
+        group=sample.group_id,
+        token_ids=np.asarray(sample.token_ids, dtype=np.int64),
+        positions=positions,
+        rollout=np.asarray(sample.logprobs, dtype=np.float32)[positions],
+        fresh=np.repeat([made == version for made, _ in sample.versions], [n for _, n in sample.versions]).astype(
+            np.bool_
+        ),
+        kept=np.asarray(kept_tokens(sample.versions, version, max_token_lag), dtype=np.bool_),
+        advantages=np.zeros(len(positions), dtype=np.float32),
+        reward=sample.reward,
+        weight=sample.weight,
+    )
+
+
+def supervised_row(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Row:
+    """A row for the warm-up: no rollout, no advantage."""
+    positions = np.flatnonzero(np.asarray(loss_mask, dtype=np.int64))
+    nothing = np.zeros(len(positions), dtype=np.float32)
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return Row("", "", ids, positions, nothing, nothing.astype(np.bool_), np.ones(len(positions), np.bool_), nothing)
+
+
+# -- which trajectories meet -----------------------------------------------------------------------------------------
+
+
+def split_rows(count: int, parts: int, generator: torch.Generator) -> list[list[int]]:
+    """``range(count)`` in ``parts`` random parts of nearly equal size; in order, and no draw, when there is one part."""
+    if parts == 1:
+        return [list(range(count))]
+    order = torch.randperm(count, generator=generator).tolist()
+    chunks = np.array_split(np.asarray(order), min(parts, max(count, 1)))
+    return [sorted(int(index) for index in chunk) for chunk in chunks]
+
+
+class Arrival:
+    """Fills micro-batches in the order given: a group joins the open one if it fits in whole, else begins the next; a group
+    that fits in none is split. A group is a run of rows with one group id.
+
+    So the micro-batches of a sequence of groups are the same whether they are added one by one or all at once.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._open: list[int] = []
+        self._tokens = 0
+
+    def add(self, members: Iterable[tuple[int, str, int]]) -> list[list[int]]:
+        """Whole groups as (index, group id, tokens); returns the micro-batches that are full now."""
+        full: list[list[int]] = []
+        run: list[tuple[int, int]] = []
+        group = ""
+        for index, name, tokens in members:
+            if run and name != group:
+                self._add_run(run, full)
+                run = []
+            group = name
+            run.append((index, tokens))
+        if run:
+            self._add_run(run, full)
+        return full
+
+    def rest(self) -> list[list[int]]:
+        """The micro-batch that is not full, if any. The next one begins empty."""
+        open_, self._open, self._tokens = self._open, [], 0
+        return [open_] if open_ else []
+
+    def _add_run(self, run: Sequence[tuple[int, int]], full: list[list[int]]) -> None:
+        if not self._fits(len(run), sum(tokens for _, tokens in run)):
+            full += self.rest()
+        for index, tokens in run:
+            if not self._fits(1, tokens):
+                full += self.rest()
+            self._open.append(index)
+            self._tokens += tokens
+        if len(self._open) == self._limits.size:
+            full += self.rest()
+
+    def _fits(self, count: int, tokens: int) -> bool:
+        capacity = self._limits.pack_tokens
+        return len(self._open) + count <= self._limits.size and (capacity is None or self._tokens + tokens <= capacity)
+
+
+def plan(rows: Sequence[Row], indices: Sequence[int], limits: Limits) -> list[list[int]]:
+    """``indices`` in micro-batches. ``length``: longest first, then by index; packed: first-fit decreasing."""
+    if limits.order == "arrival":
+        arrival = Arrival(limits)
+        return arrival.add((index, rows[index].group, len(rows[index])) for index in indices) + arrival.rest()
+    if limits.pack_tokens is not None:
+        return first_fit_decreasing(indices, [len(row) for row in rows], limits.pack_tokens, limits.size)
+    ordered = sorted(indices, key=lambda index: (-len(rows[index]), index))
+    return [ordered[start : start + limits.size] for start in range(0, len(ordered), limits.size)]
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def micro_batch(
+    rows: Sequence[Row], indices: Sequence[int], limits: Limits, loss: str, *, whole: bool = False, idle: bool = False
+) -> MicroBatch:
+    """``rows[indices]`` as tensors; ``loss`` is the kind of mean, see :mod:`megatron_rlplugin.objective.token_weights`.
+
+    ``whole``: all of the policy's tokens, also those that are not trained on (for log-probs). ``idle``: it is computed but
+    weighs nothing, in loss and in denominator.
+    """
+    full = [rows[index] for index in indices]
+    members = full if whole else [row.trained() for row in full]
+    # The last token predicts nothing that is trained on, so it is not an input.
+    lengths = [max(len(row) - 1, 1) for row in members]
+    packed = limits.pack_tokens is not None
+    width = sum(lengths) if packed else max(lengths)
+    width = -(-width // limits.multiple) * limits.multiple
+    starts = [0, *np.cumsum(lengths)[:-1].tolist()] if packed else [place * width for place in range(len(members))]
+    shape = (1, width) if packed else (len(members), width)
+    inputs, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    if not packed:
+        positions[:] = np.arange(width)
+    for start, length, row in zip(starts, lengths, members, strict=True):
+        inputs.reshape(-1)[start : start + len(row) - 1] = row.token_ids[:-1]
+        if packed:
+            positions[0, start : start + length] = np.arange(length)
+    at = np.concatenate([start + row.positions - 1 for start, row in zip(starts, members, strict=True)])
+    weighed = [token_weights(len(row.positions), loss) for row in members]
+    factors = [0.0 if idle else row.weight for row in members]  # 1.0 changes no bit
+    values = {
+        "targets_T": np.concatenate([row.token_ids[row.positions] for row in members]),
+        "rollout_T": np.concatenate([row.rollout for row in members]),
+        "advantages_T": np.concatenate([row.advantages for row in members]),
+        "weights_T": np.concatenate(
+            [weights * np.float32(factor) for (weights, _), factor in zip(weighed, factors, strict=True)]
+        ),
+        "fresh_T": np.concatenate([row.fresh for row in members]),
+        "segments_T": np.repeat(np.arange(len(members)), [len(row.positions) for row in members]),
+        "old_T": _optional(members, "old"),
+        "reference_T": _optional(members, "reference"),
+    }
+    tensors: dict[str, Any] = {name: None if value is None else _tensor(value) for name, value in values.items()}
+    return MicroBatch(
+        inputs_BS=_tensor(inputs),
+        positions_BS=_tensor(positions),
+        at_T=_tensor(at),
+        tokens=Tokens(
+            **tensors,
+            denominator=0 if idle else sum(denominator for _, denominator in weighed),
+            masked=sum(len(row.kept) for row in full) - sum(len(row.kept) for row in members),
+        ),
+        counts=tuple(len(row.positions) for row in members),
+        indices=tuple(indices),
+        packed=tuple(lengths) if packed else (),
+        values_T=_tensor_or_none(_optional(members, "values")),
+        returns_T=_tensor_or_none(_optional(members, "returns")),
+    )
+
+
+def _optional(members: Sequence[Row], name: str) -> Floats | None:
+    parts = [getattr(row, name) for row in members]
+    return None if any(part is None for part in parts) else np.concatenate(parts)
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(array).to(device())
+
+
+def _tensor_or_none(array: np.ndarray[Any, Any] | None) -> Tensor | None:
+    return None if array is None else _tensor(array)

@@ -1,0 +1,141 @@
+"""One optimizer step of the policy, and of PPO's critic with it, over the micro-batches of all replicas.
+
+Guarantees: the step is taken over exactly the rows fed since ``begin``; the denominators of what was fed, counted once more
+here, must agree with what the replicas counted, else nothing changes. A step that is not taken because a gradient is not
+finite names the trajectories whose own gradient is not: they are looked for only then, one micro-batch at a time, and no
+gradient of the search stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megatron_rlplugin.objective.critic import ValueTokens, ValueTotals, value_loss
+from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
+from megatron_rlplugin.objective.token_weights import token_weights
+from megatron_rlplugin.settings import TrainerSettings
+from megatron_rlplugin.trainer.experience import Experience
+from megatron_rlplugin.trainer.learner import Learner, LossFunction, Update
+from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, Row, micro_batch
+from megatron_rlplugin.trainer.replicas import Dealer, Replicas
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step did, summed over replicas. ``faulty``: the trajectories that kept it from being taken."""
+
+    update: Update
+    totals: Totals
+    value_update: Update | None = None
+    values: ValueTotals = field(default_factory=ValueTotals)
+    faulty: tuple[str, ...] = ()
+
+
+class Stepper:
+    """Opens, feeds and finishes optimizer steps, one at a time."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        limits: Limits,
+        policy: Learner,
+        critic: Learner | None,
+        replicas: Replicas,
+        experience: Experience,
+        temperature: float,
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._policy = policy
+        self._critic = critic
+        self._replicas = replicas
+        self._experience = experience
+        self._temperature = temperature
+        self._coefficients = Coefficients.of(settings)
+        self._dealer: Dealer = replicas.dealer()
+        self._expected = 0
+        self._plans: list[list[int]] = []
+
+    def begin(self) -> None:
+        """Open a step."""
+        self._dealer = self._replicas.dealer()
+        self._expected, self._plans = 0, []
+        for learner in self._learners():
+            learner.begin()
+
+    def feed(self, rows: list[Row], plans: Sequence[list[int]], *, last: bool = False, complete: bool = True) -> None:
+        """Add the gradients of these micro-batches. ``last``: no more will come. ``complete``: what needs forward passes
+        is filled into ``rows`` first."""
+        now, own = self._dealer.deal(plans, last=last)
+        if complete:
+            self._experience.complete(rows, now, own)
+        loss = self._settings.loss_mean
+        self._plans += now
+        self._expected += sum(token_weights(int(rows[i].kept.sum()), loss)[1] for members in now for i in members)
+        batches = [micro_batch(rows, share.members, self._limits, loss, idle=share.idle) for share in own]
+        self._policy.feed(batches, self._policy_loss)
+        if self._critic is not None:
+            self._critic.feed(batches, self._value_loss)
+
+    def offload(self) -> None:
+        """Gradients to host memory until more is fed or the step is finished."""
+        for learner in self._learners():
+            learner.offload()
+
+    def finish(self, rows: list[Row]) -> StepReport:
+        """Take the step. A policy that does not step keeps its critic from stepping."""
+        update = self._policy.finish(self._expected)
+        totals, values = Totals(), ValueTotals()
+        for report in update.reports:
+            totals.add(report)
+        totals = self._replicas.total(totals)
+        if not update.taken:
+            if self._critic is not None:
+                self._critic.abandon()
+            return StepReport(update, totals, faulty=self._blame(rows, self._policy, self._policy_loss))
+        if self._critic is None:
+            return StepReport(update, totals)
+        value_update = self._critic.finish(self._expected)
+        for report in value_update.reports:
+            values.add(report)
+        values = self._replicas.total(values)
+        faulty = () if value_update.taken else self._blame(rows, self._critic, self._value_loss)
+        return StepReport(update, totals, value_update, values, faulty)
+
+    def abandon(self) -> None:
+        """Drop the open step, if there is one."""
+        for learner in self._learners():
+            learner.abandon()
+
+    def _learners(self) -> list[Learner]:
+        return [self._policy] if self._critic is None else [self._policy, self._critic]
+
+    def _blame(self, rows: list[Row], learner: Learner, loss: LossFunction) -> tuple[str, ...]:
+        """The trajectories whose gradient is not finite, when they are computed alone. Every rank computes them all."""
+        if self._replicas.world > 1:
+            now, own = self._replicas.dealer().deal(self._plans, last=True)
+            self._experience.complete(rows, now, own, everywhere=True)
+        faulty = []
+        for members in self._plans:
+            if not self._is_finite(rows, members, learner, loss):
+                alone = [index for index in members if len(members) > 1]
+                faulty += [index for index in alone if not self._is_finite(rows, [index], learner, loss)] or members
+        return tuple(rows[index].name for index in sorted(faulty))
+
+    def _is_finite(self, rows: list[Row], members: list[int], learner: Learner, loss: LossFunction) -> bool:
+        batch = micro_batch(rows, members, self._limits, self._settings.loss_mean)
+        return learner.gradient_is_finite(batch, loss)
+
+    def _policy_loss(self, logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, Totals]:
+        group = self._policy.tensor_group
+        return policy_loss(logits_TV, batch.tokens, self._coefficients, self._temperature, group)
+
+    def _value_loss(self, values_T1: Tensor, batch: MicroBatch) -> tuple[Tensor, ValueTotals]:
+        tokens = batch.tokens
+        assert batch.returns_T is not None
+        assert batch.values_T is not None
+        known = ValueTokens(batch.returns_T, batch.values_T, tokens.weights_T, tokens.denominator)
+        return value_loss(values_T1, known, self._settings.value_clip)

@@ -1,0 +1,122 @@
+"""What this rank does of a step, and how the ranks' parts become one again.
+
+Guarantees: every rank is given the same trajectories; which data-parallel replica computes a micro-batch depends on its
+number only (uneven shares are fine); what was summed is equal on all ranks, bit for bit. With one rank nothing is
+communicated. With expert parallelism, replicas that share experts run the same number of micro-batches, idle ones added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rlplugin.parallel_layout import device
+from megatron_rlplugin.trainer.micro_batches import Floats
+from orchestrator.api import RunError
+
+Report = TypeVar("Report")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A micro-batch for this replica: the rows in it; ``idle``: it keeps experts in step and weighs nothing."""
+
+    members: list[int]
+    idle: bool = False
+
+
+class Replicas:
+    """This rank's place among the data-parallel replicas. Made once Megatron's groups exist."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state as groups
+
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.index = groups.get_data_parallel_rank(with_context_parallel=False)
+        self.count = groups.get_data_parallel_world_size(with_context_parallel=False)
+        self.in_step = groups.get_expert_model_parallel_world_size() > 1
+        first = groups.get_tensor_model_parallel_rank() == 0 and groups.get_context_parallel_rank() == 0
+        # One rank a replica has the reports of its last pipeline stage.
+        self.speaks = first and groups.is_pipeline_last_stage(ignore_virtual=True)
+
+    def dealer(self) -> Dealer:
+        """Deals the micro-batches of one optimizer step."""
+        return Dealer(self.index, self.count, in_step=self.in_step)
+
+    def total(self, report: Report) -> Report:
+        """A dataclass of floats and tuples of floats, summed over the replicas (fields that end in ``_max``: their maximum)."""
+        if self.world == 1:
+            return report
+        names = [field.name for field in fields(report)]  # type: ignore[arg-type]
+        parts = [getattr(report, name) for name in names]
+        flat = [float(x) for part in parts for x in (part if isinstance(part, tuple) else (part,))]
+        flat = flat if self.speaks else [0.0] * len(flat)
+        sums, largest = iter(self._reduce(flat, dist.ReduceOp.SUM)), iter(self._reduce(flat, dist.ReduceOp.MAX))
+        added: dict[str, float | tuple[float, ...]] = {}
+        for name, part in zip(names, parts, strict=True):
+            count = len(part) if isinstance(part, tuple) else 1
+            total, most = tuple(islice(sums, count)), tuple(islice(largest, count))
+            added[name] = total if isinstance(part, tuple) else most[0] if name.endswith("_max") else total[0]
+        return type(report)(**added)
+
+    def exchange(self, values: Mapping[int, Floats], lengths: Mapping[int, int]) -> dict[int, Floats]:
+        """What each replica knows of some rows (an array a row) made known to all; ``lengths`` of all of them."""
+        if self.world == 1:
+            return dict(values)
+        starts = dict(zip(lengths, np.cumsum([0, *lengths.values()]).tolist(), strict=False))
+        flat = np.zeros(sum(lengths.values()), dtype=np.float32)
+        for index, array in values.items() if self.speaks else ():
+            flat[starts[index] : starts[index] + lengths[index]] = array
+        tensor = torch.from_numpy(flat).to(device())
+        dist.all_reduce(tensor)  # one rank has the value, the others 0: nothing is rounded
+        flat = tensor.cpu().numpy()
+        return {index: flat[start : start + lengths[index]] for index, start in starts.items()}
+
+    def all_true(self, flag: bool) -> bool:
+        """Whether it holds on every rank."""
+        return flag if self.world == 1 else self._reduce([float(flag)], dist.ReduceOp.MIN)[0] > 0
+
+    def same(self, number: int) -> bool:
+        """Whether all ranks give the same number."""
+        if self.world == 1:
+            return True
+        least, opposite = self._reduce([float(number), -float(number)], dist.ReduceOp.MIN)
+        return least == -opposite
+
+    def require(self, flag: bool, what: str) -> None:
+        """Raise RunError on every rank when it fails on one, so that no rank waits for one that gave up."""
+        if not self.all_true(flag):
+            raise RunError(f"rank {self.rank} of {self.world}: another rank failed to {what}; see its error")
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=device())
+        dist.all_reduce(tensor, op=operation)
+        answer: list[float] = tensor.tolist()
+        return answer
+
+
+class Dealer:
+    """Micro-batch ``k`` of a step goes to replica ``k % count``, however the micro-batches come in."""
+
+    def __init__(self, index: int, count: int, *, in_step: bool) -> None:
+        self._index, self._count, self._in_step = index, count, in_step
+        self._dealt = 0
+        self._waiting: list[list[int]] = []
+
+    def deal(self, plans: Sequence[list[int]], *, last: bool = False) -> tuple[list[list[int]], list[Share]]:
+        """(the micro-batches that replicas compute now, those of this one). Replicas in step wait for a whole round,
+        except for the ``last``, which idle copies make whole."""
+        now = [*self._waiting, *plans]
+        whole = len(now) if last or not self._in_step else len(now) // self._count * self._count
+        now, self._waiting = now[:whole], now[whole:]
+        own = [Share(members) for k, members in enumerate(now, self._dealt) if k % self._count == self._index]
+        self._dealt += len(now)
+        if last and self._in_step and self._dealt % self._count and self._index >= self._dealt % self._count:
+            own.append(Share(now[-1], idle=True))
+        return now, own

@@ -1,0 +1,1 @@
+"""From a trainer's ranks to published versions."""

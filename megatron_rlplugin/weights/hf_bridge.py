@@ -1,0 +1,157 @@
+"""Weights between a Hugging Face folder and the Megatron model chunks of a layout, both ways, bit for bit.
+
+Guarantees: every Hugging Face tensor is checked by name and shape before anything is written; a missing, extra or
+misshapen tensor is a ConfigError that names it, the same on every rank, and leaves the model untouched. Each rank reads
+its part of the files and no more. Loading casts to the model's dtype (exact when they agree); exporting casts nothing.
+Export gathers one tensor at a time over the ranks that hold one model; all of them must call it, all get everything.
+
+``places`` says which part of which tensor a rank holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rlplugin.weights.tensor_places import Piece, chunks_of, model_group, pieces, tensors
+from orchestrator.api import ConfigError
+
+
+def load_hf(model: Any, folder: str | Path) -> None:
+    """Fill ``model`` (a chunk, or this rank's chunks) from the safetensors of ``folder``.
+
+    Raises ConfigError before any weight was changed.
+    """
+    path = Path(folder)
+    tied = chunks_of(model)[0].share_embeddings_and_output_weights
+    mine = list(pieces(model))
+    with _Folder(path) as files:
+        _check(files, tensors(model), path, tied=tied)
+        with torch.no_grad():
+            for piece in mine:
+                piece.write(files.get(piece.name, piece.dim, piece.start, piece.stop))
+
+
+def export_hf(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor, (name, contiguous tensor on the model's device), in the model's order.
+
+    Collective over the ranks of one replica: all must call it and take all tensors.
+    """
+    group = model_group(model)
+    held = {(piece.name, piece.start): piece for piece in pieces(model)}
+    if group.size() == 1:
+        sources = {name: [(0, 0, -1, shape)] for name, shape in tensors(model).items()}
+    else:
+        sources = _sources(list(held.values()), group)
+    with torch.no_grad():
+        for name, shape in tensors(model).items():
+            parts = [_from(held.get((name, start)), rank, part, model, group) for start, rank, _, part in sources[name]]
+            dim = sources[name][0][2]
+            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            assert tuple(full.shape) == shape, (name, full.shape, shape)
+            yield name, full
+
+
+Source = tuple[int, int, int, tuple[int, ...]]  # start, rank in the group, dim, shape of the part
+
+
+def _sources(mine: list[Piece], group: Any) -> dict[str, list[Source]]:
+    """For each tensor, its parts in order and for each the first rank of the group that holds it."""
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, [(piece.name, piece.start, piece.dim, piece.held) for piece in mine], group=group)
+    parts: dict[str, dict[int, Source]] = {}
+    for rank, theirs in enumerate(told):
+        for name, start, dim, held in theirs:
+            parts.setdefault(name, {}).setdefault(start, (start, rank, dim, held))
+    return {name: [by_start[start] for start in sorted(by_start)] for name, by_start in parts.items()}
+
+
+def _from(piece: Piece | None, rank: int, shape: tuple[int, ...], model: Any, group: Any) -> Tensor:
+    """The part that ``rank`` of the group holds, on every rank of it."""
+    if group.size() == 1:
+        assert piece is not None
+        return piece.read()
+    if group.rank() == rank:
+        assert piece is not None
+        part = piece.read()
+    else:
+        like = next(chunks_of(model)[0].parameters())
+        part = torch.empty(shape, dtype=like.dtype, device=like.device)
+    dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    return part
+
+
+class _Folder:
+    """The safetensors files of a model folder, one or many, read tensor by tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: list[Any] = []
+        self._where: dict[str, Any] = {}
+
+    def __enter__(self) -> _Folder:
+        from safetensors import SafetensorError, safe_open
+
+        for name in self._names():
+            try:
+                file = safe_open(self._path / name, framework="pt")
+                file.__enter__()  # type: ignore[no-untyped-call]
+            except (OSError, SafetensorError) as error:
+                raise ConfigError("model.path", str(self._path), f"{name} cannot be read ({error})") from error
+            self._files.append(file)
+            self._where.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            file.__exit__(None, None, None)
+
+    def _names(self) -> list[str]:
+        index = self._path / "model.safetensors.index.json"
+        if index.is_file():
+            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if (self._path / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        raise ConfigError("model.path", str(self._path), "has no model.safetensors; save the model in that format")
+
+    def names(self) -> list[str]:
+        return sorted(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def get(self, name: str, dim: int = -1, start: int = 0, stop: int = 0) -> Tensor:
+        """The tensor, or ``start:stop`` of it along ``dim``; only that part is read."""
+        file = self._where[name]
+        if dim < 0:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+        part: Tensor = file.get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
+        return part
+
+
+def _check(files: _Folder, wanted: dict[str, tuple[int, ...]], path: Path, *, tied: bool) -> None:
+    found = files.names()
+    if tied and "lm_head.weight" in found:  # some folders store the tied tensor twice
+        embedding, head = (files.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+        if not torch.equal(embedding, head):
+            raise ConfigError("lm_head.weight", str(path), "differs from the embedding that config.json ties it to")
+        found.remove("lm_head.weight")
+    problems: list[tuple[str, Callable[[str], bool]]] = [
+        ("is missing", lambda name: name in wanted and name not in found),
+        ("is not a tensor of this model", lambda name: name not in wanted),
+    ]
+    for fix, wrong in problems:
+        bad = [name for name in sorted({*wanted, *found}) if wrong(name)]
+        if bad:
+            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+            raise ConfigError(bad[0], str(path), f"{fix}{more}; give a folder whose files and config.json agree")
+    for name, shape in wanted.items():
+        if files.shape(name) != shape:
+            raise ConfigError(name, files.shape(name), f"the model's shape is {shape}; files of {path} do not fit it")

@@ -1,0 +1,140 @@
+"""Every rank puts its own shards of the weights on the relay: one version of all ranks, nothing gathered.
+
+Guarantees: over all ranks every element of every Hugging Face tensor is published exactly once, in the dtype that the model
+has it in, or nothing is (:class:`orchestrator.transfer.Publisher`). With ``snapshot_every`` above 0 a version travels as the
+difference to the one before, and a full snapshot is published beside it when one is due; a difference is made only from
+bytes that were published. An error of one rank is raised on all.
+
+Beside the model, differences cost a copy of this rank's part on the host; without them nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rlplugin.weights.weight_export import as_bytes, serving_shards
+from orchestrator.api import PublishResult, RunError, ShardKey
+from orchestrator.transfer import DeltaCodec, Publisher, RelayEndpoint, Shard, SnapshotPolicy
+from orchestrator.transfer.job_head import FULL
+
+PART_BYTES = 8 << 20  # a shard is read whole: the smaller, the less an engine rank reads that it does not host
+
+
+class TorchRanks:
+    """Implements :class:`orchestrator.transfer.Ranks` on a group of its own over the host (gloo). All ranks make one."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        if self.size == 1:
+            return [data]
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        with _Collective():
+            dist.all_gather(lengths, length, group=self._group)
+            longest = max(int(item) for item in lengths)
+            mine = torch.zeros(longest, dtype=torch.uint8)
+            mine[: len(data)] = _tensor(data)
+            found = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
+            dist.gather(mine, found, dst=0, group=self._group)
+        if found is None:
+            return []
+        return [bytes(item[: int(size)].numpy()) for item, size in zip(found, lengths, strict=True)]
+
+    def broadcast(self, data: bytes) -> bytes:
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        with _Collective():
+            dist.broadcast(length, src=0, group=self._group)
+            answer = _tensor(data) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(answer, src=0, group=self._group)
+        return bytes(answer.numpy())
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class WeightPublisher:
+    """This rank's part of the job's publisher. Every rank makes one, and makes the same calls; rank 0 alone if there is one.
+
+    Making it opens a new epoch at ``version``: what another run of the job published vanishes for readers.
+    """
+
+    def __init__(self, endpoint: RelayEndpoint, chunks: Sequence[Any], version: int) -> None:
+        self._chunks = list(chunks)
+        self._ranks = TorchRanks()
+        self._policy = SnapshotPolicy(every=endpoint.snapshot_every)
+        self._publisher = Publisher(endpoint, ranks=self._ranks, codec=DeltaCodec(threads=endpoint.codec_threads))
+        self._kept: dict[tuple[str, int], Any] = {}  # (tensor, start) -> bytes of the version published last
+        try:
+            self._publisher.rollback(version)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, version: int) -> PublishResult:
+        """The present weights as this version; the result is that of all ranks. See ``Publisher.publish_shards``."""
+        plan = self._publisher.plan(self._policy)
+        base = plan.base if plan.base != version else FULL  # the same version again: its relay lost it
+        results = []
+        if base != FULL:
+            results.append(self._publisher.publish_shards(version, self._shards(differences=True), base))
+        if base == FULL or plan.snapshot:
+            results.append(self._publisher.publish_shards(version, self._shards(differences=False)))
+        if self._policy.every:
+            self._keep()
+        total, buckets = sum(item.bytes for item in results), sum(item.buckets for item in results)
+        return PublishResult(version, total, buckets, sum(item.seconds for item in results), results[-1].content)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._kept = {}
+        self._publisher.close()
+        self._ranks.close()
+
+    def _shards(self, *, differences: bool) -> Iterator[Shard]:
+        for key, data in self._bytes():
+            yield key, data, self._kept[_at(key)] if differences else None
+
+    def _keep(self) -> None:
+        """Once it is published; read again from the model rather than kept while it is written: half the memory."""
+        for key, data in self._bytes():
+            kept = self._kept.get(_at(key))
+            if kept is None:
+                self._kept[_at(key)] = data.copy()
+            else:
+                kept[:] = data
+
+    def _bytes(self) -> Iterator[tuple[ShardKey, Any]]:
+        with torch.no_grad():
+            for key, tensor in serving_shards(self._chunks, None, bucket_bytes=PART_BYTES):
+                yield key, as_bytes(tensor)[2]
+
+
+class _Collective:
+    """A dead rank shows as a RuntimeError of the library."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise RunError(f"the ranks of the trainer cannot speak to each other any more: {error}") from error
+
+
+def _at(key: ShardKey) -> tuple[str, int]:
+    return key.tensor, key.start
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

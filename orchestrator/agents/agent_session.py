@@ -1,0 +1,224 @@
+"""One trajectory behind the endpoint: what its agent asks becomes generation requests, what comes back becomes its turns.
+
+Guarantees: ids that the policy generated are kept as they came, with their log-probs and weight versions; staleness is checked
+before every request; an answer whose client has gone is no part of the trajectory; what ends the trajectory (staleness, an
+engine's error, the run's) is in :attr:`Session.broken`, and the agent is told that it is over. Temperature and top_p are the
+run's, unless the task leaves them to the agent: the trainer recomputes log-probs at the run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from orchestrator.agents.chat_template import Chat, TemplateRefused
+from orchestrator.agents.conversation import Answer, Conversation, Opening
+from orchestrator.agents.openai_protocol import Answered, ApiError, Asked, ChatAsked, Choice, PlainAsked, said
+from orchestrator.agents.tool_calls import calls_in
+from orchestrator.api import Completion, GenerationRequest, Sampling, TrajectoryError, Turn, merge_spans
+from orchestrator.environments.episode_context import no_room
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one trajectory; ``seconds``: of one request. ``own_sampling``: temperature and top_p are the agent's to choose.
+    ``tool_calls``: look for calls in what the policy wrote, where the agent named tools."""
+
+    max_turns: int
+    max_response_tokens: int
+    max_context_tokens: int
+    seconds: float = 600.0
+    concurrent: int = 16
+    own_sampling: bool = False
+    tool_calls: bool = True
+
+
+@dataclass(slots=True)
+class Session:
+    """``generate`` asks the rollout's workers; ``request`` is what all its requests have in common; ``stale(first_version)`` is
+    the bound, ``stale_error`` what is raised when it is passed."""
+
+    chat_format: Chat
+    request: GenerationRequest
+    bounds: Bounds
+    generate: Callable[[GenerationRequest, Sequence[Turn]], Awaitable[Completion]]
+    stale: Callable[[int], bool]
+    stale_error: type[Exception]
+    conversation: Conversation = field(init=False)
+    broken: asyncio.Future[None] = field(init=False)
+    truncated: bool = False  # a limit of turns or tokens was reached
+    requests: int = 0
+    active: int = 0
+
+    def __post_init__(self) -> None:
+        self.conversation = Conversation(self.chat_format)
+        self.broken = asyncio.get_running_loop().create_future()
+
+    async def chat(self, wanted: ChatAsked) -> tuple[Answered, list[Answer]]:
+        """Raises ApiError."""
+        try:
+            if self.chat_format.slow:
+                opening = await asyncio.to_thread(self.conversation.chat, wanted.messages, wanted.tools)
+            else:
+                opening = self.conversation.chat(wanted.messages, wanted.tools)
+        except TemplateRefused as error:
+            raise ApiError(400, str(error), param="messages") from error
+        return await self._answer(wanted.asked, opening, chat=True)
+
+    async def plain(self, wanted: PlainAsked) -> tuple[Answered, list[Answer]]:
+        """Raises ApiError."""
+        prompt = wanted.prompt
+        size = len(self.chat_format.vocabulary)
+        if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < size:
+            raise ApiError(400, f"prompt: token ids must lie in [0, {size})", param="prompt")
+        opening = self.conversation.plain(prompt)
+        return await self._answer(wanted.asked, opening, prompt if isinstance(prompt, str) else "", chat=False)
+
+    def end(self, error: BaseException) -> None:
+        """The trajectory cannot go on."""
+        if not self.broken.done():
+            self.broken.set_exception(error)
+
+    def over(self) -> ApiError | None:
+        """What the agent is told when it is."""
+        if not self.broken.done():
+            return None
+        error = None if self.broken.cancelled() else self.broken.exception()
+        why = f": {str(error) or type(error).__name__}" if error is not None else ""
+        return ApiError(403, f"the trajectory is over{why}", kind="permission_denied", code="trajectory_over")
+
+    async def _answer(
+        self, asked: Asked, opening: Opening, prompt: str = "", *, chat: bool
+    ) -> tuple[Answered, list[Answer]]:
+        self._check(asked, opening)
+        loop = asyncio.get_running_loop()
+        began, sampling = loop.time(), self._sampling(asked, opening)
+        turns = self.conversation.turns()
+        numbers = range(self.requests, self.requests + asked.n)
+        self.requests += asked.n
+        self.active += 1
+        work = [asyncio.ensure_future(self._generated(opening, sampling, number, turns)) for number in numbers]
+        try:
+            async with asyncio.timeout(self.bounds.seconds):
+                found = await asyncio.gather(*work)
+        except TimeoutError as error:
+            text = f"no answer within {self.bounds.seconds:g} s"
+            raise ApiError(504, text, kind="timeout", code="timeout") from error
+        except Exception as error:
+            self.end(error)
+            raise self.over() or error from error
+        finally:
+            self.active -= 1
+            for choice_of in work:
+                choice_of.cancel()  # those that are not done, when one failed or the client has gone
+        if (over := self.over()) is not None:
+            raise over
+        choices, answers = [], []
+        for number, completion in zip(numbers, found, strict=True):
+            kept, text = self._cut(completion, asked.stop)
+            choice = self._choice(kept, text, number, asked)
+            choices.append(choice)
+            heard = choice.said if chat else None
+            answers.append(
+                self.conversation.add(opening, kept, heard, (self._before(opening, prompt) + text), began, loop.time())
+            )
+        made = sum(len(answer.completion.token_ids) for answer in answers)
+        identity = f"{'chatcmpl' if chat else 'cmpl'}-{self.request.trajectory_id}-{numbers[0]}"
+        return Answered(identity, len(opening.token_ids), made, tuple(choices)), answers
+
+    def _before(self, opening: Opening, prompt: str) -> str:
+        """The text that a plain completion went on from."""
+        return prompt or self.chat_format.text(opening.token_ids)
+
+    def _check(self, asked: Asked, opening: Opening) -> None:
+        if (over := self.over()) is not None:
+            raise over
+        turns, bounds = self.conversation.turns(), self.bounds
+        if turns and self.stale(turns[0].versions[0][0]):
+            self.end(self.stale_error("the weights have moved on"))
+            raise self.over() or AssertionError
+        if self.active >= bounds.concurrent:
+            text = f"{self.active} requests are open: at most {bounds.concurrent} at once"
+            raise ApiError(429, text, kind="rate_limit_exceeded", code="too_many_requests")
+        if len(turns) + asked.n > bounds.max_turns:
+            self.truncated = True
+            text = f"this trajectory has {len(turns)} answers: at most {bounds.max_turns}"
+            raise ApiError(403, text, kind="permission_denied", code="turn_limit_reached")
+        if len(opening.token_ids) >= bounds.max_context_tokens:
+            self.truncated = True
+            text = f"the context has {len(opening.token_ids)} tokens: the longest with its answer is {bounds.max_context_tokens}"
+            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+
+    def _sampling(self, asked: Asked, opening: Opening) -> Sampling:
+        bounds, run = self.bounds, self.request.sampling
+        room = bounds.max_context_tokens - len(opening.token_ids)
+        most = min(asked.max_tokens or bounds.max_response_tokens, bounds.max_response_tokens, room)
+        single = [ids[0] for ids in map(self._stop_ids, asked.stop) if len(ids) == 1]
+        found = replace(run, max_tokens=most, stop_token_ids=tuple(dict.fromkeys((*run.stop_token_ids, *single))))
+        if bounds.own_sampling:
+            heat = run.temperature if asked.temperature is None else asked.temperature
+            found = replace(found, temperature=heat, top_p=run.top_p if asked.top_p is None else asked.top_p)
+        return found
+
+    def _stop_ids(self, text: str) -> tuple[int, ...]:
+        try:
+            return self.chat_format.encode(text)
+        except TemplateRefused:
+            return ()
+
+    async def _generated(self, opening: Opening, sampling: Sampling, number: int, turns: Sequence[Turn]) -> Completion:
+        request = replace(
+            self.request,
+            request_id=f"{self.request.trajectory_id}/{number}",
+            turn=number,
+            token_ids=opening.token_ids,
+            sampling=sampling,
+        )
+        completion = await self.generate(request, turns)
+        if completion.finish_reason in ("error", "abort") or not completion.token_ids:
+            cause = no_room(completion.error) or f"generation_{completion.finish_reason}"
+            raise TrajectoryError(cause, completion.error)
+        return completion
+
+    def _cut(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
+        """The answer up to the token that completes a stop text, which the text is without, as OpenAI's. What the policy
+        generated behind that token nobody reads, and it is not trained."""
+        text = self.chat_format.text(completion.token_ids)
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        if not places:
+            return completion, text
+        low, high = 1, len(completion.token_ids)
+        while low < high:
+            half = (low + high) // 2
+            said_so_far = self.chat_format.text(completion.token_ids[:half])
+            if any(stop in said_so_far for stop in stops):
+                high = half
+            else:
+                low = half + 1
+        spans, left = [], low
+        for version, count in completion.versions:
+            spans.append((version, min(count, left)))
+            left -= min(count, left)
+        return (
+            replace(
+                completion,
+                token_ids=completion.token_ids[:low],
+                logprobs=completion.logprobs[:low],
+                versions=merge_spans(spans),
+                finish_reason="stop",
+            ),
+            text[: min(places)],
+        )
+
+    def _choice(self, completion: Completion, text: str, number: int, asked: Asked) -> Choice:
+        calls: list[tuple[str, str, str]] = []
+        content = text
+        if self.bounds.tool_calls:
+            content, calls = calls_in(text, f"call-{number}")
+        pieces: list[tuple[str, float]] = []
+        if asked.logprobs:
+            each = zip(completion.token_ids, completion.logprobs, strict=True)
+            pieces = [(self.chat_format.text((token,)), value) for token, value in each]
+        reason = "tool_calls" if calls else completion.finish_reason
+        return Choice(text, said(content, calls), tuple(pieces), reason)

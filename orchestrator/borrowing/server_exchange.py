@@ -1,0 +1,297 @@
+"""Which serving GPUs a run has, looked at again and again while it runs (ROSE 4): servers are given back, others are taken.
+
+Guarantees:
+
+* What is decided is :class:`orchestrator.policies.serving.server_borrowing.Borrowing`, and how many are needed
+  :class:`~orchestrator.policies.serving.server_borrowing.Demand`. Here is only what carries it out.
+* A server is exchanged for a less used one when an RL step has begun (the version moved), at the next look. One that is crowded,
+  reclaimed, gone, another job's, no candidate any more, or not needed is given back at any look.
+* What is given back has none of our requests (they go on elsewhere, with their tokens), is deactivated where it is a rollout
+  engine of a pool, and its lease is free. What is taken is leased, activated, and has the present weights before its first
+  request.
+* A run without workers of its own keeps its last server, whatever is wrong with it, until it has another: the proxy says when
+  that has lasted too long. One without any, because other jobs have them all, waits as long for one, and then ends.
+* A server that the proxy has given up, as it did not come back in time, is given back, and may be taken again like any other.
+* Every change is an event: ``borrowed`` and ``returned``, with the reason and the use that decided it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
+
+from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
+from orchestrator.config import Config
+from orchestrator.config.sections import BorrowedSection, RoutingSection
+from orchestrator.events import EventLog
+from orchestrator.policies.routing.seats import LEAST_UTILIZED
+from orchestrator.policies.routing.turn_routing import ANY, Seat
+from orchestrator.policies.serving.server_borrowing import GONE, Borrowing, BorrowRules, Demand
+from orchestrator.proxy.membership import ElasticProxy
+
+OTHERS, DROPPED = "another job has it", "no candidate any more"
+_LOST = (RetryableError, CommandError, ConfigError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a server says of itself. ``why`` it cannot be had, "" if it can: it does not answer, or serves another model.
+    ``taken``: the job that has it, ours excepted. ``share`` of its KV memory that serving uses now, and ``before``: the mean,
+    and over how many seconds. ``lends``: rollouts get any of it now."""
+
+    url: str
+    why: str = ""
+    taken: str = ""
+    share: float = 0.0
+    before: tuple[float, float] = (0.0, 0.0)
+    lends: bool = True
+
+
+class Market(Protocol):
+    """Where the servers are (:mod:`orchestrator.borrowing.discovery`)."""
+
+    job: str
+    first: Sequence[Offer]  # what the servers said when the run chose those that it begins with
+
+    async def look(self) -> Sequence[Offer]:
+        """All candidates, as the config names them now, in its order."""
+
+    def worker(self, url: str) -> BorrowedWorker:
+        """A client of a server. Nothing is sent yet."""
+
+    def took(self, worker: BorrowedWorker) -> None:
+        """It has the present weights: an event says so where it had to be activated."""
+
+    async def leave(self, worker: BorrowedWorker) -> None:
+        """Close it: its server is deactivated where it is a rollout engine of a pool, and its lease is free."""
+
+
+def rules_of(settings: BorrowedSection) -> BorrowRules:
+    """What the config says."""
+    return BorrowRules(
+        window=settings.window,
+        margin=settings.margin,
+        silent=settings.patience,
+        crowded=settings.crowded,
+        patience=settings.patience,
+        rest=settings.rest,
+    )
+
+
+class Exchange:
+    """Of one run. ``first``: what each server said when the run chose those that it begins with."""
+
+    def __init__(
+        self,
+        market: Market,
+        proxy: ElasticProxy,
+        events: EventLog,
+        settings: BorrowedSection,
+        routing: RoutingSection,
+        first: Sequence[Offer] = (),
+    ) -> None:
+        self._market, self._proxy, self._events = market, proxy, events
+        self._settings, self._routing = settings, routing
+        self._policy = Borrowing(rules_of(settings))
+        self._demand = Demand(settings.idle)
+        self._changing: dict[str, asyncio.Task[None]] = {}  # servers that are being taken or given back
+        self._leaving: set[asyncio.Task[None]] = set()  # clients that are being closed, whoever was cancelled meanwhile
+        self._since: dict[str, float] = {}  # server -> when it was taken
+        self._version = -1
+        self._had = asyncio.get_running_loop().time()  # when there was a worker
+        self._refused: dict[str, str] = {}  # server -> why it cannot be had, as it was said last
+        self._see(first)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        for lane in self._proxy.lanes:
+            if lane.borrowed:
+                self._policy.has(lane.worker.name, self._market.job, loop.time())
+                self._borrowed(lane.worker.name, "the run starts")
+        try:
+            while True:
+                await asyncio.sleep(self._settings.every)
+                await self.look()
+        finally:
+            for task in self._changing.values():
+                task.cancel()
+            await asyncio.gather(*self._changing.values(), return_exceptions=True)
+            await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Once: ask the servers how they are, and do what follows."""
+        offers = await self._market.look()
+        now, proxy = asyncio.get_running_loop().time(), self._proxy
+        self._see(offers)
+        self._drop(offers)
+        self._give_up(now)
+        self._in_time(now)
+        self._demand.saw(now, proxy.peak())
+        if proxy.updating:
+            return  # at the next look
+        own = any(not lane.borrowed and not lane.removed for lane in proxy.lanes)
+        least = 0 if own else 1
+        most = self._settings.most or len(offers)
+        turns, cap = proxy.dedicated_turns(), self._routing.served_cap
+        if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
+            turns, cap = sum(not lane.borrowed and not lane.removed for lane in proxy.lanes), 1
+        needed = self._demand.wanted(now, turns, cap, most)
+        begins, self._version = proxy.version != self._version, proxy.version
+        change = self._policy.ask(self._market.job, max(least, needed), now, exchange=begins, least=least)
+        for name, why in zip(change.given_back, change.reasons, strict=True):
+            self._begin_return(name, why)
+            if why == DROPPED:
+                self._policy.left(name)
+        for name in change.taken:
+            if name in self._changing:
+                self._policy.refused(name, now)  # at the next look
+            else:
+                self._begin(name, self._take(name))
+
+    def _begin(self, name: str, steps: Coroutine[Any, Any, None]) -> None:
+        task = self._changing[name] = asyncio.create_task(steps, name=f"exchange {name}")
+        task.add_done_callback(lambda done: self._ended(name, done))
+
+    def _begin_return(self, name: str, why: str) -> None:
+        before = self._changing.get(name)
+        self._begin(name, self._give_back(name, why, before))
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._changing.get(name) is task:
+            del self._changing[name]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._policy.refused(
+                name, asyncio.get_running_loop().time()
+            )  # else it would pass for ours, and rest for ever
+            self._proxy.note_fault(f"borrowing {name}", f"{error!r}")
+
+    def _see(self, offers: Sequence[Offer]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._refused = {
+            offer.url: why for offer in offers if (why := offer.why or (offer.taken and f"job {offer.taken} has it"))
+        }
+        for offer in offers:
+            if offer.why:
+                continue  # silent, and gone if that lasts
+            lane = self._proxy.lane_of(offer.url)
+            full = lane is not None and not lane.parked and lane.full
+            self._policy.saw(offer.url, now, offer.share, lends=offer.lends and not full, before=offer.before)
+            if offer.taken and offer.url not in self._policy.of(self._market.job):
+                self._policy.refused(offer.url, now)
+
+    def _drop(self, offers: Sequence[Offer]) -> None:
+        """Those that the config does not name any more, and those whose lease another job has got."""
+        named = {offer.url: offer.taken for offer in offers}
+        ours = self._policy.of(self._market.job)
+        for name in self._policy.known:
+            if name not in named and name in ours:
+                self._policy.unwanted(name, DROPPED)  # given back when the policy is asked, but for a last one
+            elif name not in named:
+                self._policy.left(name)
+            elif name in ours and named[name]:
+                self._begin_return(name, OTHERS)
+                self._policy.left(name)
+
+    def _in_time(self, now: float) -> None:
+        """A run that has nothing left to generate with waits for a server, but not for ever. Raises RunError."""
+        if any(not (lane.parked or lane.removed) for lane in self._proxy.lanes) or self._changing:
+            self._had = now
+        elif now - self._had > self._proxy.patience:
+            why = "; ".join(f"{name}: {reason}" for name, reason in self._refused.items()) or "there is no candidate"
+            raise RunError(
+                f"no server could be borrowed for {now - self._had:.0f} s, and nothing else generates: {why}"
+            )
+
+    def _give_up(self, now: float) -> None:
+        """Those that the proxy has given up, however well they say they are: else they would be ours, and of no use, for good."""
+        ours = self._policy.of(self._market.job)
+        for lane in self._proxy.lanes:
+            name = lane.worker.name
+            if lane.borrowed and lane.removed and name in ours and name not in self._changing:
+                self._begin_return(name, GONE)
+                self._policy.refused(name, now)
+
+    async def _take(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        worker = self._market.worker(name)
+        hardware = self._routing.hardware.get(name, ANY)
+        if isinstance(worker, PlacedWorker) and worker.hardware:
+            hardware = worker.hardware
+        try:
+            await self._proxy.take(worker, Seat(hardware, self._routing.served_cap, True))
+        except _LOST as error:
+            self._policy.refused(name, loop.time())
+            if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault
+                self._proxy.note_fault(f"borrowing {name}", f"could not be taken: {error!r}")
+            await self._leave(worker)
+        except BaseException:
+            await self._leave(worker)
+            raise
+        else:
+            self._market.took(worker)
+            self._borrowed(name, "used least")
+
+    async def _give_back(self, name: str, why: str, before: asyncio.Task[None] | None) -> None:
+        """``before``: what is done with it now."""
+        loop = asyncio.get_running_loop()
+        if before is not None:
+            before.cancel()
+            await asyncio.gather(before, return_exceptions=True)
+        lane = self._proxy.lane_of(name)
+        if lane is None or lane.parked:
+            return
+        worker = lane.worker
+        assert isinstance(worker, BorrowedWorker)
+        try:
+            moved = await self._proxy.give_back(lane)
+        finally:
+            await self._leave(worker)
+        held = loop.time() - self._since.pop(name, loop.time())
+        use = self._policy.use(name, loop.time())
+        self._events.emit(
+            "returned", worker=name, reason=why, use=round(use, 6), requests=moved, seconds=round(held, 3)
+        )
+
+    async def _leave(self, worker: BorrowedWorker) -> None:
+        """Close it. Who is cancelled meanwhile leaves the rest of it to :meth:`run`: else its lease would last."""
+        leaving = asyncio.create_task(self._market.leave(worker), name=f"leave {worker.name}")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        await asyncio.shield(leaving)
+
+    def _borrowed(self, name: str, why: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._since[name] = now
+        self._events.emit("borrowed", worker=name, reason=why, use=round(self._policy.use(name, now), 6))
+
+
+def exchange_of(config: Config, market: Market, proxy: ElasticProxy, events: EventLog) -> Exchange:
+    """That of a run."""
+    return Exchange(market, proxy, events, config.rollout.borrowed, config.rollout.routing, market.first)
+
+
+def offer_of(url: str, status: Mapping[str, object], mine: tuple[str, str], why: str = "") -> Offer:
+    """From a server's status, whatever that says. ``mine``: job and metadata store of this run."""
+    lease, device = status.get("lease"), status.get("device")
+    taken = ""
+    if isinstance(lease, dict) and (lease.get("job"), lease.get("place")) != mine:
+        taken = str(lease.get("job")) or "of another run"
+    if not isinstance(device, dict):
+        return Offer(url, why, taken)
+    mean, seconds = device.get("serving_use", 0.0), device.get("seconds", 0.0)
+    now, lends = device.get("serving_now", mean), device.get("lends", True)
+    if not (_share(mean) and _share(now) and _number(seconds) and seconds >= 0 and isinstance(lends, bool)):
+        return Offer(url, why or f"says of its device what cannot be: {str(device)[:200]}", taken)
+    return Offer(url, why, taken, float(now), (float(mean), float(seconds)), lends)
+
+
+def _number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _share(value: object) -> TypeGuard[float]:
+    return _number(value) and 0 <= value <= 1

@@ -1,0 +1,226 @@
+"""Rollout and training on the same devices, in a run: when half of them change hands within a step (RollPacker 4.4).
+
+Between steps all devices are the workers'. Within a step, as responses finish, :class:`StreamTrigger` is asked; where it
+frees half of the engines, their requests migrate (tokens kept, KV recomputed), the trainer takes their devices, and is fed
+the groups that are complete, from the first one on. When the rollout has ended, the trainer takes all devices and makes the
+step; then it leaves, and the workers come back with the new weights. :mod:`orchestrator.colocation.handover` keeps that order.
+
+Guarantees: at most one hand-over a step, and none after its rollout has ended; whatever a hand-over meets, the step is
+trained, streamed or not; every attempt is one event ``stream_trigger`` with what it was decided by.
+
+How long contexts are now is what each request was sent with, plus an even share of the KV that its engine holds beyond that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from orchestrator.api import (
+    ConfigError,
+    ManagedWorker,
+    PublishResult,
+    ReleasingWorker,
+    ResidentTrainer,
+    RetryableError,
+    TrainBatch,
+    Trainer,
+    TrainMetrics,
+    TrainSample,
+    Trajectory,
+)
+from orchestrator.colocation.handover import Colocation, Holder
+from orchestrator.components import Parts
+from orchestrator.config import Config
+from orchestrator.events import EventLog
+from orchestrator.policies.batching.stream_trigger import KvLimit, Lengths, StreamTrigger, Unit
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.worker_state import Pending
+from orchestrator.rollout import Rollout
+
+HISTORY = 4096  # final lengths of the latest trajectories
+_TRIES = 3  # for a step whose devices could not be handed over
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class LendingTrainer:
+    """The trainer as the pipeline sees it: its calls take the devices that they need, and no others may."""
+
+    def __init__(self, trainer: ResidentTrainer, colocation: Colocation) -> None:
+        self._trainer = trainer
+        self._colocation = colocation
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """On all devices, which stay the trainer's until the weights are given back."""
+        for attempt in range(_TRIES):
+            try:
+                return await self._colocation.train(batch)
+            except RetryableError:
+                if attempt + 1 == _TRIES:
+                    raise
+                await asyncio.sleep(1.0)
+        raise AssertionError("unreachable")
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """On the devices that were freed; without them it is ignored, as the port allows."""
+        await self._colocation.feed(samples, version)
+
+    async def publish(self) -> PublishResult:
+        """While the trainer has devices: after a step, and before the first rollout."""
+        return await self._trainer.publish()
+
+    async def save(self, folder: str) -> None:
+        """Between steps too: then all devices change hands for it."""
+        await self._with_devices(lambda: self._trainer.save(folder))
+
+    async def load(self, folder: str) -> int:
+        """See the protocol."""
+        return await self._trainer.load(folder)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """A method of the real trainer beyond the port."""
+        trainer: Any = self._trainer
+        return await self._with_devices(lambda: trainer.call(method, *arguments))
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await self._trainer.close()
+
+    async def _with_devices(self, call: Callable[[], Any]) -> Any:
+        if self._colocation.holder is Holder.TRAINED:
+            return await call()
+        await self._colocation.take_all()
+        try:
+            return await call()
+        finally:
+            await self._colocation.give_back()
+
+
+class Turns:
+    """One run's. ``kv_bytes``: of one token in the whole model. :meth:`begin` and :meth:`settle` enclose a rollout."""
+
+    def __init__(
+        self, config: Config, trainer: Trainer, proxy: LLMProxy, events: EventLog, kv_bytes: float, longest: int
+    ) -> None:
+        require_colocatable(trainer, [lane.worker for lane in proxy.lanes])
+        assert isinstance(trainer, ResidentTrainer)
+        settings, self._config = config.rollout.colocation, config
+        self._proxy = proxy
+        self._events = events
+        self._longest = longest
+        self._history: deque[int] = deque(maxlen=HISTORY)
+        self._limit = KvLimit(kv_bytes, config.rollout.engine.kv_cache_mb << 20, config.rollout.engine.block_size)
+        self._rollout: list[Unit] = [(index,) for index in range(len(proxy.lanes))]
+        self._training = training_units(config)
+        limit = config.run.trainer_timeout
+        self.colocation = Colocation(
+            proxy, trainer, events, workers=len(proxy.lanes), timeout=limit, level=settings.level
+        )
+        self.trainer = LendingTrainer(trainer, self.colocation)
+        self._trigger: StreamTrigger | None = None
+        self._finished = 0
+        self._news = asyncio.Event()
+        self._busy = asyncio.Lock()
+
+    def begin(self) -> None:
+        """A step's rollout begins: nothing of it is finished."""
+        settings = self._config.rollout.colocation
+        requests = math.ceil(self._config.batch_trajectories * self._config.redundancy)
+        lengths = Lengths(tuple(self._history), self._longest)
+        marks = {"low": settings.low, "high": settings.high, "every": settings.every}
+        self._trigger = StreamTrigger(requests, self._rollout, self._training, self._limit, lengths, **marks)
+        self._finished = 0
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """A response, an episode, has come to its end."""
+        self._finished += 1
+        self._history.append(len(trajectory.token_ids))
+        self._news.set()
+
+    async def settle(self) -> None:
+        """The rollout has ended: wait for a hand-over in progress; none begins any more."""
+        async with self._busy:
+            self._trigger = None
+
+    async def run(self, streaming: Callable[[], None]) -> None:
+        """Attempt at each milestone, until cancelled; ``streaming`` is told when the trainer may be fed."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            async with self._busy:
+                if self._trigger is not None and not self._trigger.decided and await self._attempt(self._trigger):
+                    streaming()
+
+    async def give_back(self, version: int) -> None:
+        """The step is made and published: the workers take their devices and this version."""
+        await self.colocation.give_back(version)
+
+    async def _attempt(self, trigger: StreamTrigger) -> bool:
+        held = await self._held()
+        attempt = trigger.observe(self._finished, held)
+        if attempt is None:
+            return False
+        self._events.emit(
+            "stream_trigger",
+            fraction=round(attempt.fraction, 6),
+            peak=round(attempt.peak, 6),
+            freed=list(attempt.freed),
+            reason=attempt.reason,
+        )
+        return bool(attempt.freed) and await self.colocation.shrink(attempt.engines, attempt.replicas)
+
+    async def _held(self) -> list[list[int]]:
+        """Context lengths of the unfinished requests by engine; those that wait for one are dealt out."""
+        stats = dict(await self._proxy.stats())
+        block, held = self._config.rollout.engine.block_size, []
+        for lane in self._proxy.lanes:
+            known = [_context(pending) for pending in lane.sent.values()]
+            kv = stats[lane.worker.name].kv_used * block if lane.worker.name in stats else 0
+            more = max(0, kv - sum(known)) // len(known) if known else 0
+            held.append([length + more for length in known])
+        for number, pending in enumerate(self._proxy.waiting):
+            held[number % len(held)].append(_context(pending))
+        return held
+
+
+def turns_of(config: Config, parts: Parts, rollout: Rollout) -> Turns | None:
+    """Where trainer and workers share devices; the trainer in ``parts`` then takes them for what it is asked. None: off."""
+    if not config.rollout.colocation.enabled:
+        return None
+    bytes_each = parts.kv_bytes or kv_bytes_per_token(config.model.model_dump(), config.model.dtype)
+    turns = Turns(config, parts.trainer, rollout.proxy, parts.events, bytes_each, parts.task.max_context_tokens)
+    parts.trainer, rollout.on_played = turns.trainer, turns.finished
+    return turns
+
+
+def _context(pending: Pending) -> int:
+    return len(pending.request.token_ids) + sum(len(part.token_ids) for part in pending.parts)
+
+
+def training_units(config: Config) -> list[Unit]:
+    """The devices of each data-parallel replica, in Megatron's order of ranks (tp-cp-ep-dp-pp); rank r is on device r."""
+    trainer = config.trainer
+    stage = trainer.tensor_parallel * trainer.data_parallel
+    block = math.lcm(trainer.tensor_parallel, trainer.tensor_parallel * trainer.expert_parallel)
+    return [
+        tuple(first + rank + number * stage for number in range(trainer.pipeline_parallel) for rank in range(block))
+        for first in range(0, stage, block)
+    ]
+
+
+def kv_bytes_per_token(shape: Mapping[str, Any], dtype: str) -> float:
+    """Of a model by its config.json, or by the section ``model``: key and value of every layer."""
+    layers = int(shape.get("num_hidden_layers") or shape["layers"])
+    heads = int(shape.get("num_key_value_heads") or shape["kv_heads"])
+    size = int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
+    return 2.0 * layers * heads * size * _BYTES[dtype]
+
+
+def require_colocatable(trainer: Trainer, workers: Sequence[ManagedWorker]) -> None:
+    """Raises ConfigError where somebody cannot lend, or leave, a device."""
+    if not isinstance(trainer, ResidentTrainer) or not all(isinstance(worker, ReleasingWorker) for worker in workers):
+        fix = "needs a trainer that can leave its devices and workers that can release theirs; set it to false"
+        raise ConfigError("rollout.colocation.enabled", True, fix)

@@ -1,0 +1,88 @@
+"""What a run is made of, and where it stands: records that :mod:`orchestrator.pipeline` is given and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from orchestrator.api import ManagedWorker, RewardFunction, Task, Trainer, Trajectory
+from orchestrator.borrowing.server_exchange import Market
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.environments.environment_source import EnvironmentSource
+from orchestrator.events import EventLog
+from orchestrator.ledger import Ledger
+from orchestrator.observe.occupancy import Gpus
+from orchestrator.placement.forecast_setup import Foresight
+from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
+from orchestrator.policies.parallelism.degree_reallocation import Reallocation
+from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
+
+
+class Store(Protocol):
+    """Where trajectories are kept (:mod:`orchestrator.store`)."""
+
+    def append(
+        self, trajectory: Trajectory, step: int, outcome: str, *, position: int | None = None, weight: float = 1.0
+    ) -> None: ...
+
+    def flush(self) -> None: ...
+
+    async def flushed(self) -> None: ...
+
+
+class Display(Protocol):
+    """Who watches (:mod:`orchestrator.observe.progress`). ``watched``: somebody does, so it is worth its time."""
+
+    watched: bool
+
+    def stage(self, name: str, detail: str = "") -> None: ...
+
+    def waiting(self, reason: str) -> None: ...
+
+    def update(self, **numbers: Any) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+@dataclass
+class Parts:
+    """Everything the pipeline talks to. Real or simulated, it cannot tell."""
+
+    task: Task
+    workers: list[ManagedWorker]
+    trainer: Trainer
+    reward: RewardFunction
+    events: EventLog
+    ledger: Ledger
+    store: Store
+    display: Display
+    checkpoints: Checkpoints | None = None
+    environments: EnvironmentSource | None = None  # None: fresh from the task for each episode
+    tools: Callable[[], dict[str, Any]] | None = None  # counters of the tools that environments call
+    rewards: Callable[[], dict[str, Any]] | None = None  # counters of the calls that score
+    timeouts: AdaptiveTimeouts | None = None  # of test cases; None: fixed
+    gpus: Gpus | None = None
+    away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
+    kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
+    foresight: Foresight = field(default_factory=Foresight)  # what predicts lengths, and what moves trajectories
+    planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
+    reallocation: Reallocation | None = None  # the same, of rollout.placement.degrees
+    market: Market | None = None  # of servers to borrow, exchanged between steps; None: workers stay
+
+
+@dataclass
+class Position:
+    """Where a run stands; what a resume starts from."""
+
+    step: int = 0  # training steps done
+    version: int = 0
+    groups: int = 0  # ever started
+    trajectories: int = 0
+    buffered: tuple[Trajectory, ...] = ()
+    success_history: list[tuple[int, float]] = field(default_factory=list)
+    run_times: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of adaptive timeouts
+    kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember
+    rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.RunState`
+    degrees: dict[str, Any] | None = None  # the same
+    entropies: tuple[float, ...] = ()  # the same

@@ -1,0 +1,71 @@
+"""Sections of a config: weights between processes, hardware, Ray."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from orchestrator.api import urls
+from orchestrator.config.section_base import Positive, PositiveSeconds, Section, violation
+
+
+class RelaySection(Section):
+    """The weight relay. ``kind`` "mooncake": ``master`` is host:port; empty: a `mooncake_master` child process is started.
+    "fsspec": ``master`` is the URL of a folder or prefix that all processes reach; empty: a folder of the run.
+    ``host``: the address of this machine that the child process listens on; every client then announces its own address
+    towards it. Mooncake has no authentication: leave it at loopback unless workers on other machines must reach it."""
+
+    kind: Literal["mooncake", "fsspec"] = "mooncake"
+    master: str = ""
+    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the embedded master; 0: a free one
+    segment_mb: Positive = 256
+    bucket_mb: Positive = 64
+    keep_versions: Annotated[int, Field(ge=2)] = 2
+    metadata_url: str = (
+        ""  # redis://[user@]host[:port][/database] or rediss://; empty: a SQLite file in the run's folder
+    )
+    metadata_password_file: str = ""  # its password, a file on every machine; empty: RL_COSERVE_REDIS_PASSWORD, or none
+    signing_key: str = (
+        ""  # Ed25519 private key, a PEM file on the trainer's machine: versions are signed; empty: they are not
+    )
+    metadata_allow_plain: bool = False  # let redis:// leave this machine: what is sent travels unencrypted
+    snapshot_every: Annotated[int, Field(ge=0)] = 0  # differences, and a full snapshot after so many; 0: always whole
+    codec_threads: Positive = 1  # of each rank that encodes or applies differences
+    patience: PositiveSeconds = (
+        300.0  # a version that cannot be published is tried again for this long; generation goes on
+    )
+
+    @model_validator(mode="after")
+    def _metadata(self) -> RelaySection:
+        url = self.metadata_url
+        if url and (fix := urls.redis_mistake(url, self.metadata_allow_plain)):
+            found = [violation("metadata_url", urls.without_password(url), fix)]
+            raise ValidationError.from_exception_data("relay", found)
+        return self
+
+
+class ResourcesSection(Section):
+    """Pools of hardware by class (RollArt 5.2). Without pools nothing is bound, and Ray places processes by CPUs."""
+
+    pools: dict[str, Positive] = {}  # class -> devices; in a Ray cluster, custom resources of these names
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = (
+        "default"  # of the pools, where jobs share a metadata store
+    )
+    trainer: str = "H800"  # class that trainer ranks ask for
+    devices_per_rank: Positive = 1
+    rollout: dict[
+        str, Positive
+    ] = {}  # class -> rollout workers that ask for it, rollout.workers in all; empty: all H20
+    devices_per_worker: Positive = 1
+    devices_per_server: Positive = 8
+    compatible: dict[str, tuple[str, ...]] = {}  # class -> stand-ins while it has none free; not in it: all of its kind
+
+
+class RaySection(Section):
+    """The local Ray, or the address of a cluster."""
+
+    address: str = ""
+    cpus: Positive = 4
+    object_store_mb: Annotated[int, Field(ge=80)] = 128

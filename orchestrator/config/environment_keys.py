@@ -1,0 +1,92 @@
+"""Sections of a config: where environments and their tools run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from orchestrator.config.section_base import Positive, PositiveSeconds, Section, ToolName, violation
+
+
+class KubernetesSection(Section):
+    """Pods that environments run in (environment.backend = "kubernetes")."""
+
+    image: str = ""  # has Python, this package in this version, and what the task needs
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
+    context: str = ""  # of the kubeconfig; empty: the current one, or the pod's own account inside a cluster
+    registry_mirror: str = ""  # images are pulled from here first: replaces the registry in `image` (RollArt 8)
+    pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    pre_pull: bool = False  # pull the image onto every node when the run starts
+    cpu: Annotated[str, Field(pattern=r"^[0-9]+m?$|^[0-9]+\.[0-9]+$")] = "500m"  # request and limit of a pod
+    memory: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi|K|M|G)?$")] = "512Mi"
+    node_selector: dict[str, str] = {}
+    port: Annotated[int, Field(ge=1024, le=65535)] = 8011  # that the environment listens on, in its pod
+    orphan_seconds: PositiveSeconds = 120.0  # a pod to which nobody is connected for this long ends
+
+
+class EnvironmentSection(Section):
+    """Where environments run. "in-process": a fresh object in the orchestrator's process for every episode, no pool. The others
+    keep a pool of instances that live on between episodes. Limits of a step and of a trajectory are in [rollout]."""
+
+    backend: Literal["in-process", "in-process-pool", "subprocess", "kubernetes"] = "in-process"
+    size: Annotated[int, Field(ge=0)] = 0  # instances at most; 0: rollout.environments
+    warm: Annotated[int, Field(ge=0)] = 4  # instances kept ready beyond those in use
+    parallel_starts: Positive = 4
+    start_timeout: PositiveSeconds = 60.0
+    start_tries: Positive = 8  # failures in a row, with none alive, that end the run
+    backoff_first: PositiveSeconds = 1.0  # pause after a failed start; doubles with each failure
+    backoff_limit: PositiveSeconds = 60.0
+    health_seconds: PositiveSeconds = 30.0  # between checks of those that nobody uses
+    health_timeout: PositiveSeconds = 5.0
+    idle_seconds: PositiveSeconds = 300.0  # those beyond `warm` end when nobody used them for this long
+    max_age_seconds: PositiveSeconds = 3600.0  # then replaced, between two episodes
+    max_episodes: Annotated[int, Field(ge=0)] = 0  # then replaced; 0: no limit
+    memory_mb: Annotated[int, Field(ge=0)] = 2048  # address space of one process (subprocess); 0: no limit
+    cpu_seconds: Annotated[int, Field(ge=0)] = 0  # processor time of one call (subprocess, kubernetes); 0: no limit
+    kubernetes: KubernetesSection = KubernetesSection()
+
+    @model_validator(mode="after")
+    def _fits(self) -> EnvironmentSection:
+        found: list[tuple[str, object, str]] = []
+        if self.size and self.warm > self.size:
+            fix = f"more than environment.size = {self.size}: keep at most that many ready, or raise the size"
+            found.append(("warm", self.warm, fix))
+        if self.backoff_limit < self.backoff_first:
+            fix = f"below environment.backoff_first = {self.backoff_first:g}: the pauses grow from there to the limit"
+            found.append(("backoff_limit", self.backoff_limit, fix))
+        if self.backend == "kubernetes" and not self.kubernetes.image:
+            found.append(("kubernetes", "(no image)", "set environment.kubernetes.image to the image that pods run"))
+        if 0 < self.memory_mb < 64:
+            found.append(
+                ("memory_mb", self.memory_mb, "no Python process fits into that; give 64 or more, or 0 for no limit")
+            )
+        if found:
+            raise ValidationError.from_exception_data("environment", [violation(*item) for item in found])
+        return self
+
+
+class ToolsSection(Section):
+    """Tools that environments call as functions, like rewards. The embedded host runs ``functions``."""
+
+    functions: dict[ToolName, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = {}  # name -> module:function
+    urls: dict[ToolName, str] = {}  # name -> URL of a function elsewhere; token in RL_COSERVE_TOOLS_TOKEN
+    concurrency: Positive = 16  # calls of one tool in flight
+    burst: Annotated[int, Field(ge=0)] = 64  # more that may wait; one beyond fails
+    timeout: PositiveSeconds = 10.0
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
+    warm: Annotated[int, Field(ge=0)] = 1  # processes of each tool that are kept ready
+    idle_seconds: PositiveSeconds = 30.0  # the embedded host ends the others after this
+    host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ToolsSection:
+        if self.functions and self.urls:
+            fix = "the embedded host and functions elsewhere have different tokens: use one of functions and urls"
+            raise ValidationError.from_exception_data("tools", [violation("urls", sorted(self.urls), fix)])
+        return self
+
+    @property
+    def any(self) -> bool:
+        """Whether there are tools."""
+        return bool(self.functions or self.urls)

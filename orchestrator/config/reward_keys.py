@@ -1,0 +1,153 @@
+"""Sections of a config: rewards and judges."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from orchestrator.config.section_base import Positive, PositiveSeconds, Section
+from orchestrator.policies.episodes import adaptive_timeouts
+from orchestrator.policies.training.overlong_penalty import Overlong
+
+BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine
+
+
+class StreamedJudgeSection(Section):
+    """How the run's own judge runs (`reward.judge.path`): its layers lie in host memory, and are streamed to the device that
+    it shares with a rollout engine (RollPacker 4.3): docs/tasks.md."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # auto: the GPU where there is one
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    memory_mb: Annotated[int, Field(ge=0)] = 0  # what it may have of the device; 0: what is free (a CPU: any)
+    layers_file: str = ""  # keep the layers in this file instead of memory (on a CPU)
+    threads: Positive = 1
+    restarts: Annotated[int, Field(ge=0)] = 5  # in a row; then the run ends
+    start_seconds: PositiveSeconds = 300.0  # until it has read its weights
+    mps: bool = True  # NVIDIA's MPS for it and the engines, where it is on a GPU
+    mps_share: Annotated[int, Field(ge=1, le=100)] = 100  # per cent of the GPU's threads that the judge may have
+
+
+class JudgeSection(Section):
+    """A model that scores: behind an OpenAI-compatible endpoint (``url``; its bearer token is in the environment variable
+    RL_COSERVE_JUDGE_TOKEN), or started by the run from a Hugging Face folder (``path``). Both empty: none."""
+
+    url: str = ""  # the base, http://host:port/v1
+    path: str = ""
+    model: str = ""  # its name at the endpoint
+    criterion: str = ""  # what is graded, in words
+    template: str = ""  # the whole message, with {criterion} and {episode}; empty: the built-in one
+    low: int = 0
+    high: int = 10
+    structured: bool | None = None  # the endpoint enforces the form of the answer (response_format); None: with `url`
+    max_tokens: Positive = 64
+    streamed: StreamedJudgeSection = StreamedJudgeSection()
+
+    @property
+    def any(self) -> bool:
+        """Whether a model scores."""
+        return bool(self.url or self.path)
+
+    @model_validator(mode="after")
+    def _whole(self) -> JudgeSection:
+        if self.url and self.path:
+            raise ValueError("path: is for a judge that the run starts; leave it out, or url")
+        if self.path and self.structured:
+            raise ValueError("structured: the run's own judge enforces no form; leave it out")
+        for name in ("model", "criterion"):
+            if (self.url or (self.path and name == "criterion")) and not getattr(self, name):
+                raise ValueError(f"{name}: a judge needs one")
+        if self.low >= self.high:
+            raise ValueError(f"high ({self.high}) must be above low ({self.low})")
+        return self
+
+
+class ServeSection(Section):
+    """How many replicas Ray Serve keeps of the reward function (reward.host = "ray_serve")."""
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1  # 0: none when nobody calls, and a cold start of seconds
+    max_replicas: Positive = 4
+    per_replica: Positive = 1  # calls that one works on at once, a process each; more load than that adds replicas
+    cpus: Annotated[float, Field(gt=0)] = 1.0  # that Ray counts for a replica
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one; of a cluster's Serve, the port it listens on
+
+    @model_validator(mode="after")
+    def _room(self) -> ServeSection:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
+        return self
+
+
+class AdaptiveTimeoutSection(Section):
+    """Limits in seconds with reward.timeout = "adaptive" (RollPacker 4.3): a test case may run for ``factor`` times the longest
+    that it took in a correct answer, but within ``least`` and ``most``; for ``most`` while none has solved it."""
+
+    factor: Annotated[float, Field(ge=1)] = adaptive_timeouts.FACTOR
+    least: PositiveSeconds = adaptive_timeouts.LEAST
+    most: PositiveSeconds = adaptive_timeouts.MOST
+    rule: PositiveSeconds = adaptive_timeouts.RULE_LIMIT  # of a call where the task's reward has no test cases
+    whole: PositiveSeconds = 120.0  # of all test cases of a trajectory together
+
+    @model_validator(mode="after")
+    def _order(self) -> AdaptiveTimeoutSection:
+        if not self.least <= self.most <= self.whole:
+            raise ValueError(
+                f"least ({self.least:g}), most ({self.most:g}) and whole ({self.whole:g}) must be in this order"
+            )
+        return self
+
+
+class OverlongSection(Section):
+    """A reward that falls softly before a length limit (DAPO 3.4); the trainer's alone, see docs/megatron.md."""
+
+    limit: Annotated[int, Field(ge=0)] = 0  # generated tokens of an episode at which the whole penalty is due; 0: off
+    buffer: Annotated[int, Field(ge=0)] = 0  # tokens before it over which the penalty grows
+    penalty: Annotated[float, Field(gt=0)] = 1.0  # taken off the reward there
+
+    @model_validator(mode="after")
+    def _order(self) -> OverlongSection:
+        if self.buffer and not self.limit:
+            raise ValueError(f"buffer ({self.buffer}) lies before a limit: set limit too, or leave it out")
+        if self.buffer > self.limit:
+            raise ValueError(
+                f"buffer ({self.buffer}) must not be above limit ({self.limit}): every answer would be too long"
+            )
+        return self
+
+    @property
+    def rule(self) -> Overlong:
+        """As the policy has it."""
+        return Overlong(self.limit, self.buffer, self.penalty)
+
+
+class RewardSection(Section):
+    """The reward function behind HTTP. ``url`` empty: ``function`` runs on ``host``."""
+
+    function: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = ""  # module:function; empty: the task's own
+    url: str = ""
+    concurrency: Positive = 32
+    timeout: PositiveSeconds | Literal["adaptive"] = 10.0  # of a call; adaptive: of each test case, by `adaptive`
+    adaptive: AdaptiveTimeoutSection = AdaptiveTimeoutSection()
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
+    idle_seconds: PositiveSeconds = 30.0  # the embedded host scales to zero after this, Ray Serve to min_replicas
+    host_restarts: Annotated[int, Field(ge=0)] = 5  # of the embedded host, in a row; then the run ends
+    host: Literal["embedded", "ray_serve"] = "embedded"  # worker processes of this machine, or of a whole Ray
+    serve: ServeSection = ServeSection()
+    votes: Annotated[int, Field(ge=1, le=15)] = 1  # how often a trajectory is scored; odd
+    vote_by: Literal["majority", "median"] = "majority"  # what of the votes counts
+    judge: JudgeSection = JudgeSection()
+    overlong: OverlongSection = OverlongSection()
+
+    @model_validator(mode="after")
+    def _odd(self) -> RewardSection:
+        if self.votes % 2 == 0:
+            raise ValueError(f"votes ({self.votes}) must be odd, so that there is a majority")
+        if self.judge.any and self.timeout == "adaptive":
+            raise ValueError("timeout: a judge has no test cases: give the seconds of a call")
+        return self
+
+    def call_seconds(self, by_case: bool) -> float:
+        """How long a call may run. ``by_case``: the function limits its test cases itself, and starts and checks besides."""
+        if self.timeout != "adaptive":
+            return self.timeout
+        return self.adaptive.whole + BESIDE_CASES if by_case else self.adaptive.rule

@@ -1,0 +1,414 @@
+"""Sections of a config: engines, rollout, routing, contexts, filters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from orchestrator.api import urls
+from orchestrator.config.prediction_keys import PlacementSection, PredictionSection
+from orchestrator.config.section_base import Fraction, Positive, PositiveSeconds, Section, violation
+from orchestrator.policies.batching.round_planner import speculated
+
+
+class EngineSection(Section):
+    """The vLLM engine of a rollout worker."""
+
+    max_num_seqs: Positive = 64
+    max_model_len: Positive = 256
+    block_size: Annotated[int, Field(gt=0, multiple_of=32)] = 32
+    kv_cache_mb: Positive = 64
+    threads: Positive = 1
+
+
+class RoutingSection(Section):
+    """Which worker generates the next turn of a trajectory (ROSE 4.3, RollArt 5.2):
+    `orchestrator/policies/routing/turn_routing.py`."""
+
+    policy: Literal["cache-affine", "least-loaded", "round-robin"] = "cache-affine"
+    imbalance: Annotated[int, Field(ge=0)] = 16  # requests that staying with the prefix may cost before load decides
+    skew: Annotated[float, Field(ge=0)] = 0.0  # in its place: largest over smallest load that it may come to; 0: off
+    cap: Annotated[int, Field(ge=0)] = (
+        0  # requests a dedicated worker has at a time; the others go to served workers, or wait
+    )
+    served_cap: Annotated[int, Field(ge=0)] = (
+        0  # the same of a served worker. 0: no limit. ROSE takes 16 a dedicated GPU
+    )
+    # dedicated-first: a served worker gets what dedicated ones have no room for (ROSE). least-utilized: the worker with the
+    # smallest share of its cap taken, dedicated or served.
+    spread: Literal["dedicated-first", "least-utilized"] = "dedicated-first"
+    hardware: dict[
+        str, str
+    ] = {}  # worker (vllm-0, the URL of a served one) -> class of its hardware, where no pool says it
+    affinity: dict[str, str] = {}  # task, or "default" -> class that it should run on (RollArt, Listing 1)
+    fallback: bool = True  # a task may use the other classes while its own has no room
+
+    @model_validator(mode="after")
+    def _spread(self) -> RoutingSection:
+        if self.spread == "dedicated-first":
+            return self
+        what, found = "rollout.routing.spread = 'least-utilized'", list[tuple[str, object, str]]()
+        if self.policy == "round-robin":
+            fix = f"goes by nobody's load, and {what} does: take 'cache-affine' or 'least-loaded', or leave out spread"
+            found.append(("policy", self.policy, fix))
+        if self.skew:
+            found.append(
+                ("skew", self.skew, f"compares requests, {what} shares of caps: set it to 0, and use imbalance")
+            )
+        for name in ("cap", "served_cap"):
+            if not getattr(self, name):
+                fix = f"{what} compares the shares of caps that are taken: set it to at least 1 (ROSE takes 16)"
+                found.append((name, 0, fix))
+        if found:
+            raise ValidationError.from_exception_data("routing", [violation(*item) for item in found])
+        return self
+
+
+class BorrowedSection(Section):
+    """Which of `served` a run borrows, and when it takes others (ROSE 4): docs/coserving.md. 0 and no `file`: all, for good."""
+
+    most: Annotated[int, Field(ge=0)] = (
+        0  # servers, those whose neighbours used least KV memory in the last hour; 0: all that are named
+    )
+    file: str = ""  # names more of them, a URL a line; read again at every look
+    every: PositiveSeconds = 10.0  # between two looks at the servers
+    lease: Annotated[float, Field(ge=5, le=3600)] = 60.0  # that a server stays a run's without a sign of life of it
+    window: PositiveSeconds = 3600.0  # of the use that counts
+    margin: Fraction = 0.1  # of the memory that another server's neighbour must use less, to be taken in place of one
+    crowded: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the memory: above it a server is given back; 1: never
+    patience: PositiveSeconds = 30.0  # with a server that is silent, or lends nothing, before it is given back
+    rest: Annotated[float, Field(ge=0)] = 60.0  # before one that was crowded, reclaimed or gone is taken again
+    idle: Annotated[float, Field(ge=0)] = 120.0  # without need of a server before it is given back; 0: never for that
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether servers are given back and taken while a run goes on."""
+        return bool(self.most or self.file)
+
+    @model_validator(mode="after")
+    def _calm(self) -> BorrowedSection:
+        if self.crowded < 1 and self.margin >= self.crowded:
+            fix = f"must be less than crowded ({self.crowded:g}): no server would ever be taken"
+            raise ValidationError.from_exception_data("borrowed", [violation("margin", self.margin, fix)])
+        return self
+
+
+class KvTransferSection(Section):
+    """Prefix KV that is copied to the worker that a turn goes to, not computed anew (Heddle 5.3): docs/kv_transfer.md."""
+
+    enabled: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a shorter one is always computed
+    limit: PositiveSeconds = 10.0  # of a move; then the prefix is computed
+    staging_mb: Positive = 256  # of a worker's host memory, for KV that came and is not loaded yet
+    host: str = "127.0.0.1"  # that the run's own workers hand KV out at; "node": the address of each one's machine
+    allow_plain: bool = False  # another host than loopback may do without tls.certificate; KV then travels unencrypted
+    carrier: Literal["tcp", "mooncake"] = "tcp"  # of the blocks; who may have them is proved over TCP with either
+    protocol: Literal["tcp", "rdma"] = "tcp"  # of Mooncake's transfer engine
+    device: str = ""  # RDMA devices with commas between, as in /sys/class/infiniband; empty: Mooncake chooses
+
+    @model_validator(mode="after")
+    def _carried(self) -> KvTransferSection:
+        if self.carrier == "tcp" and (self.protocol, self.device) != ("tcp", ""):
+            fix = "protocol and device are of Mooncake's transfer engine: set carrier to 'mooncake', or leave them out"
+            raise ValidationError.from_exception_data("kv_transfer", [violation("protocol", self.protocol, fix)])
+        return self
+
+
+class DisaggregationSection(Section):
+    """Prefill and decode on workers of two classes (RollArt 6.3): docs/kv_transfer.md. Needs kv_transfer."""
+
+    enabled: bool = False
+    prefill: str = ""  # class of the workers that prefill, as in routing.hardware or a pool
+    decode: str = ""  # of those that decode
+    tasks: tuple[str, ...] = ()  # that are served so; empty: all
+    min_tokens: Annotated[int, Field(ge=0)] = 64  # of a context; a turn with a shorter one is served whole
+    degrees: dict[Annotated[str, Field(pattern=r"^vllm-\d+$")], Positive] = {}  # own worker -> devices of its engine: 1
+
+
+class PlannerSection(Section):
+    """Tensor parallelism of the run's own engines, chosen step by step (RollPacker 4.2), and expert parallelism (its section 7):
+    docs/profile.md."""
+
+    enabled: bool = False
+    profile: str = (
+        ""  # file of `rl-coserve profile`: the first TP, gains and re-profiling; without it gains are tried out
+    )
+    max_tp: Annotated[int, Field(ge=0)] = 0  # 0: rollout.workers, the devices of this machine
+    experts: bool = False  # of a mixture: layouts with whole experts on a device too (EP); in simulated runs only
+    expected_tokens: Annotated[int, Field(ge=0)] = 0  # of a response, before the first step; 0: the task's longest
+    rise: Annotated[float, Field(ge=1)] = 1.05  # of preemptions from one step to the next: then TP doubles
+    calm_steps: Positive = 4  # without preemption: then TP is halved
+    divergence: Annotated[float, Field(gt=1)] = (
+        2.0  # of a step's time from the profile's: then an alarm asks for a new one
+    )
+
+
+class ColocationSection(Section):
+    """Rollout and training on the same devices, streamed within a step (RollPacker 4.4): docs/modes.md."""
+
+    enabled: bool = False
+    low: Fraction = 0.2  # of a step's trajectories that are finished: devices may be freed from here on,
+    high: Fraction = 0.5  # up to here,
+    every: Annotated[float, Field(gt=0, le=1)] = 0.05  # tried again after so many more
+    level: Literal["weights", "dropped"] = "weights"  # what workers release: weights go to the host, or are read anew
+
+
+class RoundsSection(Section):
+    """Short and long rounds, tail batching (RollPacker 3): docs/tail_batching.md."""
+
+    enabled: bool = False
+    eta_prompts: float = 1.25  # a short round launches so many times the prompts that it keeps
+    eta_responses: float = 1.25  # the same of a prompt's responses
+    search: tuple[
+        float, ...
+    ] = ()  # values of eta to try in the first rounds, 1.1 to 1.4 in the paper; empty: no search
+    epoch_prompts: Annotated[int, Field(ge=0)] | None = None  # in the data set; 0: never repeats; None: the task knows
+    tries: Positive = 16  # a prompt whose groups failed so often is given up, and counted
+    isolate_environments: bool = False  # prompts that their environment made late wait in a queue of their own
+    max_active: Positive | None = None  # trajectories in flight for each worker at most (DAPO with rounds)
+    predict: Annotated[str, Field(pattern=r"^(history|progressive|[\w.]+:\w+)?$")] = (
+        ""  # who says which prompts are long: the prompts'
+    )
+    # own lengths in earlier epochs, or a function of a prompt; they wait for a long round unplayed. Empty: nobody
+
+    @model_validator(mode="after")
+    def _etas(self) -> RoundsSection:
+        fix = "at least 1, fewer than a round keeps must not start (and at most 4, the rest is thrown away)"
+        found = [
+            violation(name, value, fix)
+            for name, value in (("eta_prompts", self.eta_prompts), ("eta_responses", self.eta_responses))
+            if not 1 <= value <= 4
+        ]
+        if not all(1 <= value <= 4 for value in self.search):
+            found.append(violation("search", list(self.search), fix))
+        if found:
+            raise ValidationError.from_exception_data("rounds", found)
+        return self
+
+    @property
+    def largest(self) -> tuple[float, float]:
+        """The largest eta that may ever be used, for prompts and for responses."""
+        return max((self.eta_prompts, *self.search)), max((self.eta_responses, *self.search))
+
+
+class RolloutSection(Section):
+    """How trajectories are produced, and how stale they may be."""
+
+    workers: Annotated[int, Field(ge=0)] = 1  # vLLM engines that the run starts; 0 with `served`
+    served: tuple[str, ...] = ()  # URLs of running `vllm serve MODEL --plugin rl-coserve`, rollout workers beside these
+    served_token_file: str = ""  # holds their bearer token; empty: the environment variable RL_COSERVE_TOKEN
+    served_allow_plain_http: bool = False  # to other machines too: the token travels unencrypted
+    # Added to the priority of the run's requests there: the lower number goes first, and users have 0.
+    served_priority: Annotated[int, Field(ge=-(10**9), le=10**9)] = 1_000_000
+    served_deactivate: bool = False  # at the run's end, rollout engines of a device's pool that nobody else uses
+    environments: Positive = 64  # trajectories in flight at most
+    alpha: Annotated[int, Field(ge=0, le=64)] = 1  # versions a trajectory may lag (RollArt 6.2)
+    group_size: Annotated[int, Field(ge=2, le=1024)] = 8  # GRPO needs at least two members to compare
+    groups_per_step: Positive = 32
+    redundant_groups: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0  # launched over needed
+    redundant_members: Annotated[float, Field(ge=1.0, le=4.0)] = (
+        1.0  # the same of a group's members; the rest is aborted
+    )
+    member_refills: Annotated[int, Field(ge=0, le=16)] = 2  # replacements for failed members, a group
+    group_timeout: PositiveSeconds | None = None  # then a group is trained without its stragglers, or they are replaced
+    buffer_limit: Positive | None = None  # trajectories between start and training; None: what alpha allows
+    staleness_decay: Annotated[float, Field(ge=0)] = 0.0  # a trajectory counts exp(-this * lag) in the loss; 0: off
+    ess_alarm: Fraction = 0.0  # alarm when a step's effective sample size falls below this share; 0: off
+    dynamic_sampling: bool = False  # replace complete groups whose rewards are all equal by other groups (DAPO)
+    max_filtered_groups: Positive = 64  # so replaced, a step; those beyond are trained as they are
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    environment_step_timeout: PositiveSeconds = 10.0
+    trajectory_timeout: PositiveSeconds = 120.0
+    worker_restarts: Annotated[int, Field(ge=0)] = 2
+    stall_timeout: PositiveSeconds = 60.0  # a worker with work but no completion for this long is restarted
+    heartbeat_seconds: PositiveSeconds = 5.0  # a worker with work that was silent for this long is asked how it is
+    heartbeat_misses: Positive = 4  # so many times without an answer in that time, then it is restarted
+    weights: Literal["relay", "collective"] = "relay"  # how the run's own workers get a version; others: by the relay
+    collective_timeout: PositiveSeconds = 60.0  # to deliver a version; workers that lack it then take it from the relay
+    engine: EngineSection = EngineSection()
+    routing: RoutingSection = RoutingSection()
+    borrowed: BorrowedSection = BorrowedSection()
+    kv_transfer: KvTransferSection = KvTransferSection()
+    disaggregation: DisaggregationSection = DisaggregationSection()
+    planner: PlannerSection = PlannerSection()
+    colocation: ColocationSection = ColocationSection()
+    rounds: RoundsSection = RoundsSection()
+    prediction: PredictionSection = PredictionSection()
+    placement: PlacementSection = PlacementSection()
+
+    @model_validator(mode="after")
+    def _fleet(self) -> RolloutSection:
+        allow = self.served_allow_plain_http
+        found: list[tuple[str, object, str]] = []
+        found += [("served", url, fix) for url in self.served if (fix := urls.mistake(url, allow))]
+        given = [url.rstrip("/") for url in self.served]
+        found += [
+            ("served", url, "is there twice: name each server once")
+            for index, url in enumerate(given)
+            if given.index(url) != index
+        ]
+        if self.borrowed.most > len(self.served) and not self.borrowed.file:
+            fix = f"rollout.served names {len(self.served)} servers to choose from: name more, or borrow fewer"
+            found.append(("borrowed.most", self.borrowed.most, fix))
+        if self.routing.spread == "least-utilized" and self.placement.enabled:
+            fix = "says itself where a trajectory goes: leave out rollout.routing.spread, or set it to false"
+            found.append(("placement.enabled", True, fix))
+        if not (self.workers or self.served):
+            fix = "nothing would generate: give at least 1, or the URL of a running server in rollout.served"
+            found.append(("workers", 0, fix))
+        if self.weights == "collective" and self.served and not self.workers:
+            fix = "reaches the run's own workers only, and rollout.workers is 0: use 'relay'"
+            found.append(("weights", self.weights, fix))
+        if self.colocation.low > self.colocation.high:
+            found.append(("colocation", self.colocation.low, "low must not be above high: no milestone would be left"))
+        if self.colocation.enabled and (self.served or self.planner.enabled or self.weights == "collective"):
+            fix = "shares the devices of the run's own, fixed workers over the relay: leave out rollout.served, "
+            fix += "rollout.planner and weights = 'collective', or set rollout.colocation.enabled to false"
+            found.append(("colocation", "enabled", fix))
+        if self.planner.enabled and not self.workers:
+            fix = "cuts the run's own engines, and rollout.workers is 0: set rollout.planner.enabled to false"
+            found.append(("planner", "enabled", fix))
+        if self.planner.experts and not self.planner.enabled:
+            fix = "says what the planner may choose, which is off: set rollout.planner.enabled to true too, or this to false"
+            found.append(("planner.experts", True, fix))
+        if self.rounds.enabled:
+            found += self._with_rounds()
+        if self.placement.enabled and not self.prediction.enabled:
+            fix = "places by predicted lengths: set rollout.prediction.enabled to true too"
+            found.append(("placement", "enabled", fix))
+        if self.placement.degrees.enabled:
+            found += self._with_degrees()
+        if self.disaggregation.enabled:
+            found += self._disaggregated()
+        elif self.disaggregation.degrees:
+            fix = "are of engines that prefill or decode only: set rollout.disaggregation.enabled to true, or leave them out"
+            found.append(("disaggregation.degrees", dict(self.disaggregation.degrees), fix))
+        if found:
+            raise ValidationError.from_exception_data("rollout", [violation(*item) for item in found])
+        return self
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the run's own engines are cut anew between steps: by one of the two, never both."""
+        return self.planner.enabled or self.placement.degrees.enabled
+
+    def _with_degrees(self) -> list[tuple[str, object, str]]:
+        """Who else would cut or lend the engines, and what the degrees are chosen by."""
+        field, degrees = "placement.degrees", self.placement.degrees
+        found: list[tuple[str, object, str]] = []
+        others = [name for name in ("planner", "colocation", "disaggregation") if getattr(self, name).enabled]
+        if others:
+            fix = f"cuts the engines anew, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
+            if others == ["disaggregation"]:
+                fix = "cuts all engines anew, where each pool has its own: name them in rollout.disaggregation.degrees"
+            found.append((f"{field}.enabled", True, fix))
+        if not self.workers:
+            fix = "cuts the run's own engines, and rollout.workers is 0: set it to false"
+            found.append((f"{field}.enabled", True, fix))
+        if not self.placement.enabled:
+            fix = "gives long trajectories the large engines: set rollout.placement.enabled to true too"
+            found.append((f"{field}.enabled", True, fix))
+        if degrees.start and sum(degrees.start) != self.workers:
+            fix = f"must add up to rollout.workers = {self.workers}, the devices"
+            found.append((f"{field}.start", list(degrees.start), fix))
+        if degrees.start and degrees.expected_tokens:
+            fix = f"says what to begin with, and so does {field}.start: leave one of them out"
+            found.append((f"{field}.expected_tokens", degrees.expected_tokens, fix))
+        return found
+
+    def _disaggregated(self) -> list[tuple[str, object, str]]:
+        """What prefill on other workers than decode needs."""
+        settings, found = self.disaggregation, list[tuple[str, object, str]]()
+        if not self.kv_transfer.enabled:
+            fix = "decode needs the KV of the prefill: set rollout.kv_transfer.enabled = true"
+            found.append(("disaggregation.enabled", True, fix))
+        if not settings.prefill or not settings.decode or settings.prefill == settings.decode:
+            fix = "name two classes of workers, prefill and decode (rollout.routing.hardware says which worker is of which)"
+            found.append(("disaggregation.prefill", settings.prefill, fix))
+        if self.planner.enabled or self.colocation.enabled:
+            fix = "keeps its workers: leave out rollout.planner and rollout.colocation"
+            found.append(("disaggregation.enabled", True, fix))
+        strange = [name for name in settings.degrees if int(name.removeprefix("vllm-")) >= self.workers]
+        if strange:
+            fix = f"there is no {strange[0]}: rollout.workers is {self.workers}"
+            found.append(("disaggregation.degrees", dict(settings.degrees), fix))
+        return found
+
+    def _with_rounds(self) -> list[tuple[str, object, str]]:
+        """What rounds do themselves, and what they cannot do."""
+        found: list[tuple[str, object, str]] = [
+            (name, getattr(self, name), f"rollout.rounds speculates itself: leave it at 1 and set rollout.rounds.{eta}")
+            for name, eta in (("redundant_groups", "eta_prompts"), ("redundant_members", "eta_responses"))
+            if getattr(self, name) > 1
+        ]
+        if self.rounds.predict == "progressive" and not self.prediction.enabled:
+            fix = "goes by the run's own forecasts: set rollout.prediction.enabled to true, or take 'history'"
+            found.append(("rounds.predict", "progressive", fix))
+        members, rounds = speculated(self.rounds.largest[1], self.group_size), self.rounds
+        room = (rounds.max_active or members) * (self.workers + len(self.served))
+        if room < members:
+            fix = f"a group of {members} starts as a whole: {members} over all workers at least"
+            found.append(("rounds.max_active", rounds.max_active, fix))
+        if rounds.epoch_prompts and rounds.epoch_prompts < self.groups_per_step:
+            fix = (
+                f"a batch of {self.groups_per_step} prompts (rollout.groups_per_step) would hold one of them twice: "
+                "take smaller batches, or a larger data set"
+            )
+            found.append(("rounds.epoch_prompts", rounds.epoch_prompts, fix))
+        return found
+
+
+class TaskContextSection(Section):
+    """What long episodes are shown: docs/long_episodes.md. Sizes are tokens."""
+
+    strategy: Literal["keep", "summarise", "restart"] = "keep"
+    tokens: Annotated[int, Field(ge=0)] = 0  # a context with its response; 0: all that the task has room for
+    recent_turns: Annotated[int, Field(ge=0)] = 3  # the last turns, that stay when a context begins anew
+    summary: Annotated[str, Field(pattern=r"^(model|[\w.]+:\w+)$")] = "model"  # by the policy, or module:function
+    summary_tokens: Annotated[int, Field(ge=0)] = 0  # at most; 0: as a response
+    ask: tuple[int, ...] = ()  # token ids that ask the policy for a summary
+
+    @model_validator(mode="after")
+    def _asks(self) -> TaskContextSection:
+        if self.strategy == "summarise" and self.summary == "model" and not self.ask:
+            fix = "the policy must be asked for its summary: give the token ids of the question"
+            found = violation("ask", list(self.ask), fix)
+            raise ValidationError.from_exception_data("context", [found])
+        return self
+
+
+class ContextSection(TaskContextSection):
+    """The same for all tasks, but for those that have a table of their own: ``[context.tasks.NAME]``."""
+
+    tasks: dict[str, TaskContextSection] = {}
+
+    def of(self, task: str) -> TaskContextSection:
+        """The rules of a task."""
+        return self.tasks.get(task, self)
+
+
+class FiltersSection(Section):
+    """Which scored trajectories may be trained on, what a batch is made of; see
+    :mod:`orchestrator.policies.batching.trajectory_filters`."""
+
+    completeness: bool = True  # drop what an error cut short, or what holds no token of the policy
+    truncated: Literal["keep", "drop"] = "keep"  # episodes that ran into their turn or context limit
+    reward_min: float | None = None
+    reward_max: float | None = None
+    ngram: Annotated[int, Field(ge=2, le=64)] = 4  # tokens; of the next two
+    max_repetition: Fraction | None = None  # share of a trajectory's action n-grams that repeat earlier ones of it
+    max_similarity: Fraction | None = None  # share that the last `similarity_window` trajectories have already
+    similarity_window: Positive = 256  # trajectories of the same task
+    balance: Literal["none", "task", "difficulty"] = "none"
+    balance_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch's groups, for one task or difficulty
+
+    @model_validator(mode="after")
+    def _range(self) -> FiltersSection:
+        if self.reward_min is not None and self.reward_max is not None and self.reward_min > self.reward_max:
+            fix = f"must not be above filters.reward_max = {self.reward_max:g}: no reward would pass"
+            raise ValidationError.from_exception_data("filters", [violation("reward_min", self.reward_min, fix)])
+        if self.truncated == "drop" and not self.completeness:
+            fix = "needs filters.completeness = true"
+            raise ValidationError.from_exception_data("filters", [violation("truncated", self.truncated, fix)])
+        return self

@@ -1,0 +1,307 @@
+"""The configuration of a run: typed, closed (an unknown key is an error), importable without torch or an engine.
+
+A config comes from a TOML file plus dotted overrides (``rollout.alpha=2``). :func:`load_config` reports every violation
+at once, each with field, value and fix, as a :class:`~orchestrator.api.ConfigError`. Times are seconds, sizes are in the
+unit that the field's name ends with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from orchestrator.api import ConfigError, urls
+from orchestrator.config.section_base import Positive
+from orchestrator.config.sections import (
+    CheckpointSection,
+    ContextSection,
+    EnvironmentSection,
+    EvaluationSection,
+    FiltersSection,
+    LoggingSection,
+    ModelSection,
+    RaySection,
+    RelaySection,
+    ResourcesSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    Section,
+    SimSection,
+    TaskSection,
+    TlsSection,
+    ToolsSection,
+    TrainerSection,
+    ViewSection,
+    WarmupSection,
+)
+from orchestrator.policies.batching import coordination_modes
+from orchestrator.policies.batching.round_planner import speculated
+from orchestrator.policies.training.objective_table import OBJECTIVES
+
+
+class CostSection(Section):
+    """What `rl-coserve cost` counts with. The prices are ASSUMPTIONS, of no provider: put in your own."""
+
+    currency: str = "USD"
+    trainer_gpus: Positive | None = None  # None: as many as the trainer's parallel sizes need
+    gpus_per_worker: Positive = 1
+    trainer_gpu_hour: Annotated[float, Field(ge=0)] = 2.5
+    rollout_gpu_hour: Annotated[float, Field(ge=0)] = 2.5
+    environment_hour: Annotated[float, Field(ge=0)] = 0.05  # one environment, about one CPU core
+    reward_call: Annotated[float, Field(ge=0)] = 2e-7
+    reward_second: Annotated[float, Field(ge=0)] = 2e-5  # of a function's run time
+    served_gpu_hour: Annotated[float, Field(ge=0)] = 0.0  # GPUs of rollout.served are paid for by their users
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    rollout: RolloutSection = RolloutSection()
+    filters: FiltersSection = FiltersSection()
+    trainer: TrainerSection = TrainerSection()
+    context: ContextSection = ContextSection()
+    warmup: WarmupSection = WarmupSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    reward: RewardSection = RewardSection()
+    tools: ToolsSection = ToolsSection()
+    relay: RelaySection = RelaySection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    resources: ResourcesSection = ResourcesSection()
+    ray: RaySection = RaySection()
+    tls: TlsSection = TlsSection()
+    view: ViewSection = ViewSection()
+    logging: LoggingSection = LoggingSection()
+    sim: SimSection = SimSection()
+    cost: CostSection = CostSection()
+
+    @model_validator(mode="after")
+    def _across(self) -> Config:
+        if fix := coordination_modes.conflict(self.run.mode, self.rollout.alpha):
+            found = InitErrorDetails(
+                type=PydanticCustomError("conflict", "{fix}", {"fix": fix}),
+                loc=("rollout", "alpha"),
+                input=self.rollout.alpha,
+            )
+            raise ValidationError.from_exception_data("config", [found])
+        if self.task.name == "agent":
+            self._check_agent()
+        if self.relay.signing_key and self.rollout.weights == "collective":
+            raise ValueError("relay.signing_key: rollout.weights = 'collective' brings weights unsigned: take 'relay'")
+        called = {"reward.url": self.reward.url, "reward.judge.url": self.reward.judge.url}
+        called |= {f"tools.urls.{name}": url for name, url in self.tools.urls.items()}
+        for name, url in called.items():
+            if url and (fix := urls.plain_mistake(url, self.tls.allow_plain_http)):
+                raise ValueError(f"{name} = {url!r}: {fix}")
+        kv = self.rollout.kv_transfer
+        if kv.enabled and not (self.tls.certificate or kv.allow_plain or urls.is_loopback(kv.host)):
+            raise ValueError(
+                f"rollout.kv_transfer.host = {kv.host!r}: others reach it, and KV would travel unencrypted: give "
+                "tls.certificate and tls.key, or rollout.kv_transfer.allow_plain on a network that you trust"
+            )
+        if self.rollout.environments < self.rollout.group_size:
+            raise ValueError("rollout.environments must be at least rollout.group_size: a group starts as a whole")
+        if self.resources.rollout and sum(self.resources.rollout.values()) != self.rollout.workers:
+            raise ValueError(
+                "resources.rollout must name the class of each worker: its numbers must add up to rollout.workers"
+            )
+        if self.resources.rollout and not self.resources.pools:
+            raise ValueError("resources.rollout names classes of resources.pools: name the pools too")
+        if self.sim.fleet and sum(self.sim.fleet.values()) != self.rollout.workers:
+            raise ValueError("sim.fleet must name the class of each worker: its numbers must add up to rollout.workers")
+        known = self.sim.tasks and not self.sim.trace
+        if self.rollout.prediction.enabled and self.rollout.prediction.predictor == "oracle" and not known:
+            raise ValueError(
+                "rollout.prediction.predictor = 'oracle' knows lengths that are drawn from sim.tasks only: take another one"
+            )
+        if self.sim.degrees and len(self.sim.degrees) != self.rollout.workers:
+            raise ValueError("sim.degrees must name the devices of each worker: as many numbers as rollout.workers")
+        if self.rollout.environments < self.group_members:
+            raise ValueError(
+                f"rollout.environments must be at least {self.group_members}, the members that "
+                "rollout.redundant_members (or rollout.rounds.eta_responses) starts for a group: a group starts as a whole"
+            )
+        pooled = self.environment.size if self.environment.backend != "in-process" else 0
+        if self.run.mode == "sync" and 0 < pooled < self.rollout.environments:
+            raise ValueError(
+                f"environment.size = {pooled} is less than rollout.environments = {self.rollout.environments}: in run.mode = "
+                "'sync' those with an environment would wait for those without one, for ever (make them equal)"
+            )
+        launched = math.ceil(self.batch_trajectories * self.redundancy)
+        if self.rollout.buffer_limit is not None and self.rollout.buffer_limit < launched:
+            raise ValueError(f"rollout.buffer_limit must be at least {launched}: so many are launched for one batch")
+        if self.rollout.colocation.enabled:
+            self._check_colocation()
+        if self.rollout.rounds.enabled and self.filters.balance != "none":
+            raise ValueError(
+                "filters.balance chooses among finished groups, rollout.rounds takes the first ones: set one of them only"
+            )
+        compared = OBJECTIVES[self.trainer.objective].advantage in ("group", "leave-one-out")
+        if self.rollout.dynamic_sampling and not compared:
+            raise ValueError(
+                f"rollout.dynamic_sampling drops what trainer.objective = {self.trainer.objective!r} learns from: it does "
+                "not compare the members of a group (set it to false, or use grpo, dapo, rloo or gspo)"
+            )
+        return self
+
+    def _check_agent(self) -> None:
+        if self.model.path and not self.task.agent.tokenizer:
+            raise ValueError("task.agent.tokenizer: name the folder with the tokenizer of model.path (often the same)")
+        if self.environment.backend != "in-process":
+            raise ValueError(
+                "environment.backend: an agent program has a sandbox of its own: leave it at 'in-process' for task 'agent'"
+            )
+        if self.context.strategy != "keep" or self.context.tasks:
+            raise ValueError(
+                "context: what an agent shows the policy is its own affair: leave context.strategy at 'keep' for task 'agent'"
+            )
+
+    def _check_colocation(self) -> None:
+        trainer, workers = self.trainer, self.rollout.workers
+        ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+        if self.run.mode not in ("sync", "sync_plus"):
+            raise ValueError(
+                f"rollout.colocation is for run.mode 'sync' and 'sync_plus', not {self.run.mode!r}: in the others rollout "
+                "never leaves the devices (set it to false, or change the mode)"
+            )
+        if not trainer.stream:
+            raise ValueError("rollout.colocation streams into the trainer: set trainer.stream to true")
+        if self.resources.pools:
+            raise ValueError(
+                "rollout.colocation shares devices, resources.pools divides them: leave one of the two out"
+            )
+        if ranks > workers:
+            raise ValueError(
+                f"rollout.colocation: {ranks} trainer ranks need as many devices, rollout.workers has {workers}: each rank "
+                "shares the device of a worker"
+            )
+
+    @property
+    def collective_limit(self) -> float | None:
+        """Seconds for the collective to deliver a version; None: it is not used."""
+        return self.rollout.collective_timeout if self.rollout.weights == "collective" else None
+
+    @property
+    def batch_trajectories(self) -> int:
+        """Trajectories a step trains on."""
+        return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def group_members(self) -> int:
+        """Trajectories that start for a group, at most."""
+        if self.rollout.rounds.enabled:
+            return speculated(self.rollout.rounds.largest[1], self.rollout.group_size)
+        return math.ceil(self.rollout.group_size * self.rollout.redundant_members)
+
+    @property
+    def redundancy(self) -> float:
+        """Trajectories launched over trajectories needed, at most."""
+        if self.rollout.rounds.enabled:
+            groups = speculated(self.rollout.rounds.largest[0], self.rollout.groups_per_step)
+            return groups * self.group_members / self.batch_trajectories
+        return self.rollout.redundant_groups * self.group_members / self.rollout.group_size
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file (None: all defaults) and apply dotted overrides. Raises ConfigError."""
+    data: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, IsADirectoryError) as error:
+            what = "is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+            raise ConfigError("config", str(file), f"{what}; give the path of a TOML file") from None
+        except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
+            raise ConfigError("config", str(file), f"cannot be read as TOML: {error}") from error
+    for override in overrides:
+        apply_override(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: dict[str, Any]) -> Config:
+    """Validate a plain dictionary. Raises one ConfigError that lists every violation."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        problems = [
+            (".".join(str(part) for part in item["loc"]) or "config", item["input"], _fix(item))
+            for item in error.errors()
+        ]
+    field, value, fix = problems[0]
+    if len(problems) > 1:
+        fix += "".join(f"\n  {name} = {_short(item)}: {how}" for name, item, how in problems[1:])
+    raise ConfigError(field, _Short(value), fix)
+
+
+class _Short:
+    """A value whose repr does not flood the terminal."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return _short(self.value)
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, BaseModel | dict) else "(the section)"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _fix(item: Any) -> str:
+    if item["type"] == "extra_forbidden":
+        parent: Any = Config
+        for part in item["loc"][:-1]:
+            parent = parent.model_fields[part].annotation
+        import difflib  # only on the way to an error
+
+        known = sorted(parent.model_fields)
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"no such key; {hint}known keys: {', '.join(known)}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+_DEEPEST = 8  # sections within each other
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Put ``section.key=value`` into the plain dictionary of a config. Raises ConfigError."""
+    name, separator, raw = override.partition("=")
+    name = name.strip()
+    if not separator or not name:
+        raise ConfigError("override", override, "write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()  # a bare word is a string
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, _Short(raw), f"cannot be read as a TOML value: {error}") from error
+    *sections, key = name.split(".")
+    if len(sections) > _DEEPEST or not all((*sections, key)):
+        raise ConfigError("override", _Short(override), "write it as section.key=value")
+    table = data
+    for section in sections:
+        child = table.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(name, raw, f"{section} is not a section")
+        table = child
+    table[key] = value
+
+
+def to_json(config: Config) -> str:
+    """The resolved config, stable and readable; saved with every run."""
+    return json.dumps(config.model_dump(mode="json"), indent=2, sort_keys=True)

@@ -1,0 +1,149 @@
+"""Sections of a config: the run, its model, its task, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from orchestrator.config.agent_keys import AgentSection
+from orchestrator.config.section_base import Positive, PositiveSeconds, Section, violation
+from orchestrator.tasks import registry
+
+
+class RunSection(Section):
+    """What runs, for how long, and where its folder is."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"  # folder name prefix under `folder`
+    folder: str = "runs"
+    seed: Annotated[int, Field(ge=0)] = 0
+    mode: Literal["sync", "sync_plus", "one_off", "areal", "async"] = "async"  # docs/modes.md
+    steps: Positive = 100
+    trainer_timeout: PositiveSeconds = 3600.0  # a trainer that does not answer one call for this long counts as dead
+    # After the death of the trainer or of the relay's master a run goes on by itself from its newest checkpoint, so often
+    # without a new training step in between; then it ends. 0: it ends at once.
+    restarts: Annotated[int, Field(ge=0)] = 2
+    minutes: Annotated[float, Field(gt=0)] | None = None  # stop starting new steps after this many minutes of training
+
+
+class ModelSection(Section):
+    """Which model: a Hugging Face folder, or (``path`` empty) a tiny Qwen3 that the run creates."""
+
+    path: str = ""
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 256
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 32
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _shapes(self) -> ModelSection:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class MemorySection(Section):
+    """A memory as a tool, around any task: see docs/long_episodes.md."""
+
+    turns: Annotated[int, Field(ge=0)] = 0  # that an episode has for it beside the task's own; 0: no memory
+    longest: Annotated[int, Field(ge=2)] = 64  # tokens of an answer, at most
+    notes: Positive = 64  # that are kept; then the oldest goes
+
+
+class ChatSection(Section):
+    """A pretrained model's own words, around a task in text: see docs/tasks.md."""
+
+    tokenizer: str = (
+        ""  # a Hugging Face folder with a chat template, often model.path; empty: the task's closed vocabulary
+    )
+    system: str = ""  # instructions that every episode begins with; empty: the template's own, where it has some
+    response_tokens: Positive | None = None  # of an answer, at most; None: as many as the task has ids for
+    examples: Annotated[int, Field(ge=0)] = 0  # episodes of the task's own expert that stand before each prompt
+    answer: str = ""  # regular expression: of a turn the task hears its last match only; empty: all of the turn
+
+
+class TaskSection(Section):
+    """What is trained on: see docs/tasks.md."""
+
+    name: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")] = "frozenlake"  # or module:Class of your own
+    heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct held-out prompts (maps, problems) to evaluate on
+    dataset: str = ""  # of reasoning_gym
+    dataset_options: dict[
+        str, int | float | bool | str
+    ] = {}  # of that data set's own, `max_digits = 2` for example; of sums
+    prompt_tokens: Positive | None = None  # of reasoning_gym, at most; None: the task's own
+    response_tokens: Positive | None = None  # the same for an answer
+    mixture: dict[str, Annotated[float, Field(gt=0)]] = {}  # task -> its share of the prompts (name = "mixture")
+    memory: MemorySection = MemorySection()
+    chat: ChatSection = ChatSection()
+    agent: AgentSection = AgentSection()  # of name = "agent"
+
+    @model_validator(mode="after")
+    def _known(self) -> TaskSection:
+        if ":" not in self.name and self.name not in (*registry.BUILT_IN, *registry.PROGRAMS):
+            known = (*registry.BUILT_IN, *registry.PROGRAMS)
+            near = difflib.get_close_matches(self.name, known, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            fix = f"no such task; {meant}there are: {', '.join(known)}; your own is written module:Class"
+            raise ValidationError.from_exception_data("task", [violation("name", self.name, fix)])
+        names = sorted(self.mixture) if self.name == "mixture" else [self.name]
+        if self.mixture and self.name != "mixture":
+            raise ValueError("mixture: only for name = 'mixture'")
+        if self.name == "mixture" and len(names) < 2:
+            raise ValueError("mixture: name = 'mixture' needs two tasks or more, each with its share")
+        if wrong := [name for name in self.mixture if name == "mixture" or name not in registry.BUILT_IN]:
+            raise ValueError(f"mixture.{wrong[0]}: only built-in tasks are mixed: {', '.join(registry.BUILT_IN)}")
+        others = [name for name in self._gym if self.name != "sums" or name != "dataset_options"]
+        if "reasoning_gym" not in names and others:
+            raise ValueError(f"{', '.join(others)}: only for name = 'reasoning_gym'")
+        if "reasoning_gym" in names and not self.dataset:
+            raise ValueError("dataset: name = 'reasoning_gym' needs one, chain_sum for example")
+        if self.name != "agent" and self.agent != AgentSection():
+            raise ValueError("agent: only for name = 'agent'")
+        if self.name == "agent" and self.memory.turns:
+            raise ValueError("memory: not for name = 'agent': the agent keeps what it wants to keep")
+        if self.chat.tokenizer and self.name in ("mixture", "agent"):
+            more = "; task.agent.tokenizer is its own" if self.name == "agent" else ""
+            raise ValueError(f"chat.tokenizer: for a single task in text, not for name = {self.name!r}{more}")
+        if self.chat.tokenizer and self.memory.turns:
+            raise ValueError("chat.tokenizer: not together with memory, whose words no tokenizer has")
+        if not self.chat.tokenizer and self.chat != ChatSection():
+            raise ValueError("chat.tokenizer: name the folder of a tokenizer, or leave the rest of chat out")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the task's class is given beside the number of held-out prompts."""
+        if self.name == "mixture":
+            return {"shares": self.mixture, **({"reasoning_gym": self._gym} if self._gym else {})}
+        if self.name == "agent":
+            return {"settings": self.agent}
+        return dict(self._gym)
+
+    @property
+    def _gym(self) -> dict[str, Any]:
+        given = {
+            "dataset": self.dataset,
+            "dataset_options": self.dataset_options,
+            "prompt_tokens": self.prompt_tokens,
+            "response_tokens": self.response_tokens,
+        }
+        return {name: value for name, value in given.items() if value}
+
+
+class EvaluationSection(Section):
+    """Greedy evaluation on held-out prompts: at the start, every ``every`` steps, and at the end."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # 0: start and end only
+    prompts: Positive = 300
+
+
+class CheckpointSection(Section):
+    """Atomic checkpoints; the last ``keep`` stay."""
+
+    every: Positive = 1
+    keep: Positive = 2

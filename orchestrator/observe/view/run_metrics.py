@@ -1,0 +1,178 @@
+"""A run's Prometheus metrics: what ``/metrics`` of its view says, under the prefix ``rl_coserve:run_``.
+
+Guarantees: no label has a value per trajectory, prompt or address: labels are ends of the ledger, lags (never above
+``rollout.alpha`` and a few), reasons without numbers, workers and kinds of faults, each of a bounded number. Names carry base
+units. Counters count what this process has read of the log: after a resume they go on, where the run's own step goes back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from orchestrator.observe.view.run_state import UPDATE_BUCKETS, RunState
+
+PREFIX = "rl_coserve:run_"
+
+# name -> (type, labels, what it says). docs/seeing.md has the same table; a test compares them.
+TABLE: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "info": ("gauge", ("name", "mode", "kind"), "1; the run's name, mode, and whether it is real or simulated."),
+    "up": ("gauge", (), "1 while the run has not ended."),
+    "step": ("gauge", (), "Training steps done."),
+    "steps_planned": ("gauge", (), "Training steps asked for."),
+    "version": ("gauge", (), "The newest weight version."),
+    "seconds": ("gauge", (), "Seconds since the run's start."),
+    "reward": ("gauge", (), "Mean reward of the last batch."),
+    "success": ("gauge", (), "Greedy success on held-out prompts, at the last evaluation."),
+    "tokens_per_second": ("gauge", (), "Generated and trained tokens over the time of the last steps."),
+    "steps": ("counter", (), "Training steps that were made."),
+    "trained_tokens": ("counter", (), "Generated tokens that were trained on."),
+    "trained_trajectories": ("counter", (), "Trajectories that were trained on."),
+    "lag": ("histogram", (), "Lag of trained trajectories, in versions, when their batch was taken."),
+    "trajectories_started": ("gauge", (), "Trajectories that were started: the ledger's total."),
+    "trajectories": ("gauge", ("end",), "The ledger: trajectories by their end, and those in flight."),
+    "waiting": ("gauge", ("reason",), "Trajectories in flight by what they wait for; 16 reasons and the others."),
+    "buffered": ("gauge", (), "Scored trajectories that wait for their group."),
+    "queue": ("gauge", (), "Turns that wait for a worker."),
+    "worker_up": ("gauge", ("worker",), "1 while the worker takes requests."),
+    "worker_requests": ("gauge", ("worker",), "Requests at the worker without an answer."),
+    "worker_running": ("gauge", ("worker",), "Requests that the worker computes."),
+    "worker_waiting": ("gauge", ("worker",), "Requests that wait in the worker."),
+    "worker_kv_used_ratio": ("gauge", ("worker",), "Share of the worker's KV blocks in use."),
+    "worker_version": ("gauge", ("worker",), "The weight version that the worker holds."),
+    "worker_tokens_per_second": ("gauge", ("worker",), "Tokens that the worker generates a second."),
+    "worker_lent_pages": ("gauge", ("worker",), "Pages of serving's device that the worker has."),
+    "worker_lent_pages_budget": ("gauge", ("worker",), "Pages of serving's device that the worker may have."),
+    "worker_slo_slack_seconds": (
+        "gauge",
+        ("worker", "slo"),
+        "Seconds that serving beside the worker has before it misses an SLO; below 0: it is late.",
+    ),
+    "worker_slo_late_tokens": ("counter", ("worker", "slo"), "Tokens of serving beside the worker beyond their SLO."),
+    "weight_update_seconds": ("histogram", (), "Time of a worker's weight update, in which it stands still."),
+    "weight_bytes": ("counter", (), "Bytes of weights that workers took up."),
+    "incidents": ("counter", ("kind", "cause"), "Faults, recoveries and alarms, by kind and cause."),
+    "exchanges": ("counter", ("kind", "reason"), "Servers that were borrowed and returned, by kind and reason."),
+    "handed_back_requests": ("counter", ("worker",), "Requests that a borrowed server handed back."),
+    "handed_back_tokens": ("counter", ("worker",), "Tokens that these had, and kept."),
+    "metric": ("gauge", ("metric",), "The trainer's own figures of the last step: loss, entropy, ess, and so on."),
+}
+_TRAINER_METRICS = 64  # of a step, at most
+
+
+def exposition(state: RunState) -> bytes:
+    """The metrics of now, in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Metrics(state))
+    return generate_latest(registry)
+
+
+class _Metrics(Collector):
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+
+    def describe(self) -> list[Metric]:
+        """Nothing: it is registered alone."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after the other."""
+        state = self._state
+        for name, value in _plain(state):
+            yield _family(name, [((), value)])
+        start = state.start
+        if start is not None:
+            labels = (start.name, start.mode, "simulated" if start.simulated else "real")
+            yield _family("info", [(labels, 1.0)])
+        counts = state.counts()
+        yield _family("trajectories", [((end,), n) for end, n in counts.items() if end != "started"])
+        live: dict[str, Any] = {} if state.over else state.live
+        yield _family("waiting", [((reason,), n) for reason, n in (live.get("reasons") or {}).items()])
+        yield from _workers(state.rows())
+        incidents = [((kind, cause), float(n)) for (kind, cause), n in sorted(state.faults.items())]
+        yield _family("incidents", incidents)
+        yield _family("exchanges", [(key, float(n)) for key, n in sorted(state.exchanges.items())])
+        told = sorted(state.handed_back.items())
+        yield _family("handed_back_requests", [((name,), float(counts[0])) for name, counts in told])
+        yield _family("handed_back_tokens", [((name,), float(counts[1])) for name, counts in told])
+        metrics = itertools.islice(sorted((state.last_step.get("metrics") or {}).items()), _TRAINER_METRICS)
+        yield _family("metric", [((name,), float(value)) for name, value in metrics])
+        lags = sorted(state.lag_seen.items())
+        yield _histogram("lag", [(float(lag), n) for lag, n in lags], 0, float(sum(lag * n for lag, n in lags)))
+        updates = list(zip(UPDATE_BUCKETS, state.updates, strict=False))
+        yield _histogram("weight_update_seconds", updates, state.updates[-1], state.update_seconds)
+
+
+def _plain(state: RunState) -> Iterator[tuple[str, float]]:
+    live: dict[str, Any] = {} if state.over else state.live
+    yield "up", float(not state.over)
+    yield "step", state.step
+    yield "steps_planned", state.start.steps if state.start else 0
+    yield "version", max(state.version, int(live.get("version", -1)))
+    yield "seconds", state.t
+    if state.last_step:
+        yield "reward", float(state.last_step["reward_mean"])
+    if state.last_evaluation:
+        yield "success", float(state.last_evaluation["success"])
+    if (rate := state.tokens_per_s) is not None:
+        yield "tokens_per_second", rate
+    yield "steps", state.steps_seen
+    yield "trained_tokens", state.tokens_seen
+    yield "trained_trajectories", state.trajectories_seen
+    yield "trajectories_started", state.counts()["started"]
+    yield "buffered", int(live.get("buffered", 0))
+    yield "queue", int(live.get("queue", 0))
+    yield "weight_bytes", state.update_bytes
+
+
+def _workers(rows: list[dict[str, Any]]) -> Iterator[Metric]:
+    def each(field: str) -> list[tuple[tuple[str, ...], float]]:
+        return [((str(row["name"]),), float(row[field])) for row in rows if row.get(field) is not None]
+
+    yield _family("worker_up", [((str(row["name"]),), float(row.get("state", "up") == "up")) for row in rows])
+    for name, field in (("requests", "requests"), ("running", "running"), ("waiting", "waiting")):
+        yield _family(f"worker_{name}", each(field))
+    shares = [
+        ((str(row["name"]),), row["kv_used"] / row["kv_capacity"])
+        for row in rows
+        if "kv_used" in row and row.get("kv_capacity")
+    ]
+    yield _family("worker_kv_used_ratio", shares)
+    yield _family("worker_version", each("version"))
+    yield _family("worker_tokens_per_second", each("tokens_per_s"))
+    yield _family("worker_lent_pages", each("pages"))
+    yield _family("worker_lent_pages_budget", each("budget"))
+    for name, fields in (
+        ("worker_slo_slack_seconds", {"ttft": "ttft_slack", "tpot": "tpot_slack", "arriving": "arriving"}),
+        ("worker_slo_late_tokens", {"ttft": "late_first", "tpot": "late_next"}),
+    ):
+        yield _family(name, [((worker, slo), n) for slo, field in fields.items() for (worker,), n in each(field)])
+
+
+def _family(name: str, values: Sequence[tuple[tuple[str, ...], float]]) -> Metric:
+    kind, labels, text = TABLE[name]
+    make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+    family = make(PREFIX + name, text, labels=labels)
+    for given, value in values:
+        family.add_metric(given, value)
+    return family
+
+
+def _histogram(name: str, counts: list[tuple[float, int]], above: int, total: float) -> Metric:
+    seen = list(itertools.accumulate(count for _, count in counts))
+    buckets = [(f"{limit:g}", float(n)) for (limit, _), n in zip(counts, seen, strict=True)]
+    everything = float((seen[-1] if seen else 0) + above)
+    family = HistogramMetricFamily(PREFIX + name, TABLE[name][2], labels=())
+    family.add_metric((), [*buckets, ("+Inf", everything)], sum_value=total)
+    return family

@@ -1,0 +1,126 @@
+"""The runs of a folder on one page: ``rl-coserve view RUNS``.
+
+Guarantees: each run is read as its own page reads it, and nothing but read; one that begins while this goes on appears by itself;
+those that go on come first, then the newest; at most ``RUNS`` of a folder, those that said something last; a folder that is no
+run, or is gone, is left out. What is sent of the list is made once a second at most, and bounded in size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from orchestrator.observe.view.run_state import number
+from orchestrator.observe.view.view_server import SECONDS, Hub
+
+RUNS = 100  # that are shown
+TEXT = 200  # characters of a reason
+_LOOK_SECONDS = 1.0  # between two looks at the folders
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The run folders in a folder, the one that said something last first; the link to the newest is none."""
+    try:
+        found = [(_spoke(path), path) for path in folder.iterdir() if not path.is_symlink() and _is_run(path)]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, key=lambda item: (-item[0], item[1].name))]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _spoke(folder: Path) -> float:
+    """When a run wrote its log last, in seconds of the wall clock; 0: never."""
+    try:
+        return (folder / "events.jsonl").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+class Runs:
+    """Follows the runs of one folder for all who look. As a :class:`Hub`, with one for each run in :attr:`hubs`, by name."""
+
+    page = "runs.html"
+
+    def __init__(self, folder: Path) -> None:
+        self.hubs: dict[str, Hub] = {}
+        self.picture = b""  # the newest, as JSON
+        self.number = 0  # counts pictures
+        self._folder = folder
+        self._older = 0  # runs that are not shown
+        self._changed = asyncio.Condition()
+        self._drawn_at = float("-inf")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Read what is new of each; the list is there from the first look on, and fills up while long logs are read."""
+        found = await asyncio.to_thread(runs_in, self._folder)
+        self._older = max(0, len(found) - RUNS)
+        self.hubs = {path.name: self.hubs.get(path.name) or Hub(path) for path in found[:RUNS]}
+        await self._draw()
+        for hub in list(self.hubs.values()):
+            await hub.look()
+            await self._draw()
+            await asyncio.sleep(0)
+        self._drawn_at = float("-inf")
+        await self._draw()
+
+    async def _draw(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.picture and now - self._drawn_at < SECONDS:
+            return
+        self._drawn_at = now
+        rows = sorted((row(name, hub) for name, hub in self.hubs.items()), key=_order)
+        picture = json.dumps(
+            {"folder": self._folder.name, "older": self._older, "runs": rows}, separators=(",", ":"), allow_nan=False
+        ).encode()
+        if picture != self.picture:
+            async with self._changed:
+                self.picture, self.number = picture, self.number + 1
+                self._changed.notify_all()
+
+    async def newer_than(self, seen: int) -> tuple[int, bytes]:
+        """The newest picture, once there is another than ``seen``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.number != seen)
+            return self.number, self.picture
+
+
+def row(name: str, hub: Hub) -> dict[str, Any]:
+    """One run in the list. ``folder`` is what its page is asked for by."""
+    state = hub.state
+    start, silent = state.start, hub.silent()
+    taken = sum(state.lag.values())
+    lag = sum(lag * count for lag, count in state.lag.items()) / taken if taken else None
+    success, reward = state.success.shown(), state.reward.shown()
+    return {
+        "folder": name,
+        "state": state.status if state.over else "silent" if silent else "running" if start else "starting",
+        "reason": state.reason[:TEXT],
+        "silent": silent,
+        "mode": start.mode if start else "",
+        "kind": "simulated" if start and start.simulated else "real",
+        "started": start.started if start else "",
+        "t": round(state.t, 1),
+        "step": state.step,
+        "steps": start.steps if start else 0,
+        "success": success[-1][1] if success else None,
+        "reward": reward[-1][1] if reward else None,
+        "in_flight": 0 if state.over else int(state.live.get("in_flight", 0)),
+        "lag": number(lag),
+        "faults": sum(count for (kind, _), count in state.faults.items() if kind != "recovered"),
+    }
+
+
+def _order(found: dict[str, Any]) -> tuple[bool, list[int], str]:
+    """Those that go on first, then the newest."""
+    return found["state"] not in ("running", "starting"), [-ord(sign) for sign in found["started"]], found["folder"]

@@ -1,0 +1,158 @@
+"""The process that shows a run: ``rl-coserve view RUN``, and the child that ``rl-coserve train --view`` starts; or all runs of a
+folder: ``rl-coserve view RUNS``.
+
+It is one program in both cases, and all that it knows comes from the run's folder: so a page of a run that has ended is the
+page of before, and nothing that happens here (a slow browser, a scrape, an exporter that hangs) reaches the run. As a child it
+prints ``{"port": P}`` when it answers, then ``{"say": TEXT}`` for people, and ends some time after its standard input does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError
+from orchestrator.observe.view.exporters import Beside, described, exporters
+from orchestrator.observe.view.runs_page import Runs
+from orchestrator.observe.view.view_server import Hub, Server
+from orchestrator.run_folder import RunFolder
+
+TOKEN_VARIABLE = "RL_COSERVE_VIEW_TOKEN"
+DRAIN_SECONDS = 5.0  # to read the last events after the run is gone
+_LEAST = 16  # characters of a token
+
+
+def read_token(file: str, field: str = "view.token_file") -> str:
+    """The token in a file; a new one where none is named. Raises ConfigError."""
+    if not file:
+        return secrets.token_urlsafe(24)
+    fix = f"give a readable file that holds a token of at least {_LEAST} letters, digits, - or _"
+    try:
+        token = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(field, file, f"cannot be read; {fix}") from error
+    if len(token) < _LEAST or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(field, file, f"holds no such token; {fix}")
+    return token
+
+
+async def serve(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
+    """Show the run until a signal. ``since``: as a child of the run, until standard input ends, and exporters get what happens
+    from this time of the run on. Raises ConfigError for a port that is taken."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    beside = _exporters(folder) if since is not None else []
+
+    def export(event: dict[str, Any]) -> None:
+        if float(event.get("t", 0.0)) >= (since or 0.0):
+            for exporter in beside:
+                exporter.take(event)
+
+    hub, config = Hub(folder, export), RunFolder.open(folder).config()
+    server = Server(hub, token, port, config.view.host, config.tls.files())
+    await _listen(server)
+    following = asyncio.create_task(hub.run(), name="follow the run")
+    following.add_done_callback(lambda _: ended.set())
+    try:
+        if since is not None:
+            print(json.dumps({"port": server.port}), flush=True)
+            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+        else:
+            print(f"view: {server.url}", flush=True)
+        await ended.wait()
+        if following.done():
+            following.result()  # raises what ended it
+        if since is not None:
+            await _drain(hub)
+    finally:
+        await asyncio.gather(*(asyncio.to_thread(exporter.close) for exporter in beside))
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await server.close()
+
+
+async def serve_runs(folder: Path, token: str, port: int = 0) -> None:
+    """Show the runs of a folder, on loopback, until a signal. Raises ConfigError for a port that is taken."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    runs = Runs(folder)
+    server = Server(runs, token, port, hubs=lambda: runs.hubs)
+    await _listen(server)
+    following = asyncio.create_task(runs.run(), name="follow the runs")
+    following.add_done_callback(lambda _: ended.set())
+    try:
+        print(f"view: {server.url}", flush=True)
+        await ended.wait()
+        if following.done():
+            following.result()  # raises what ended it
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await server.close()
+
+
+async def _listen(server: Server) -> None:
+    try:
+        await server.start()
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error.strerror
+        fix = f"cannot be listened on ({why}); choose another, or 0 for a free one"
+        raise ConfigError("view.port", server.port, fix) from error
+
+
+def _exporters(folder: Path) -> list[Beside]:
+    run = RunFolder.open(folder)
+    config = run.config()
+    return exporters(config.logging, folder, described(config), _say)
+
+
+def _say(text: str) -> None:
+    print(json.dumps({"say": text}), flush=True)
+
+
+async def _drain(hub: Hub) -> None:
+    """The run is gone: read what it said last."""
+    for _ in range(int(DRAIN_SECONDS / 0.1)):
+        await hub.look()
+        if hub.state.over and not hub.follower.behind:
+            return
+        await asyncio.sleep(0.1)
+
+
+class _EndOfInput(asyncio.Protocol):
+    """Tells when the other end of the pipe is gone."""
+
+    def __init__(self, ended: asyncio.Event) -> None:
+        self._ended = ended
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """As a child: ``FOLDER --port P --since T``, the token in the environment. Returns 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.observe.view.view_program")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--since", type=float, default=0.0)
+    options = parser.parse_args(argv)
+    try:
+        asyncio.run(serve(options.folder, os.environ[TOKEN_VARIABLE], options.port, since=options.since))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""The web page of a run, or of the runs of a folder with a page for each: served on loopback (elsewhere with TLS only), behind a
+token, fed by server-sent events.
+
+Guarantees: what is sent is made at most once a second (the last of a run at once), once for all who look, and is bounded in
+size; who reads slowly misses pictures and holds nobody up; a request without the token learns nothing; nothing outside of this
+server is loaded by the page (the content security policy forbids it) and no page of others may frame it. The token stands in
+the URL that is printed, then in a cookie that scripts cannot read; it is in no page and no event. ``/metrics`` takes it as a
+bearer token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from http.cookies import Morsel, SimpleCookie
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from orchestrator.api.tls import SYSTEM, Tls, check_listener
+from orchestrator.observe.view.folder_follower import Follower
+from orchestrator.observe.view.run_metrics import exposition
+from orchestrator.observe.view.run_state import RunState
+
+SECONDS = 1.0  # between two pictures, at least
+LOOK_SECONDS = 0.5  # between two looks at the folder
+SILENT_SECONDS = 10.0  # a run that says nothing for so long is shown as silent
+WATCHERS = 16  # pages at a time
+_KEEP_ALIVE = 15.0  # seconds
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_REFUSED = "This page needs the URL with the token that the command printed, or the token as a bearer token.\n"
+_FILES = {
+    "report.css": ("orchestrator.observe.report", "page.css", "text/css"),
+    "view.css": ("orchestrator.observe.view", "view.css", "text/css"),
+    "view.js": ("orchestrator.observe.view", "view.js", "text/javascript"),
+    "draw.js": ("orchestrator.observe.view", "draw.js", "text/javascript"),
+    "runs.js": ("orchestrator.observe.view", "runs.js", "text/javascript"),
+}
+Answer = TypeVar("Answer", bound=web.StreamResponse)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Shown(Protocol):
+    """What a page is fed from: a :class:`Hub`, or :class:`orchestrator.observe.view.runs_page.Runs`."""
+
+    page: str
+    picture: bytes
+
+    async def newer_than(self, seen: int, /) -> tuple[int, bytes]:
+        """The newest picture and its number, once that is another than ``seen``."""
+        ...
+
+
+class Hub:
+    """Follows one run folder for all who look. ``take`` is given every event, too: for exporters."""
+
+    page = "page.html"
+
+    def __init__(self, folder: Path, take: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.state = RunState(folder)
+        self.follower = Follower(folder)
+        self.picture = b""  # the newest, as JSON
+        self.number = 0  # counts pictures
+        self._take = take
+        self._changed = asyncio.Condition()
+        self._dirty = self._drawn_over = False
+        self._drawn_at = float("-inf")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Read what is new; make a picture of it, once a second at most."""
+        changed = False
+        while True:
+            for event in self.follower.events():
+                changed = True
+                self.state.take(event)
+                if self._take is not None:
+                    self._take(event)
+            if not self.follower.behind:
+                break
+            self.follower.behind = False
+            await asyncio.sleep(0)
+        if (record := self.follower.live()) is not None:
+            changed = True
+            self.state.take_live(record)
+        silent = self.silent()
+        now = asyncio.get_running_loop().time()
+        self._dirty = changed or self._dirty or silent > 0
+        ended = (
+            self.state.over and not self._drawn_over
+        )  # the last picture is not waited for: who made it may be gone then
+        if not self.picture or (self._dirty and (ended or now - self._drawn_at >= SECONDS)):
+            self._drawn_at, self._dirty, self._drawn_over = now, False, self.state.over
+            shown = self.state.shown() | {"silent": silent}
+            picture = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode()
+            if picture != self.picture:
+                async with self._changed:
+                    self.picture, self.number = picture, self.number + 1
+                    self._changed.notify_all()
+
+    def silent(self) -> int:
+        """Seconds without a sign of life of a run that has not ended; 0: there are some, or it never gave any."""
+        seconds = None if self.state.over else self.follower.silent_for()
+        return int(seconds) if seconds is not None and seconds >= SILENT_SECONDS else 0
+
+    async def newer_than(self, seen: int) -> tuple[int, bytes]:
+        """The newest picture, once there is another than ``seen``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.number != seen)
+            return self.number, self.picture
+
+
+class Server:
+    """``port`` 0: a free one; then :attr:`url` says where. On loopback; on another ``host`` only with TLS, else ConfigError.
+    ``hubs``: of runs by name, each of which has a page of its own under ``run/NAME/``."""
+
+    def __init__(
+        self,
+        shown: Shown,
+        token: str,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        tls: Tls = SYSTEM,
+        *,
+        hubs: Callable[[], Mapping[str, Hub]] = dict,
+    ) -> None:
+        self._top, self._hubs = shown, hubs
+        self._token, self.port, self._host = token, port, host
+        self._context = check_listener(host, tls, "view.host")
+        self._watchers = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Raises OSError when the port is taken."""
+        app = web.Application(middlewares=[self._guard])
+        for place in ("/", "/run/{run}/"):
+            app.router.add_get(place, self._page)
+            app.router.add_get(f"{place}stream", self._stream)
+            app.router.add_get(f"{place}state.json", self._state)
+            app.router.add_get(f"{place}metrics", self._metrics)
+            for name in _FILES:
+                app.router.add_get(f"{place}{name}", self._file)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self.port, ssl_context=self._context).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        """With the token: for the eyes of whoever started this."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{'https' if self._context else 'http'}://{host}:{self.port}/?token={self._token}"
+
+    @property
+    def _cookie(self) -> str:
+        return f"rl_coserve_view_{self.port}"  # cookies know hosts, not ports
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.query.get("token", "")
+        if given and self._right(given) and request.path == "/":
+            return _headed(web.Response(status=303, headers={"Location": "/", "Set-Cookie": self._set_cookie()}))
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not (self._right(request.cookies.get(self._cookie, "")) or self._right(bearer)):
+            return _headed(web.Response(status=401, text=_REFUSED))
+        try:
+            answer = await handler(request)
+        except web.HTTPException as error:
+            _headed(error)
+            raise
+        return answer if answer.prepared else _headed(answer)
+
+    def _right(self, given: str) -> bool:
+        return bool(given) and hmac.compare_digest(given.encode(), self._token.encode())
+
+    def _set_cookie(self) -> str:
+        jar: SimpleCookie = SimpleCookie()
+        jar[self._cookie] = self._token
+        cookie: Morsel[str] = jar[self._cookie]
+        cookie["path"], cookie["httponly"], cookie["samesite"] = "/", True, "Strict"
+        cookie["secure"] = self._context is not None
+        return cookie.OutputString()
+
+    def _shown(self, request: web.Request) -> Shown:
+        """What the address means. Raises HTTPNotFound for a run that is not there."""
+        if "run" not in request.match_info:
+            return self._top
+        found = self._hubs().get(request.match_info["run"])
+        if found is None:
+            raise web.HTTPNotFound(text="There is no such run.\n")
+        return found
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(
+            text=_text("orchestrator.observe.view", self._shown(request).page), content_type="text/html"
+        )
+
+    async def _file(self, request: web.Request) -> web.Response:
+        package, name, kind = _FILES[request.path.rpartition("/")[2]]
+        return web.Response(text=_text(package, name), content_type=kind)
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._shown(request).picture, content_type="application/json")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        shown = self._shown(request)
+        if not isinstance(shown, Hub):
+            raise web.HTTPNotFound(text="Each run has metrics of its own: run/NAME/metrics\n")
+        return web.Response(body=exposition(shown.state), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        shown = self._shown(request)
+        if self._watchers >= WATCHERS:
+            return web.Response(status=503, text=f"{WATCHERS} pages look at this already\n")
+        self._watchers += 1
+        try:
+            answer = _headed(web.StreamResponse(headers={"Content-Type": "text/event-stream"}))
+            await answer.prepare(request)
+            number = -1
+            while True:
+                try:
+                    async with asyncio.timeout(_KEEP_ALIVE):
+                        number, picture = await shown.newer_than(number)
+                    await answer.write(b"data: " + picture + b"\n\n")
+                except TimeoutError:
+                    await answer.write(b": nothing new\n\n")
+        except ConnectionResetError:  # the page was closed
+            return answer
+        finally:
+            self._watchers -= 1
+
+
+def _headed(answer: Answer) -> Answer:
+    answer.headers.update(_HEADERS)
+    return answer
+
+
+def _text(package: str, name: str) -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What an operator runs beside a run: checks of the environment, costs, NVIDIA's MPS."""

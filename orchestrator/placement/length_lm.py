@@ -1,0 +1,179 @@
+"""A small language model as the length predictor's encoder, fine-tuned online (Heddle 4.1: Qwen-0.6B with a regression head).
+
+Guarantees: it stands where the hashed encoder does (:class:`orchestrator.policies.prediction.history_encoder.Encoder`),
+in the predictor's process: what it costs delays forecasts, never turns. It reads the ids that the policy reads (the
+prompt's end and the context's end), so it must be of the policy's family: ids that it has no embedding for are taken
+modulo its vocabulary. The hidden state of the last token and the numbers of a turn boundary go into a linear head; the
+head, the last norm and the last ``tuned`` layers are trained by AdamW on mini-batches of the last ``kept`` rows. What
+it says is finite and clipped. Restored from its arrays it goes on as it was, on the same machine.
+
+It takes a GPU where there is one. It was run on CPUs only, with a model of some ten thousand parameters: how good it is at
+0.6B, and what it costs there, was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.api import ConfigError
+from orchestrator.policies.prediction.history_encoder import CLIP, OUTPUTS, Array, Scaling
+from orchestrator.policies.prediction.length_features import DENSE, PROMPT_TOKENS, TAIL_TOKENS, Progress
+
+FIELD = "rollout.prediction.encoder"
+_WIDTH = PROMPT_TOKENS + TAIL_TOKENS
+_RATE, _HEAD_RATE = 3e-5, 1e-3
+
+
+class LanguageModelEncoder:
+    """``path``: a Hugging Face folder. ``steps`` mini-batches of ``batch`` rows a trajectory. Raises ConfigError."""
+
+    def __init__(
+        self, path: str, *, seed: int, tuned: int = 2, kept: int = 1024, batch: int = 8, steps: int = 1
+    ) -> None:
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(FIELD, path, 'is no Hugging Face folder: give one, or "hashed"')
+        try:
+            import torch
+            from transformers import AutoModel
+        except ImportError as error:
+            fix = f'needs torch and transformers ({error}): install them, or write "hashed"'
+            raise ConfigError(FIELD, path, fix) from error
+        self._torch = torch
+        self._seed, self._batch, self._steps = seed, batch, steps
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            model: Any = AutoModel.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(FIELD, path, f"cannot be loaded: {error}") from error
+        self._model = model.to(self._device).eval()  # no dropout: the same question has one answer
+        self._vocabulary, width = int(model.config.vocab_size), int(model.config.hidden_size)
+        self.kind = f"language model {model.config.model_type} {width}x{model.config.num_hidden_layers} {tuned} 1"
+        self._head: Any = torch.nn.Linear(width + DENSE, OUTPUTS).to(self._device)
+        torch.nn.init.zeros_(self._head.weight)
+        torch.nn.init.zeros_(self._head.bias)
+        first = int(model.config.num_hidden_layers) - tuned
+        self._trained: dict[str, Any] = {}
+        for name, parameter in model.named_parameters():
+            parts = name.split(".")
+            layer = int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
+            parameter.requires_grad = layer >= max(0, first) or parts[0] == "norm"
+            if parameter.requires_grad:
+                self._trained[name] = parameter
+        tuning = [*self._trained.values()]
+        self._trained |= {f"head.{name}": parameter for name, parameter in self._head.named_parameters()}
+        groups = [{"params": tuning, "lr": _RATE}, {"params": [*self._head.parameters()], "lr": _HEAD_RATE}]
+        self._optimizer: Any = torch.optim.AdamW(groups, weight_decay=0.01)
+        self._numbers, self._targets = Scaling(DENSE), Scaling(OUTPUTS)
+        self._ids: NDArray[np.int64] = np.full((kept, _WIDTH), -1, np.int64)
+        self._rows: Array = np.zeros((kept, DENSE + OUTPUTS + 1))  # numbers, targets, weight
+        self.steps = 0  # that were made
+
+    def predict(self, rows: Sequence[Progress], numbers: Array) -> Array:
+        """See the protocol."""
+        ids = np.stack([_ids(row) for row in rows])
+        with self._torch.no_grad():
+            made = self._forward(ids, self._numbers.normal(numbers)).cpu().numpy().astype(np.float64)
+        made = np.clip(np.nan_to_num(made), -CLIP, CLIP)
+        return np.asarray(made * self._targets.spread + self._targets.mean)
+
+    def learn(self, rows: Sequence[Progress], numbers: Array, targets: Array, weight: float) -> None:
+        """See the protocol."""
+        for row, shown, wanted in zip(rows, numbers, targets, strict=True):
+            place = self._numbers.rows % len(self._rows)
+            self._ids[place] = _ids(row)
+            self._rows[place] = np.concatenate([shown, wanted, [weight]])
+            self._numbers.add(shown[None, :])
+            self._targets.add(wanted[None, :])
+        held = min(self._numbers.rows, len(self._rows))
+        if held >= self._batch:
+            for _ in range(self._steps):
+                self._step(np.random.default_rng([self._seed, 9, self.steps]).integers(0, held, self._batch))
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """See the protocol."""
+        held = min(self._numbers.rows, len(self._rows))
+        found: dict[str, NDArray[np.generic]] = {"ids": self._ids[:held], "rows": self._rows[:held]}
+        found["numbers"], found["targets"] = self._numbers.sums, self._targets.sums
+        found["counts"] = np.array([self.steps, self._numbers.rows], dtype=np.int64)
+        for name, parameter in self._trained.items():
+            state = self._optimizer.state.get(parameter, {})
+            found[f"weights {name}"] = parameter.detach().cpu().numpy()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                value = state[moment].cpu().numpy() if state else np.zeros(tuple(parameter.shape), np.float32)
+                found[f"{moment} {name}"] = value
+        return found
+
+    def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """See the protocol."""
+        growing = ("ids", "rows")
+        wrong = [
+            name
+            for name, value in self.arrays().items()
+            if name not in arrays
+            or arrays[name].shape[1:] != value.shape[1:]
+            or (name not in growing and arrays[name].shape != value.shape)
+            or not np.isfinite(np.asarray(arrays[name], dtype=np.float64)).all()
+        ]
+        if wrong:
+            raise ValueError(f"of another kind: {', '.join(wrong[:4])} of the encoder")
+        steps, rows = (int(value) for value in arrays["counts"].tolist())
+        held = min(rows, len(self._rows))
+        if len(arrays["ids"]) != held or len(arrays["rows"]) != held or steps < 0:
+            raise ValueError("of another kind: rows of the encoder")
+        torch = self._torch
+        for name, parameter in self._trained.items():
+            with torch.no_grad():
+                parameter.copy_(torch.from_numpy(np.array(arrays[f"weights {name}"], dtype=np.float32)))
+            if steps:
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(steps)),
+                    **{
+                        moment: torch.from_numpy(np.array(arrays[f"{moment} {name}"], dtype=np.float32)).to(
+                            self._device
+                        )
+                        for moment in ("exp_avg", "exp_avg_sq")
+                    },
+                }
+        self._ids[:held], self._rows[:held] = arrays["ids"], arrays["rows"]
+        self._numbers.sums = np.array(arrays["numbers"], dtype=np.float64)
+        self._targets.sums = np.array(arrays["targets"], dtype=np.float64)
+        self.steps, self._numbers.rows, self._targets.rows = steps, rows, rows
+
+    def _forward(self, ids: NDArray[np.int64], numbers: Array) -> Any:
+        torch = self._torch
+        known = ids >= 0
+        longest = max(1, int(known.sum(1).max()))
+        ids, known = ids[:, :longest], known[:, :longest]
+        tokens = torch.from_numpy(np.where(known, ids % self._vocabulary, 0)).to(self._device)
+        mask = torch.from_numpy(known.astype(np.int64))
+        mask[:, 0] = 1  # of a row without tokens
+        hidden = self._model(input_ids=tokens, attention_mask=mask.to(self._device), use_cache=False).last_hidden_state
+        last = hidden[torch.arange(len(ids), device=self._device), (mask.sum(1) - 1).to(self._device)]
+        shown = torch.from_numpy(numbers.astype(np.float32)).to(self._device)
+        return self._head(torch.cat([last, shown], dim=1))
+
+    def _step(self, chosen: NDArray[np.int64]) -> None:
+        numbers, targets, counts = np.split(self._rows[chosen], np.cumsum([DENSE, OUTPUTS]), axis=1)
+        torch = self._torch
+        wanted = torch.from_numpy(self._targets.normal(targets).astype(np.float32)).to(self._device)
+        share = torch.from_numpy((counts / counts.sum()).astype(np.float32)).to(self._device)
+        made = self._forward(self._ids[chosen], self._numbers.normal(numbers))
+        loss = (share * torch.nn.functional.smooth_l1_loss(made, wanted, reduction="none")).sum()
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([*self._trained.values()], 1.0)
+        self._optimizer.step()
+        self.steps += 1
+
+
+def _ids(row: Progress) -> NDArray[np.int64]:
+    """The prompt's end, then the context's (before the first turn they are one), padded with -1."""
+    tokens = (*row.prompt_ids, *(row.tail_ids if row.said else ()))[:_WIDTH]
+    found = np.full(_WIDTH, -1, np.int64)
+    found[: len(tokens)] = np.abs(np.array(tokens, dtype=np.int64))
+    return found

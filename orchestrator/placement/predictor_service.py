@@ -1,0 +1,131 @@
+"""The length predictor in a process of its own: questions on standard input, answers on standard output, JSON lines.
+
+    python -m orchestrator.placement.predictor_service SETTINGS    started by
+    :mod:`orchestrator.placement.predictor_client`, never by hand
+
+Guarantees: only who started it can speak to it (a pipe, no port); it ends when that pipe is closed, however its parent ended;
+forecasts go before what is to be learned; what was learned is in the file ``state`` after every ``SAVE_EVERY`` trajectories and
+at the end (written aside, renamed), and is where the next one begins; a file that cannot be used is said and left behind. What
+is no question ends it: its parent is broken then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError
+from orchestrator.config.sections import PredictionSection
+from orchestrator.placement.forecast_setup import make_predictor
+from orchestrator.policies.prediction.length_features import Progress
+from orchestrator.policies.prediction.length_predictor import LengthPredictor, Outcome, Progressive
+
+SAVE_EVERY = 256  # trajectories
+LINE_LIMIT = 16 << 20  # bytes: an outcome of very many turns
+
+
+def progress_of(data: dict[str, Any]) -> Progress:
+    """Of a JSON object. Raises KeyError or TypeError."""
+    lists = ("prompt_ids", "tail_ids", "heard", "said", "tool_seconds")
+    return Progress(data["trajectory"], data["task"], data["prompt"], *(tuple(data[name]) for name in lists))
+
+
+class Service:
+    """One predictor and its file."""
+
+    def __init__(self, policy: LengthPredictor, state: Path | None) -> None:
+        self.policy = policy
+        self._state = state
+        self._lessons: deque[dict[str, Any]] = deque()
+        self._unsaved = 0
+        self._more = asyncio.Event()
+
+    def take(self, line: bytes) -> bytes | None:
+        """A line of the parent's; what to answer."""
+        message = json.loads(line)
+        if "learn" in message:
+            self._lessons.append(message["learn"])
+            self._more.set()
+            return None
+        forecast = self.policy.forecast(progress_of(message["forecast"]))
+        return json.dumps({"id": message["id"], **asdict(forecast)}).encode() + b"\n"
+
+    async def learn(self) -> None:
+        """Take up what came, between questions. Runs until cancelled."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            while self._lessons:
+                self.study()
+                await asyncio.sleep(0)
+
+    def study(self) -> None:
+        """The oldest lesson."""
+        lesson = self._lessons.popleft()
+        before = tuple(progress_of(one) for one in lesson["before"])
+        self.policy.learn(Outcome(before, tuple(lesson["said"]), lesson["complete"]))
+        self._unsaved += 1
+        if self._unsaved >= SAVE_EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Where there is a file, and something to save."""
+        self._unsaved = 0
+        if self._state is not None and isinstance(self.policy, Progressive):
+            aside = self._state.with_suffix(".part")
+            aside.write_bytes(self.policy.dump())
+            aside.replace(self._state)
+
+
+async def serve(service: Service) -> None:
+    """Until standard input ends."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(LINE_LIMIT)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    learning = asyncio.create_task(service.learn(), name="learn")
+    out = sys.stdout.buffer
+    out.write(b'{"ready": true}\n')
+    out.flush()
+    try:
+        while line := await reader.readline():
+            if learning.done():
+                learning.result()
+            answer = service.take(line)
+            if answer is not None:
+                out.write(answer)
+                out.flush()
+    finally:
+        learning.cancel()
+    service.save()
+
+
+def main(arguments: list[str]) -> int:
+    """Settings are JSON: ``prediction`` (the config's section), ``prior``, ``seed``, ``state``."""
+    settings = json.loads(arguments[0])
+    state = Path(settings["state"]) if settings["state"] else None
+    section = PredictionSection.model_validate(settings["prediction"])
+    prior, seed = settings["prior"], settings["seed"]
+    policy: LengthPredictor | None = None
+    if state is not None and state.exists():
+        try:
+            policy = make_predictor(section.model_copy(update={"start": str(state)}), prior, seed)
+        except ConfigError as error:
+            print(f"begins anew: {error}", file=sys.stderr, flush=True)
+    policy = policy or make_predictor(section, prior, seed)
+    try:
+        asyncio.run(serve(Service(policy, state)))
+    except (BrokenPipeError, KeyboardInterrupt):
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Bounds of one episode: contexts, time limits, what a run is bound by."""

@@ -1,0 +1,190 @@
+"""How many devices each rollout engine has in the next step: the resource manager between steps (Heddle 6.2).
+
+What :func:`orchestrator.policies.parallelism.parallel_degrees.allocate_loads` finds for what is expected is compared
+with the degrees that the engines have. Guarantees:
+
+* A change is charged: it is made only where the seconds a step that it is expected to gain, over ``horizon`` steps or those that
+  are left, exceed what changes have cost: measured; before the first one ``start_seconds``.
+* A gain is what the model says of the step's share, times the seconds that the step took: the model need not know the machine's
+  own speed, only how the degrees compare.
+* Degrees in which the engines did not come up are not asked for again. The degrees always use all devices, in descending order.
+
+Pure: seconds come in as numbers. The same object serves a run and the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
+from orchestrator.policies.placement.worker_load import Loads, Rates, place_loads, sorted_loads
+
+RatesOfDegree = Callable[[int], Rates]  # devices -> what an engine does
+MARGIN = 0.05  # by which degrees that differ must be better than equal ones
+_MEMORY = 0.5  # weight of the newest of several measurements of a change
+
+
+@dataclass(frozen=True, slots=True)
+class Reallocated:
+    """For the next step. ``gain``: seconds a step expected of ``degrees`` over the present ones; ``cost``: seconds charged.
+    ``makespan``, ``present``: of the model, best and now. ``reason``: why it changes, or why not although others are better."""
+
+    degrees: tuple[int, ...]
+    changes: bool = False
+    reason: str = ""
+    gain: float = 0.0
+    cost: float = 0.0
+    makespan: float = 0.0
+    present: float = 0.0
+
+
+class Reallocation:
+    """One run's. ``options``: degrees on offer; ``degrees``: those that it begins with, of all ``devices``. Raises ValueError."""
+
+    def __init__(
+        self,
+        devices: int,
+        options: Sequence[int],
+        rates_of: RatesOfDegree,
+        *,
+        degrees: Sequence[int] = (),
+        horizon: int = 4,
+        start_seconds: float = 0.0,
+        per_server: int = 8,
+        margin: float = MARGIN,
+    ) -> None:
+        self.devices, self.options = devices, tuple(sorted(set(options), reverse=True))
+        self.degrees = tuple(sorted(degrees, reverse=True)) or (1,) * devices
+        if sum(self.degrees) != devices or not set(self.degrees) <= set(self.options):
+            raise ValueError(f"{self.degrees}: of the degrees {self.options}, {devices} devices in all")
+        if horizon < 1 or start_seconds < 0:
+            raise ValueError("horizon >= 1, start_seconds >= 0")
+        self._rates_of = rates_of
+        self._horizon, self._per_server, self._margin = horizon, per_server, margin
+        self._cost = start_seconds
+        self._measured = False
+        self._failed: dict[tuple[int, ...], str] = {}
+
+    def begin(self, loads: Loads) -> None:
+        """Before anything was started: the degrees that are best for these loads."""
+        if loads.count:
+            rates = {degree: self._rates_of(degree) for degree in self.options}
+            found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
+            self.degrees = found.degrees
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on with, for JSON."""
+        return {"degrees": list(self.degrees), "cost": self._cost, "measured": self._measured}
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Before anything was started: go on with what :meth:`state` said. False: these degrees are not on offer any more, and
+        nothing was changed."""
+        degrees = tuple(sorted(map(int, state["degrees"]), reverse=True))
+        if sum(degrees) != self.devices or not set(degrees) <= set(self.options):
+            return False
+        self.degrees, self._cost, self._measured = degrees, float(state["cost"]), bool(state["measured"])
+        return True
+
+    def after(self, loads: Loads, seconds: float, steps_left: int) -> Reallocated:
+        """A step has ended. ``loads``: what is expected of the next one; ``seconds``: that this one's rollout took. Whoever
+        carries it out says :meth:`changed` or :meth:`failed`."""
+        if not loads.count:
+            return Reallocated(self.degrees, reason="nothing is known of the next step's lengths")
+        rates = {degree: self._rates_of(degree) for degree in self.options}
+        found = allocate_loads(loads, self.devices, rates, per_server=self._per_server, margin=self._margin)
+        present = place_loads(loads, [rates[degree] for degree in self.degrees])[1]
+        share = 1.0 - found.makespan / present if present > 0 else 0.0
+        gain, horizon = share * max(0.0, seconds), min(self._horizon, steps_left)
+        answer = Reallocated(self.degrees, False, "", gain, self._cost, found.makespan, present)
+        if found.degrees == self.degrees or share <= 0:
+            return answer
+        named = written(found.degrees)
+        if why := self._failed.get(found.degrees):
+            return _because(answer, f"{named} did not come up: {why}")
+        if gain * horizon <= self._cost:
+            text = f"{named} would gain {gain:.3g} s a step over {horizon} steps, and costs {self._cost:.3g} s"
+            return _because(answer, text)
+        text = f"{named} gains {share:.0%} of a step"
+        return Reallocated(found.degrees, True, text, gain, self._cost, found.makespan, present)
+
+    def changed(self, degrees: Sequence[int], seconds: float) -> None:
+        """The change was made; ``seconds``: engines stood still for so long."""
+        self.degrees = tuple(sorted(degrees, reverse=True))
+        self._charge(seconds)
+
+    def failed(self, degrees: Sequence[int], seconds: float, why: str) -> None:
+        """The engines did not come up so, and have the old degrees again."""
+        self._failed[tuple(sorted(degrees, reverse=True))] = why
+        self._charge(seconds)
+
+    @property
+    def cost(self) -> float:
+        """Seconds that a change is charged with."""
+        return self._cost
+
+    def _charge(self, seconds: float) -> None:
+        self._cost = (1 - _MEMORY) * self._cost + _MEMORY * seconds if self._measured else seconds
+        self._measured = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A trajectory that has ended. Tokens: ``said`` by the policy, of its ``prompt``, ``heard`` later; ``gap``: seconds of its
+    environment."""
+
+    said: int
+    prompt: int = 0
+    heard: int = 0
+    gap: float = 0.0
+
+
+def expected_loads(ended: Sequence[Ended], in_flight: Sequence[float], count: int, longest: float = math.inf) -> Loads:
+    """Of the ``count`` trajectories of the next step: those in flight by their forecasts (tokens to come), the others as those
+    that ended, evenly over their lengths. ``longest``: context that ends one.
+
+    What ended is taken as it was, tail and all: which of the next ones will be long nobody knows, but the step waits for it
+    wherever it is, and the largest of several engines' longest is that of all."""
+    order = sorted((one for one in ended if one.said > 0), key=lambda one: one.said)
+    known = [*in_flight][:count]
+    fresh = count - len(known) if order else 0
+    drawn = [order[(2 * number + 1) * len(order) // (2 * fresh)] for number in range(fresh)]
+    prompt, gap = _mean([one.prompt for one in order]), _mean([one.gap for one in order])
+    said, heard = sum(one.said for one in order), sum(one.heard for one in order)
+    contexts = [*[prompt] * len(known), *(float(one.prompt) for one in drawn)]
+    return sorted_loads(
+        [*known, *(float(one.said) for one in drawn)],
+        contexts,
+        contexts,
+        [*[gap / 2] * len(known), *(one.gap for one in drawn)],
+        [0.0] * len(contexts),
+        1.0 + heard / said if said else 1.0,
+        longest,
+    )[0]
+
+
+def prior_loads(tokens: float, sigma: float, count: int, longest: float = math.inf) -> Loads:
+    """Of the ``count`` trajectories of the first step, of which only the mean of their ``tokens`` is known, and ``sigma``, the
+    deviation of its logarithm: evenly over the quantiles of the log-normal distribution."""
+    middle, spread = math.log(tokens) - sigma * sigma / 2, NormalDist()
+    scores = [spread.inv_cdf((number + 0.5) / count) for number in range(count)]
+    ended = [Ended(max(1, round(math.exp(middle + sigma * score)))) for score in scores]
+    return expected_loads(ended, [], count, longest)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def written(degrees: Sequence[int]) -> str:
+    """For people: 4+2+1+1."""
+    return "+".join(map(str, degrees))
+
+
+def _because(answer: Reallocated, reason: str) -> Reallocated:
+    return Reallocated(
+        answer.degrees, False, reason, answer.gain, answer.cost, makespan=answer.makespan, present=answer.present
+    )

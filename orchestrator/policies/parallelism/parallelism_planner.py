@@ -1,0 +1,331 @@
+"""How the rollout engines are cut, step by step: the parallelism planner (RollPacker 4.2; experts: section 7).
+
+The rule: a rise of preemptions over ``rise`` times those of the step before asks for twice the tensor parallelism (more KV
+memory an engine), ``calm_steps`` steps without any ask for half of it (less communication). What it asks for is done only
+when it can be and when it pays.
+
+Guarantees:
+
+* A layout is one of ``layouts``: it divides the devices of a server and all devices, so no engine is ever cut across servers
+  (4.2). With a profile it is one that was profiled. A change is one doubling or one halving, at most one a step.
+* A change is charged: it is made only where the seconds a step that it is expected to gain, over ``calm_steps`` steps (the
+  rule can hardly take it back earlier) or those that are left, exceed what changes have cost: measured, before the first
+  one the profile's engine start, else unknown and taken as nothing. What is expected of a layout is what was measured of
+  it, else what the profile predicts, times what measured steps without preemptions took over their predictions. Where
+  neither is known, the change is tried: then it is measured. A layout whose start failed is not asked for again.
+* Of a mixture of experts, where the rule of 4.2 changes nothing: whole experts a device in place of slices of each, or the other
+  way, at the same TP, where that is expected to gain more than it costs at the imbalance of the experts' load that the step had
+  (section 7). What uneven routing costs is what the profile says, where it was measured at several imbalances.
+* When the engine's step time leaves the profile's by more than ``divergence`` times, or the step lies outside of what was
+  measured, for ``patience`` steps on end, the profile is mended by what those steps took (section 7: targeted re-profiling; the
+  steps themselves are the measurement, so that it costs nothing), and what is planned from then on goes by that. Steps outside:
+  their median is a measurement of its own, of this layout. Steps inside: the decode times of all layouts are scaled by the
+  median of what they took over what it says. A whole new profile is asked for with it; for steps outside only once.
+
+Pure: seconds come in as numbers. The same object serves a run, the simulator and a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from orchestrator.policies.parallelism.engine_profile import Layout, Profile
+
+FORGET = 8
+_MEMORY = 0.5  # weight of the newest of several measurements of one thing
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """One step's rollout, as it was. ``preemptions``: of all engines, those of weight updates not counted; ``seconds``: until
+    its responses were there; ``lengths``: tokens of each response; ``prompt``: mean tokens before a response.
+
+    ``token_seconds``: mean time between tokens, at mean batch ``batch`` an engine and mean context ``context`` (tokens); 0:
+    not measured. ``imbalance``: tokens of the fullest device's experts over the mean (1: even; only with experts).
+    """
+
+    preemptions: int
+    seconds: float
+    lengths: Sequence[int] = ()
+    prompt: int = 1
+    token_seconds: float = 0.0
+    batch: float = 0.0
+    context: float = 0.0
+    imbalance: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A decode step as a run's steps were: ``batch`` sequences of ``context`` tokens, ``seconds``."""
+
+    batch: float
+    context: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """For the next step. ``reason``: why it changes, or why not although the rule asked; "" where it did not ask. ``gain``:
+    seconds a step expected of it, None: unknown; ``cost``: seconds charged. ``reprofile``: measure this layout again;
+    ``scaled``: the profile's decode times were scaled by that now, None: they were not. ``measured``: what was added to it."""
+
+    layout: Layout
+    changes: bool = False
+    reason: str = ""
+    gain: float | None = None
+    cost: float = 0.0
+    reprofile: Layout | None = None
+    scaled: float | None = None
+    measured: Measured | None = None
+
+
+def layouts_of(
+    devices: int, per_server: int, *, heads: int = 0, most: int = 0, experts: bool = False
+) -> tuple[Layout, ...]:
+    """Powers of two that devices and servers are divided by, and the attention ``heads`` (0: not known); at most ``most``
+    (0: any). ``experts``: each also with whole experts a device."""
+    found, tp = [], 1
+    while tp <= min(devices, per_server, most or devices):
+        if devices % tp == 0 and per_server % tp == 0 and (not heads or heads % tp == 0):
+            found.append(Layout(tp))
+            if experts and tp > 1:
+                found.append(Layout(tp, tp))
+        tp *= 2
+    return tuple(found)
+
+
+class ParallelismPlanner:
+    """One run's. ``layouts`` as :func:`layouts_of` found them; ``layout`` is the present one. ``expert_share``: of a step, the
+    part that waits for the fullest device's experts, where the profile does not know what uneven routing costs. Raises
+    ValueError when nothing is left to choose from."""
+
+    def __init__(
+        self,
+        devices: int,
+        layouts: Sequence[Layout],
+        profile: Profile | None = None,
+        *,
+        rise: float = 1.05,
+        calm_steps: int = 4,
+        divergence: float = 1.5,
+        patience: int = 3,
+        expert_share: float = 0.5,
+    ) -> None:
+        if rise < 1 or calm_steps < 1 or divergence <= 1 or patience < 1 or not 0 <= expert_share <= 1:
+            raise ValueError(f"rise >= 1, calm_steps >= 1, divergence > 1, not {rise}, {calm_steps}, {divergence}")
+        self.profile = profile
+        self._devices = devices
+        self._layouts = tuple(sorted(layouts))
+        self._rise, self._calm_steps = rise, calm_steps
+        self._divergence, self._patience = divergence, patience
+        self._expert_share = expert_share
+        self._previous: int | None = None  # preemptions of the step before
+        self._calm = 0  # steps on end without preemption
+        self._ratio: float | None = None  # measured over predicted, of steps without preemption
+        self._seen: dict[
+            Layout, tuple[float, int]
+        ] = {}  # seconds a generated token, and in which step that was known last
+        self._steps = 0
+        self._cost: float | None = None  # of a change, measured
+        self._failed: dict[Layout, str] = {}
+        self._astray: list[
+            tuple[float, bool, Measured]
+        ] = []  # of steps on end that leave the profile: times over its; whether that was measured; what they were
+        self._asked = False  # for re-profiling
+        self.correction = 1.0  # what decode times of the profile as it was read have been scaled by
+        if not self._candidates():
+            raise ValueError("no layout is possible: none divides the devices, or none of them was profiled")
+        self.layout = self._candidates()[0]
+
+    def first(self, lengths: Sequence[int], prompt: int) -> Layout:
+        """Begin with what the profile predicts to be best for these lengths; without a profile with the least TP."""
+        if self.profile is not None and lengths:
+            profile = self.profile
+            self.layout = min(
+                self._candidates(),
+                key=lambda layout: (
+                    profile.rollout_seconds(lengths, max(1, prompt), layout, self._devices // layout.tp),
+                    layout,
+                ),
+            )
+        return self.layout
+
+    def after(self, load: StepLoad, steps_left: int | None = None) -> Plan:
+        """A step has ended: what is for the next one. Whoever carries it out says :meth:`changed` or :meth:`failed`."""
+        self._measure(load)
+        previous, self._previous = self._previous, load.preemptions
+        self._calm = 0 if load.preemptions else self._calm + 1
+        reprofile, scaled, measured = self._diverges(load)
+        plan = self._plan(load, previous, steps_left)
+        return replace(plan, reprofile=reprofile, scaled=scaled, measured=measured)
+
+    def _plan(self, load: StepLoad, previous: int | None, steps_left: int | None) -> Plan:
+        horizon = self._calm_steps if steps_left is None else min(self._calm_steps, steps_left)
+        target, why = self._asked_for(load, previous)
+        asked = Plan(self.layout, reason=why) if target is None else self._weighed(target, why, load, horizon)
+        if asked.changes:
+            return asked
+        other, gained = self._experts(load, horizon)
+        if other is None:
+            return asked
+        return self._weighed(other, f"{asked.reason}; {gained}" if asked.reason else gained, load, horizon)
+
+    def _weighed(self, target: Layout, why: str, load: StepLoad, horizon: int) -> Plan:
+        """Whether what was asked for pays."""
+        gain, cost = self._gain(target, load), self._price(target)
+        if gain is not None and gain * horizon <= cost:
+            found = f"{why}; but {target} would gain {gain:.3g} s a step over {horizon} steps, and costs {cost:.3g} s"
+            return Plan(self.layout, False, found, gain, cost)
+        if not horizon:
+            return Plan(self.layout, False, f"{why}; but no step is left", gain, cost)
+        return Plan(target, True, why, gain, cost)
+
+    def changed(self, layout: Layout, seconds: float) -> None:
+        """The change was made; ``seconds``: generation stood still for so long."""
+        self.layout = layout
+        self._calm = 0
+        self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
+
+    def failed(self, layout: Layout, seconds: float, why: str) -> None:
+        """The engines did not come up in this layout, and have the old one again."""
+        self._failed[layout] = why
+        self._cost = seconds if self._cost is None else _blend(self._cost, seconds)
+
+    def reprofiled(self, profile: Profile) -> None:
+        """What was asked for was measured."""
+        self.profile = profile
+        self._ratio = None
+        self._astray, self._asked = [], False
+        self.correction = 1.0
+
+    def _candidates(self) -> list[Layout]:
+        known = self.profile.layouts if self.profile is not None else self._layouts
+        return [layout for layout in self._layouts if layout in known and layout not in self._failed]
+
+    def _asked_for(self, load: StepLoad, previous: int | None) -> tuple[Layout | None, str]:
+        """The rule of 4.2."""
+        if previous is not None and load.preemptions > self._rise * previous:
+            why = f"preemptions rose from {previous} to {load.preemptions}"
+            return self._scaled(2 * self.layout.tp, why)
+        if self._calm >= self._calm_steps:
+            self._calm = 0  # asked once, then again after as many
+            if self.layout.tp > 1:
+                return self._scaled(self.layout.tp // 2, f"no preemption in {self._calm_steps} steps")
+        return None, ""
+
+    def _scaled(self, tp: int, why: str) -> tuple[Layout | None, str]:
+        found = [layout for layout in self._candidates() if layout.tp == tp]
+        if not found:
+            largest = f"; {self.layout} stays: TP {tp} is not possible"
+            return None, why + largest
+        alike = [layout for layout in found if (layout.ep > 1) == (self.layout.ep > 1)]
+        return (alike or found)[0], why
+
+    def _experts(self, load: StepLoad, horizon: int) -> tuple[Layout | None, str]:
+        """The other way to cut the experts at the same TP, where what it gains is expected to exceed its cost."""
+        others = [layout for layout in self._candidates() if layout.tp == self.layout.tp and layout != self.layout]
+        for other in others:
+            gain = self._gain(other, load)
+            if gain is not None and gain * horizon > self._price(other):
+                return other, f"experts: {other} is expected to be faster at an imbalance of {load.imbalance:.3g}"
+        return None, ""
+
+    def _predicted(self, layout: Layout, load: StepLoad) -> float | None:
+        if self.profile is None or not load.lengths:
+            return None
+        engines = self._devices // layout.tp
+        uneven = _imbalance(layout, load)
+        seconds = self.profile.rollout_seconds(load.lengths, max(1, load.prompt), layout, engines, uneven)
+        return seconds * self._waits(self.profile, layout, uneven)
+
+    def _waits(self, profile: Profile, layout: Layout, imbalance: float) -> float:
+        """How many times what the profile says a step takes for its fullest device; 1 where the profile has measured that."""
+        return 1.0 if profile.knows_routing(layout) else 1.0 + self._expert_share * (imbalance - 1.0)
+
+    def _expected(self, layout: Layout, load: StepLoad) -> float | None:
+        """Seconds of this load in a layout; None: nobody knows."""
+        tokens = sum(load.lengths)
+        if layout == self.layout:
+            return load.seconds
+        each, when = self._seen.get(layout, (0.0, 0))
+        if each and tokens and self._steps - when <= FORGET * self._calm_steps and layout.ep == 1:
+            return each * tokens
+        predicted = self._predicted(layout, load)
+        return None if predicted is None else predicted * (1.0 if self._ratio is None else self._ratio)
+
+    def _gain(self, target: Layout, load: StepLoad) -> float | None:
+        then = self._expected(target, load)
+        return None if then is None else load.seconds - then
+
+    def _price(self, target: Layout) -> float:
+        if self._cost is not None:
+            return self._cost
+        shape = self.profile.shapes.get(target) if self.profile is not None else None
+        return shape.start_seconds if shape is not None else 0.0
+
+    def _measure(self, load: StepLoad) -> None:
+        tokens = sum(load.lengths)
+        self._steps += 1
+        if tokens:
+            each = load.seconds / tokens
+            self._seen[self.layout] = _blend(self._seen.get(self.layout, (each, 0))[0], each), self._steps
+        predicted = self._predicted(self.layout, load)
+        if predicted and not load.preemptions:
+            ratio = load.seconds / predicted
+            self._ratio = ratio if self._ratio is None else _blend(self._ratio, ratio)
+
+    def _diverges(self, load: StepLoad) -> tuple[Layout | None, float | None, Measured | None]:
+        """(the layout to profile anew, what the profile was scaled by, what was added), None where there is nothing to do."""
+        if self.profile is None or not load.token_seconds:
+            return None, None, None
+        now = Measured(load.batch, load.context, load.token_seconds)
+        uneven = _imbalance(self.layout, load)
+        expected = self.profile.decode_seconds(now.batch, now.context, self.layout, uneven)
+        ratio = now.seconds / (expected * self._waits(self.profile, self.layout, uneven))
+        known = self.profile.covers(now.batch, now.context, self.layout)
+        if known and self._agrees(ratio):
+            self._astray = []
+            return None, None, None
+        self._astray = [*self._astray, (ratio, known, now)][-self._patience :]
+        if len(self._astray) < self._patience:
+            return None, None, None
+        astray, self._astray = self._astray, []
+        asked, self._asked = self._asked, True
+        outside = [one for _, measured, one in astray if not measured]
+        if outside:
+            found = sorted(outside, key=lambda one: one.seconds)[len(outside) // 2]
+            seconds = found.seconds / self._waits(self.profile, self.layout, uneven)
+            self.profile = self.profile.extended(found.batch, found.context, self.layout, seconds, uneven)
+            return None if asked else self.layout, None, found
+        factor = median(found for found, _, _ in astray)
+        if self._agrees(factor):
+            return None if asked else self.layout, None, None
+        self.profile = self.profile.scaled(factor)
+        self.correction *= factor
+        self._ratio = None
+        return self.layout, factor, None
+
+    def _agrees(self, ratio: float) -> bool:
+        return 1 / self._divergence <= ratio <= self._divergence
+
+
+def _imbalance(layout: Layout, load: StepLoad) -> float:
+    """What devices wait for: with slices of experts for nobody; none of a few devices has more than all tokens."""
+    return min(load.imbalance, float(layout.ep))
+
+
+def _blend(old: float, new: float) -> float:
+    return (1 - _MEMORY) * old + _MEMORY * new
+
+
+def replay(planner: ParallelismPlanner, preemptions: Sequence[int], load: StepLoad) -> list[Plan]:
+    """What the planner says to a recorded series of preemption counts, every change made at once and for nothing."""
+    plans = []
+    for count in preemptions:
+        plan = planner.after(replace(load, preemptions=count))
+        if plan.changes:
+            planner.changed(plan.layout, 0.0)
+        plans.append(plan)
+    return plans

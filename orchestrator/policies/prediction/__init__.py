@@ -1,0 +1,1 @@
+"""How long trajectories will be (Heddle 4.1)."""

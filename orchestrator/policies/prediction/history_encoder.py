@@ -1,0 +1,194 @@
+"""A small network of a trajectory's tokens and numbers, trained online (Heddle 4.1, in the size of a CPU's spare time).
+
+Guarantees: the same rows in the same order from the same seed give the same network; what it says is bounded, whatever it is
+asked (``tanh`` before the last layer, numbers and targets clipped at some deviations of theirs); a row costs a fixed time to
+learn and to ask; restored from its arrays it goes on as it was. What it is: counts of hashed one- and two-token pieces of the
+prompt and of the context's end are projected to ``RANK`` numbers each, a projection that is learned, and go with the numbers of
+:mod:`orchestrator.policies.prediction.length_features` through one hidden layer. Trained by Adam on mini-batches of the
+last ``kept`` rows.
+
+:class:`Encoder` is the seam: a language model that is fine-tuned stands here too (:mod:`orchestrator.placement.length_lm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.policies.prediction.length_features import DENSE, PIECES, Progress, pieces
+
+Array = NDArray[np.float64]
+OUTPUTS = 2  # logarithms of remaining tokens and turns, less those of the history
+RANK = 12  # of the projection of each kind of pieces
+HIDDEN = 32
+BATCH = 32
+CLIP = 4.0  # standard deviations of a number, of a target
+_RATE, _BETAS, _DECAY = 5e-3, (0.9, 0.98), 3e-4
+_LAYERS = ("prompt", "tail", "hidden", "bias", "out", "level")
+
+
+class Encoder(Protocol):
+    """Learns what a trajectory differs from its history by. Rows are turn boundaries; ``numbers`` their dense features, shape
+    [n, DENSE]; ``targets`` shape [n, OUTPUTS]."""
+
+    kind: str  # what it is: a saved one of another kind is not loaded
+
+    def predict(self, rows: Sequence[Progress], numbers: Array) -> Array:
+        """Shape [n, OUTPUTS], finite."""
+        ...
+
+    def learn(self, rows: Sequence[Progress], numbers: Array, targets: Array, weight: float) -> None:
+        """Rows of one trajectory, each counting ``weight``."""
+        ...
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """All that it knows, by name."""
+        ...
+
+    def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Go on as what :meth:`arrays` returned. Raises ValueError for anything else; then nothing changed."""
+        ...
+
+
+class Scaling:
+    """Mean and spread of columns so far. ``arrays`` shape [2, columns] and the number of rows."""
+
+    def __init__(self, columns: int) -> None:
+        self.sums: Array = np.zeros((2, columns))
+        self.rows = 0
+
+    def add(self, values: Array) -> None:
+        """Rows, shape [n, columns]."""
+        self.sums += [values.sum(0), (values * values).sum(0)]
+        self.rows += len(values)
+
+    @property
+    def mean(self) -> Array:
+        """Of each column."""
+        return np.asarray(self.sums[0] / max(1, self.rows))
+
+    @property
+    def spread(self) -> Array:
+        """Standard deviation of each column, at least a hundredth."""
+        mean = self.mean
+        return np.asarray(np.sqrt(np.maximum(self.sums[1] / max(1, self.rows) - mean * mean, 1e-4)))
+
+    def normal(self, values: Array) -> Array:
+        """In deviations from the mean, clipped."""
+        return np.asarray(np.clip((values - self.mean) / self.spread, -CLIP, CLIP))
+
+
+class HashedEncoder:
+    """See the module. ``steps``: mini-batches for each trajectory that is learned."""
+
+    kind = "hashed 1"
+
+    def __init__(self, *, seed: int, kept: int = 4096, steps: int = 4) -> None:
+        self._seed, self._steps = seed, steps
+        start = np.random.default_rng([seed, 8])
+        shown = DENSE + 2 * RANK
+        self.weights: dict[str, Array] = {
+            "prompt": start.standard_normal((PIECES, RANK)) * 0.1,
+            "tail": start.standard_normal((PIECES, RANK)) * 0.1,
+            "hidden": start.standard_normal((shown, HIDDEN)) / np.sqrt(shown),
+            "bias": np.zeros(HIDDEN),
+            "out": np.zeros((HIDDEN, OUTPUTS)),
+            "level": np.zeros(OUTPUTS),
+        }
+        self._moments = {name: np.zeros((2, *value.shape)) for name, value in self.weights.items()}
+        self.steps = 0  # that were made
+        self._numbers, self._targets = Scaling(DENSE), Scaling(OUTPUTS)
+        width = 2 * PIECES + DENSE + OUTPUTS + 1  # pieces, numbers, targets, weight
+        self._rows: NDArray[np.float32] = np.zeros((kept, width), np.float32)
+
+    def predict(self, rows: Sequence[Progress], numbers: Array) -> Array:
+        """See the protocol."""
+        bags = np.stack([_bags(row) for row in rows])
+        made = self._forward(bags, self._numbers.normal(numbers))[-1]
+        return np.asarray(np.clip(made, -CLIP, CLIP) * self._targets.spread + self._targets.mean)
+
+    def learn(self, rows: Sequence[Progress], numbers: Array, targets: Array, weight: float) -> None:
+        """See the protocol."""
+        for row, shown, wanted in zip(rows, numbers, targets, strict=True):
+            place = self._numbers.rows % len(self._rows)
+            self._rows[place] = np.concatenate([_bags(row), shown, wanted, [weight]])
+            self._numbers.add(shown[None, :])
+            self._targets.add(wanted[None, :])
+        held = min(self._numbers.rows, len(self._rows))
+        if held >= BATCH:
+            for _ in range(self._steps):
+                self._step(np.random.default_rng([self._seed, 7, self.steps]).integers(0, held, BATCH))
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """See the protocol."""
+        found: dict[str, NDArray[np.generic]] = {**self.weights}
+        for name, moments in self._moments.items():
+            found[f"{name}_moments"] = moments
+        found["rows"] = self._rows[: min(self._numbers.rows, len(self._rows))]
+        found["numbers"], found["targets"] = self._numbers.sums, self._targets.sums
+        found["counts"] = np.array([self.steps, self._numbers.rows], dtype=np.int64)
+        return found
+
+    def restore(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """See the protocol."""
+        known = self.arrays()
+        wrong = [
+            name
+            for name, value in known.items()
+            if name not in arrays
+            or arrays[name].shape[1:] != value.shape[1:]
+            or (name != "rows" and arrays[name].shape != value.shape)
+            or not np.isfinite(np.asarray(arrays[name], dtype=np.float64)).all()
+        ]
+        if wrong:
+            raise ValueError(f"of another kind: {', '.join(wrong)} of the encoder")
+        steps, rows = (int(value) for value in arrays["counts"].tolist())
+        if len(arrays["rows"]) != min(rows, len(self._rows)) or steps < 0:
+            raise ValueError("of another kind: rows of the encoder")
+        for name in _LAYERS:
+            self.weights[name] = np.array(arrays[name], dtype=np.float64)
+            self._moments[name] = np.array(arrays[f"{name}_moments"], dtype=np.float64)
+        self._rows[: len(arrays["rows"])] = arrays["rows"]
+        self._numbers.sums = np.array(arrays["numbers"], dtype=np.float64)
+        self._targets.sums = np.array(arrays["targets"], dtype=np.float64)
+        self.steps, self._numbers.rows, self._targets.rows = steps, rows, rows
+
+    def _forward(self, bags: Array, numbers: Array) -> tuple[Array, Array, Array]:
+        weights = self.weights
+        shown = np.concatenate(
+            [bags[:, :PIECES] @ weights["prompt"], bags[:, PIECES:] @ weights["tail"], numbers], axis=1
+        )
+        hidden = np.tanh(shown @ weights["hidden"] + weights["bias"])
+        return shown, hidden, hidden @ weights["out"] + weights["level"]
+
+    def _step(self, chosen: NDArray[np.int64]) -> None:
+        rows = self._rows[chosen].astype(np.float64)
+        bags, numbers, targets, counts = np.split(rows, np.cumsum([2 * PIECES, DENSE, OUTPUTS]), axis=1)
+        wanted = self._targets.normal(targets)
+        shown, hidden, made = self._forward(bags, self._numbers.normal(numbers))
+        error = (made - wanted) * counts / counts.sum()
+        back = (error @ self.weights["out"].T) * (1.0 - hidden * hidden)
+        inner = back @ self.weights["hidden"].T
+        gradients = {
+            "prompt": bags[:, :PIECES].T @ inner[:, :RANK],
+            "tail": bags[:, PIECES:].T @ inner[:, RANK : 2 * RANK],
+            "hidden": shown.T @ back,
+            "bias": back.sum(0),
+            "out": hidden.T @ error,
+            "level": error.sum(0),
+        }
+        self.steps += 1
+        for name in _LAYERS:
+            first, second = self._moments[name]
+            first += (1.0 - _BETAS[0]) * (gradients[name] - first)
+            second += (1.0 - _BETAS[1]) * (gradients[name] ** 2 - second)
+            slope = first / (1.0 - _BETAS[0] ** self.steps)
+            step = slope / (np.sqrt(second / (1.0 - _BETAS[1] ** self.steps)) + 1e-8)
+            self.weights[name] -= _RATE * step + (0.0 if name == "level" else _DECAY * self.weights[name])
+
+
+def _bags(row: Progress) -> Array:
+    return np.concatenate([pieces(row.prompt_ids, 1), pieces(row.tail_ids, 2)])

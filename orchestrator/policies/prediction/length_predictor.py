@@ -1,0 +1,433 @@
+"""How many tokens and turns a trajectory still has before it, after every turn (Heddle 4.1), and the baselines of that.
+
+Guarantees of a :class:`LengthPredictor`: a forecast is finite, not negative, and lies in its interval, whatever was learned; it
+says where it is from (``source``): the model, or what stands in for it until it has learned enough (finished trajectories of
+the task, of all tasks, the configured prior). The same trajectories in the same order and the same seed give the same forecasts.
+Saved and loaded it goes on as it was; what is saved is arrays and JSON, no code.
+
+:class:`Progressive` learns online: each finished trajectory is decomposed into (what was known before a turn, what came after),
+as in the paper; the paper fine-tunes a language model of 0.6B on them. Here several experts each say what is left: what
+finished trajectories of the prompt had (mean, median, the whole less what was said), a ridge regression on
+:mod:`orchestrator.policies.prediction.length_features` as of now and as of the prompt alone, and an encoder of the tokens
+(:mod:`orchestrator.policies.prediction.history_encoder`, or a fine-tuned language model).
+:mod:`orchestrator.policies.prediction.forecast_stacking` weighs them by their errors on what came next, by turn and by
+how much is known of the prompt: where one of the baselines is best, it is followed. The forecast is a mean, not a
+median: that is what loads add up from.
+
+Trajectories that were cut off (aborted, evicted) are learned as "at least so much": left out, they would teach that nothing is
+long. Intervals are adaptive conformal ones, by the same classes (:mod:`orchestrator.policies.prediction.conformal_interval`).
+:func:`prompt_only` and :class:`History` are what it is compared with (Heddle 7.2), :class:`Oracle` knows.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.policies.prediction import forecast_stacking
+from orchestrator.policies.prediction.array_file import read_arrays
+from orchestrator.policies.prediction.conformal_interval import Conformal
+from orchestrator.policies.prediction.finished_statistics import Memory
+from orchestrator.policies.prediction.forecast_stacking import Stack
+from orchestrator.policies.prediction.history_encoder import Encoder, HashedEncoder
+from orchestrator.policies.prediction.length_features import (
+    BENT,
+    DENSE,
+    HASHES,
+    VERSION,
+    Past,
+    Progress,
+    Vector,
+    encode,
+    make_bends,
+)
+from orchestrator.policies.prediction.ridge_regression import Array, Ridge
+
+EXPERTS = ("prompt", "median", "history", "prompt-only", "ridge", "encoder")
+
+STAGES = 6  # turns 0, 1, 2, 3 to 5, 6 to 11, later: calibrated apart
+_KNOWN = 3  # how much is known of the prompt: nothing, one or two trajectories, more; each with its own weights and intervals
+_LEAST_ROWS = 64.0  # before the model speaks
+_EAGER = 0.25  # share of new rows after which it is solved anew, while there are few
+_STACK_MEMORY = 4_000.0  # rows: experts get better, the ridge and the encoder by what they learn
+_ASKED = 16_384  # turn boundaries that are kept until their trajectory ends, the oldest forgotten first
+_ARRAYS = ("products", "targets", "weights", "errors", "counts")  # of the regression, that are kept
+_LONGEST = math.log1p(1e8)
+_FRESH = 512  # residuals of new prompts that are enough
+_UNSURE = 3.0  # logarithm of the factor that stands for an infinite bound
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Remaining tokens (the mean, so to say) with an interval around them, and remaining turns."""
+
+    tokens: float
+    low: float
+    high: float
+    turns: float
+    source: str  # "model", "prompt", "task", "all", "prior", "oracle"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A trajectory that ended. ``before``: what was known before each of its turns; ``said``: tokens of each response;
+    ``complete``: it came to its own end (or to a limit of the task), nobody cut it off."""
+
+    before: tuple[Progress, ...]
+    said: tuple[int, ...]
+    complete: bool
+
+
+class LengthPredictor(Protocol):
+    """See the module."""
+
+    def forecast(self, progress: Progress) -> Forecast: ...
+
+    def learn(self, outcome: Outcome) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A turn boundary as the model saw it when it was asked. ``base``: logarithms of tokens and turns by the history; ``experts``
+    in tokens; ``combined``, ``turns``, ``bounds``: logarithms."""
+
+    vector: Array
+    stage: int
+    kind: int
+    base: tuple[float, float]
+    experts: Array
+    combined: float
+    turns: float
+    bounds: tuple[float, float]
+
+
+class Progressive:
+    """The predictor. ``prior_tokens``: of a whole trajectory, until there is something to learn from; ``coverage`` of the
+    intervals; ``memory`` in rows (turns) after which one counts a third; solved anew every ``every`` rows; ``encoder`` None: the
+    hashed one. ``prompt_only``: the ridge regression alone, and shown nothing but the prompt."""
+
+    format = "rl-coserve length predictor"
+
+    def __init__(
+        self,
+        prior_tokens: float,
+        *,
+        coverage: float = 0.8,
+        memory: float = 50_000.0,
+        every: int = 256,
+        window: int = 1024,
+        seed: int = 0,
+        prompt_only: bool = False,
+        encoder: Encoder | None = None,
+    ) -> None:
+        self._bends = make_bends(seed)
+        self._every, self._seed = every, seed
+        self._prompt_only = prompt_only
+        penalties = np.concatenate([np.full(DENSE, 1.0), np.full(2 * HASHES, 10.0), np.full(BENT, 5.0)])
+        self._ridge = Ridge(penalties, 2, STAGES, memory)
+        self._conformal = Conformal(STAGES * _KNOWN, window, coverage)
+        self._encoder = encoder or HashedEncoder(seed=seed)
+        self.stack = Stack(len(EXPERTS), [stage for _ in range(_KNOWN) for stage in range(STAGES)], _STACK_MEMORY)
+        self.memory = Memory(prior_tokens)
+        self._asked: dict[tuple[str, int], _Row] = {}  # of trajectories that go on, by turn
+        self._new = 0
+        self._most = 0.0  # the largest logarithm of remaining tokens that ever was
+        self.version = 0  # how often it was solved
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model speaks."""
+        return self.version > 0
+
+    def forecast(self, progress: Progress) -> Forecast:
+        """Never fails. Costs some hundred microseconds."""
+        shown = _start_of(progress) if self._prompt_only else progress
+        past = self.memory.past(shown)
+        tokens, turns, source = past.prompt, past.turns, past.source
+        if not self._prompt_only or not progress.turns:
+            seen = self._asked[progress.trajectory, progress.turns] = self._look((shown,))[0]
+            if len(self._asked) > _ASKED:
+                del self._asked[next(iter(self._asked))]
+        else:
+            seen = self._look((shown,))[0]
+        if self.ready:
+            tokens, turns, source = seen.combined, seen.turns, "model"
+        low, high = seen.bounds if self.ready else (-math.inf, math.inf)
+        least = tokens + (low if math.isfinite(low) else -_UNSURE)
+        most = tokens + (high if math.isfinite(high) else _UNSURE)
+        made = _unlog(tokens), _unlog(least), _unlog(most)
+        if self._prompt_only:  # it is asked for the whole: what was said is no longer to come
+            made = (
+                max(1.0, made[0] - progress.generated),
+                max(0.0, made[1] - progress.generated),
+                max(1.0, made[2] - progress.generated),
+            )
+            turns = math.log1p(max(0.0, _unlog(turns) - progress.turns))
+        return Forecast(*made, _unlog(turns), source)
+
+    def _look(self, rows: Sequence[Progress]) -> list[_Row]:
+        """What the experts say of turn boundaries now, and what is made of it."""
+        pasts = [self.memory.past(one) for one in rows]
+        vectors: Array = np.stack([encode(one, past, self._bends) for one, past in zip(rows, pasts, strict=True)])
+        stages = [_stage(one.turns) for one in rows]
+        base = np.array([(past.prompt, past.turns) for past in pasts])
+        ridge = base + self._ridge.predict(vectors, stages)
+        encoded = ridge if self._prompt_only else base + self._encoder.predict(rows, vectors[:, :DENSE])
+        turns = ((ridge[:, 1] + encoded[:, 1]) / 2.0).tolist()
+        found = []
+        for index, (one, past) in enumerate(zip(rows, pasts, strict=True)):
+            kind, experts = _kind(one.turns, past.number), np.zeros(0)
+            combined = min(max(float(ridge[index, 0]), 0.0), self._most)  # a line goes on where nobody has been
+            if not self._prompt_only:
+                said = self._experts(one, past, float(ridge[index, 0]), float(encoded[index, 0]))
+                experts = np.expm1(np.clip(said, 0.0, self._most))
+                combined = min(math.log1p(max(self.stack.combine(experts, kind), 0.0)), self._most)
+            known, bounds = (past.prompt, past.turns), self._conformal.bounds(kind)
+            found.append(_Row(vectors[index], stages[index], kind, known, experts, combined, turns[index], bounds))
+        return found
+
+    def _experts(self, one: Progress, past: Past, ridge: float, encoded: float) -> list[float]:
+        """Logarithms of remaining tokens, in the order of ``EXPERTS``."""
+        median = self.memory.median(one.task, one.prompt, one.turns)
+        history = self.memory.whole(one.task, one.prompt)[0]
+        start = _start_of(one)
+        first = self.memory.past(start)
+        learned = self._ridge.predict(encode(start, first, self._bends)[None, :], (0,))[0, 0]
+        whole = min(first.prompt + float(learned), self._most)
+        return [
+            past.prompt,
+            past.prompt if median is None else median,
+            math.log1p(max(1.0, _unlog(history) - one.generated)),
+            math.log1p(max(1.0, _unlog(whole) - one.generated)),
+            ridge,
+            encoded,
+        ]
+
+    def learn(self, outcome: Outcome) -> None:
+        """A trajectory that ended: each of its turns as it was seen when it was asked for, since what has ended meanwhile (short
+        siblings before long ones) says how long it was. Costs some milliseconds, and some tens of them every ``every`` rows."""
+        if not outcome.said:
+            return
+        before = outcome.before[:1] if self._prompt_only else outcome.before
+        seen = [self._asked.pop((one.trajectory, one.turns), None) for one in before]
+        now = iter(
+            self._look([one for one, row in zip(before, seen, strict=True) if row is None]) if None in seen else ()
+        )
+        rows = [next(now) if row is None else row for row in seen]
+        vectors, base = np.stack([row.vector for row in rows]), np.array([row.base for row in rows])
+        stages, kinds = [row.stage for row in rows], [row.kind for row in rows]
+        values, weight = np.array(_logs(outcome.said)), len(rows) ** -0.5  # the rows of one trajectory are much alike
+        if not outcome.complete:  # at least so much: what is expected of it, where that is more
+            expected = np.array([(row.combined, row.turns) for row in rows]) if self.ready else values[: len(rows)]
+            values[: len(rows)] = np.maximum(values[: len(rows)], np.minimum(expected, _LONGEST))
+        targets = values[: len(rows)] - base
+        if self.ready and outcome.complete:
+            self._ridge.judge(vectors, targets, stages, weight)
+            for row, value in zip(rows, values[: len(rows), 0].tolist(), strict=True):
+                self._conformal.add(row.kind, value - row.combined, row.bounds)
+            self._as_unknown([one for one, row in zip(before, rows, strict=True) if row.kind >= STAGES], outcome.said)
+        self._ridge.add(vectors, targets, stages, weight)
+        if not self._prompt_only:
+            experts = np.stack([row.experts for row in rows])
+            self.stack.add(experts, np.expm1(values[: len(rows), 0]).tolist(), kinds, weight)
+            self._encoder.learn(before, vectors[:, :DENSE], targets, weight)
+        first = outcome.before[0]
+        if outcome.complete:
+            self.memory.add(first.task, first.prompt, outcome.said, [(row[0], row[1]) for row in values.tolist()])
+        self._most = max(self._most, float(values[0, 0]))
+        self._new += len(rows)
+        rows_so_far = self._ridge.counts[0]
+        due = self._new >= min(self._every, max(16.0, _EAGER * rows_so_far)) or not self.ready
+        if rows_so_far >= _LEAST_ROWS and due:
+            self._solve()
+
+    def _as_unknown(self, before: Sequence[Progress], said: Sequence[int]) -> None:
+        """Calibrates the intervals of prompts of which nothing is known on one that is known, as if it were not: where prompts
+        come again all those that were new came early, when the model said something else."""
+        strangers = [
+            replace(one, prompt="\0nobody's") for one in before if self._conformal.has_room(_stage(one.turns), _FRESH)
+        ]
+        for one, row in zip(strangers, self._look(strangers) if strangers else (), strict=True):
+            value = math.log1p(sum(said[one.turns :]))
+            self._conformal.add(row.kind, value - row.combined, row.bounds)
+
+    def _solve(self) -> None:
+        self._ridge.solve()
+        self.stack.solve()
+        self._conformal.refresh()
+        self._new = 0
+        self.version += 1
+
+    def finish(self) -> None:
+        """Solve with all that was learned."""
+        if self._ridge.counts[0] > 0:
+            self._solve()
+
+    # -- kept --------------------------------------------------------------------------------------------------------
+
+    def dump(self) -> bytes:
+        """All of it, as a NumPy archive of arrays."""
+        meta = {
+            "format": self.format,
+            "features": VERSION,
+            "version": self.version,
+            "new": self._new,
+            "most": self._most,
+            "seed": self._seed,
+            "prompt_only": self._prompt_only,
+            "encoder": self._encoder.kind,
+            "prompts": self.memory.prompts,
+            "tasks": self.memory.tasks,
+            "residuals": [list(values) for values in self._conformal.residuals],
+            "sorted": [values.tolist() for values in self._conformal.sorted],
+            "tails": self._conformal.tails.tolist(),
+        }
+        arrays: dict[str, NDArray[np.generic]] = {name: getattr(self._ridge, name) for name in _ARRAYS}
+        arrays |= {f"stack_{name}": getattr(self.stack, name) for name in forecast_stacking.ARRAYS}
+        arrays |= {f"encoder_{name}": array for name, array in self._encoder.arrays().items()}
+        arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
+        file = io.BytesIO()
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy's own hint takes them for its options
+        return file.getvalue()
+
+    def load(self, data: bytes) -> None:
+        """Go on as what :meth:`dump` returned. Raises ValueError for anything else; then nothing changed."""
+        owners: dict[str, tuple[object, str]] = {name: (self._ridge, name) for name in _ARRAYS}
+        owners |= {f"stack_{name}": (self.stack, name) for name in forecast_stacking.ARRAYS}
+        try:
+            found = read_arrays(data)
+            meta = json.loads(found["meta"].tobytes())
+            arrays = {name: np.array(found[name], dtype=np.float64) for name in owners}
+            cut = len("encoder_")
+            encoder = {name[cut:]: array for name, array in found.items() if name.startswith("encoder_")}
+            wanted = {"format": self.format, "features": VERSION, "seed": self._seed, "prompt_only": self._prompt_only}
+            wanted["encoder"] = self._encoder.kind
+            wrong = [name for name, value in wanted.items() if meta.get(name) != value]
+            shapes = any(array.shape != getattr(*owners[name]).shape for name, array in arrays.items())
+            if wrong or shapes or not all(np.isfinite(array).all() for array in arrays.values()):
+                raise ValueError(f"of another kind: {', '.join(wrong) or 'shapes or values of its arrays'}")
+            version, new, most = int(meta["version"]), int(meta["new"]), float(meta["most"])
+            prompts, tasks = dict(meta["prompts"]), dict(meta["tasks"])
+            residuals = [[float(value) for value in values] for values in meta["residuals"]]
+            ordered = [np.sort(np.array(values, dtype=np.float64)) for values in meta["sorted"]]
+            tails = np.array(meta.get("tails", self._conformal.tails), dtype=np.float64)  # files of before have none
+            if not len(residuals) == len(ordered) == STAGES * _KNOWN or tails.shape != self._conformal.tails.shape:
+                raise ValueError(f"{len(residuals)} stages instead of {STAGES * _KNOWN}")
+            if not ((tails >= 0.0) & (tails <= 1.0)).all():
+                raise ValueError("of another kind: levels of its intervals")
+            self._encoder.restore(encoder)
+        except (
+            OSError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            EOFError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise ValueError(f"is no saved length predictor: {error!r}") from error
+        for name, array in arrays.items():
+            setattr(*owners[name], array)
+        self.version, self._new, self._most = version, new, most
+        self.memory.prompts, self.memory.tasks = prompts, tasks
+        for kind, values in enumerate(residuals):
+            self._conformal.residuals[kind].clear()
+            self._conformal.residuals[kind].extend(values)
+        self._conformal.refresh()
+        self._conformal.sorted, self._conformal.tails = ordered, tails
+
+
+def prompt_only(prior_tokens: float, *, coverage: float = 0.8, seed: int = 0) -> Progressive:
+    """The same regression, shown nothing but the prompt (Zhong et al., in Heddle 7.2): one guess for the whole trajectory."""
+    return Progressive(prior_tokens, coverage=coverage, seed=seed, prompt_only=True)
+
+
+class History:
+    """What the prompt's finished trajectories had in the mean, else the task's (He et al., Qin et al., in Heddle 7.2); what was
+    said already is taken off."""
+
+    def __init__(self, prior_tokens: float) -> None:
+        self.memory = Memory(prior_tokens)
+
+    def forecast(self, progress: Progress) -> Forecast:
+        """See the protocol."""
+        tokens, turns, source = self.memory.whole(progress.task, progress.prompt)
+        left = max(1.0, _unlog(tokens) - progress.generated)
+        return Forecast(left, 0.0, 20.0 * left, max(0.0, _unlog(turns) - progress.turns), source)
+
+    def learn(self, outcome: Outcome) -> None:
+        """See the protocol."""
+        if outcome.said and outcome.complete:
+            first = outcome.before[0]
+            self.memory.add(first.task, first.prompt, outcome.said, _logs(outcome.said))
+
+
+class Oracle:
+    """Knows. ``said``: by trajectory, tokens of each of its responses. For simulations and recorded trajectories."""
+
+    def __init__(self, said: Mapping[str, Sequence[int]]) -> None:
+        self._said = said
+
+    def forecast(self, progress: Progress) -> Forecast:
+        """See the protocol."""
+        left = self._said[progress.trajectory][progress.turns :]
+        tokens = float(sum(left))
+        return Forecast(tokens, tokens, tokens, float(len(left)), "oracle")
+
+    def learn(self, outcome: Outcome) -> None:
+        """There is nothing that it could learn."""
+
+
+def sound(forecast: Forecast) -> bool:
+    """Whether it can be used: numbers, none of them negative. What comes from another process is looked at first."""
+    values = (forecast.tokens, forecast.low, forecast.high, forecast.turns)
+    return all(isinstance(value, float | int) and 0 <= value < math.inf for value in values)
+
+
+def _start_of(progress: Progress) -> Progress:
+    """The same trajectory before its first turn."""
+    return replace(progress, tail_ids=(), heard=progress.heard[:1], said=(), tool_seconds=())
+
+
+def _stage(turn: int) -> int:
+    return turn if turn < 3 else 3 if turn < 6 else 4 if turn < 12 else 5
+
+
+def _kind(turn: int, number: float) -> int:
+    """Stages of those of whose prompt nothing is known, then of those of whose prompt one or two trajectories are, then more."""
+    return _stage(turn) + STAGES * (0 if number < 1 else 1 if number < 3 else 2)
+
+
+def _unlog(value: float) -> float:
+    return math.expm1(min(max(value, 0.0), _LONGEST)) if value == value else 0.0
+
+
+def _logs(said: Sequence[int]) -> list[tuple[float, float]]:
+    """log(1 + remaining tokens) and log(1 + remaining turns) before each turn."""
+    left, found = sum(said), []
+    for turn, tokens in enumerate(said):
+        found.append((math.log1p(left), math.log1p(len(said) - turn)))
+        left -= tokens
+    return found
+
+
+__all__ = [
+    "Forecast",
+    "History",
+    "LengthPredictor",
+    "Memory",
+    "Oracle",
+    "Outcome",
+    "Progress",
+    "Progressive",
+    "Vector",
+    "prompt_only",
+    "sound",
+]

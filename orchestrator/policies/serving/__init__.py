@@ -1,0 +1,1 @@
+"""Rollouts beside serving engines under their SLOs (ROSE 4)."""

@@ -1,0 +1,229 @@
+"""How much of a rollout may run on a serving engine's device without hurting its SLOs (ROSE 4.1, equations 1 and 2).
+
+Guarantees:
+
+* No rollout step is admitted while a prompt of serving waits for its first token. Whatever ran then would delay every prompt
+  that arrives until the queue is empty, one step each: in a burst that is many. Device time is not lost by it, as serving
+  computes meanwhile. So a prompt waits for one admitted step at most, the one under way when the first of its burst came.
+* No rollout step is admitted whose cost exceeds the least slack of serving, less the guard; and of one slack that serving
+  published, all steps together take no more than the whole. So serving is delayed by no more than it can spare.
+* What serving published is believed for ``stale_seconds`` after its running step should have ended: older, and there is no slack
+  where it had requests.
+* The guard grows with every near miss of a step that took longer than was admitted, and decays slowly, also while it keeps steps
+  out: a profile that is wrong costs rollout speed, never an SLO twice. A burst that leaves no slack says nothing of the profile.
+
+Deviations, on the safe side: equation 1 admits a step beside prompts that can spare it, which is the first line here; a queued
+prefill also waits for those before it in the queue; a request whose tokens came slower than its SLO in the mean has no slack
+(equation 2 looks at its latest token only); and where serving says what a request that arrives now could spare (``arriving``),
+a step takes no more than that, even beside an idle engine. A decode step that runs is no reason to wait: what is published then
+is how much later it may end.
+
+Pure: seconds of one monotonic clock in, decisions out. Costs: :mod:`orchestrator.policies.parallelism.learned_costs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["dual", "ttft", "tpot", "none"]
+MODES: tuple[Mode, ...] = ("dual", "ttft", "tpot", "none")
+CHUNK = 512  # tokens of a rollout's prefill at a time (ROSE 4.1)
+STALL_SECONDS = 2.0
+PROMPTS = 64  # of the latest ones, by which one that arrives is judged
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Seconds. ``ttft``: from arrival to the first token; ``tpot``: between two tokens."""
+
+    ttft: float = 0.1
+    tpot: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (0 < self.ttft < math.inf and 0 < self.tpot < math.inf):
+            raise ValueError(f"{self}: must be positive seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class ServingState:
+    """What a serving engine publishes every tick. ``at``: when; slacks: seconds, infinite where no request is concerned;
+    ``step_end``: when the step that runs is expected to end; ``busy``: it has requests; ``arriving``: the TTFT slack of a request
+    that arrives now; ``tick``: counts what was published; ``sharers``: rollout engines that share the slack;
+    ``waiting``: a prompt waits for its first token, or is being prefilled."""
+
+    at: float
+    ttft_slack: float = math.inf
+    tpot_slack: float = math.inf
+    step_end: float = 0.0
+    busy: bool = False
+    arriving: float = math.inf
+    tick: int = 0
+    sharers: int = 1
+    waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What may run now, as one step: ``tokens`` of prefill beside one token each of ``decode`` sequences; ``seconds``: cost."""
+
+    tokens: int = 0
+    decode: int = 0
+    seconds: float = 0.0
+    reason: str = ""  # why nothing may
+
+
+def ttft_slack(
+    queued: Iterable[tuple[float, int]], now: float, slo: Slo, prefill: Callable[[int], float], running: float = 0.0
+) -> float:
+    """Equation 1, the least of all: ``queued``: (arrival, tokens left to prefill), in the order they will run; ``prefill``:
+    seconds for so many tokens; ``running``: seconds that the step in flight still takes."""
+    least, ahead = math.inf, running
+    for arrival, tokens in queued:
+        ahead += prefill(tokens)
+        least = min(least, arrival + slo.ttft - now - ahead)
+    return least
+
+
+def tpot_slack(decoding: Iterable[tuple[float, float, float]], now: float, slo: Slo, ready: float) -> float:
+    """Equation 2, the least of all, of the latest token and of the mean. ``decoding``: of each active decode, when it had its
+    first and its newest token, and how many after the first; ``ready``: seconds until they have their next ones."""
+    due = min((min(last, first + made * slo.tpot) for first, last, made in decoding), default=math.inf)
+    return due + slo.tpot - now - ready
+
+
+def arriving_slack(prompts: Iterable[int], ahead: float, slo: Slo, prefill: Callable[[int], float]) -> float:
+    """Equation 1 of a request that arrives now, with a prompt longer than nine of ten of these latest ones; ``ahead``: seconds of
+    what is before it. Where costs are not known: half of the SLO."""
+    lengths = sorted(prompts)
+    cost = prefill(lengths[9 * len(lengths) // 10]) if lengths else math.inf
+    return slo.ttft - (ahead + cost if cost < math.inf else slo.ttft / 2)
+
+
+def floor(slo: Slo, prompt: int, batch: int, prefill: Callable[[int], float], decode: Callable[[int], float]) -> str:
+    """Why serving alone cannot keep its SLO with such prompts and batches; "" when it can."""
+    if prefill(prompt) >= slo.ttft:
+        return f"a prompt of {prompt} tokens alone takes {prefill(prompt):.3f} s, the TTFT SLO is {slo.ttft:g} s"
+    if decode(batch) >= slo.tpot:
+        return f"a decode step of {batch} sequences alone takes {decode(batch):.3f} s, the TPOT SLO is {slo.tpot:g} s"
+    return ""
+
+
+class Admission:
+    """Of one rollout engine. ``prefill`` and ``decode``: its own profiled seconds, on this device."""
+
+    def __init__(
+        self,
+        prefill: Callable[[int], float],
+        decode: Callable[[int], float],
+        *,
+        mode: Mode = "dual",
+        guard: float = 0.002,
+        guard_most: float = 0.05,
+        stale_seconds: float = 0.1,
+        chunk: int = CHUNK,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode = {mode!r}: one of {', '.join(MODES)}")
+        if not 0 <= guard <= guard_most or chunk < 1 or stale_seconds <= 0:
+            raise ValueError(
+                f"guard {guard} to {guard_most}, chunk {chunk}, stale after {stale_seconds} s: no such admission"
+            )
+        self.mode, self.chunk = mode, chunk
+        self.guard = guard
+        self._least, self._most = guard, guard_most
+        self._stale = stale_seconds
+        self._prefill, self._decode = prefill, decode
+        self._spent = (-1, 0.0)  # of which tick, how many seconds
+
+    def slack(self, state: ServingState, now: float) -> float:
+        """Seconds that serving can spare from now on, guard included; infinite when there is nothing to consider."""
+        if self.mode == "none":
+            return math.inf
+        if self.yields(state):
+            return -math.inf
+        least = state.arriving if self.mode in ("dual", "ttft") else math.inf
+        if not state.busy:  # holds until serving says otherwise, however old
+            return least / state.sharers - self.guard
+        late = now - max(state.at, state.step_end)
+        if late > self._stale:
+            return -math.inf
+        least = min(least, self.considered(state))
+        spent = self._spent[1] if self._spent[0] == state.tick else 0.0
+        return (least - max(0.0, late)) / state.sharers - spent - self.guard
+
+    def yields(self, state: ServingState) -> bool:
+        """Whether the device is serving's until the prompts that are there have their first tokens."""
+        return state.waiting and self.mode in ("dual", "ttft")
+
+    def considered(self, state: ServingState) -> float:
+        """The least slack of requests that are there, of those that this mode looks at."""
+        ttft = state.ttft_slack if self.mode in ("dual", "ttft") else math.inf
+        tpot = state.tpot_slack if self.mode in ("dual", "tpot") else math.inf
+        return min(ttft, tpot)
+
+    def admit(self, state: ServingState, now: float, prefill_left: int, decoding: int) -> Admitted:
+        """What may run next of ``prefill_left`` tokens to prefill and ``decoding`` sequences. Decoding goes first, as it holds KV
+        memory; a chunk of prefill joins it when all of it fits."""
+        if not decoding and not prefill_left:
+            return Admitted(reason="nothing to do")
+        if self.yields(state):
+            return Admitted(reason="a prompt of serving waits")
+        slack = self.slack(state, now)
+        if slack == -math.inf:
+            return Admitted(reason="serving has not said anything for too long")
+        batch, tokens, seconds = 0, 0, 0.0
+        for count in _halves(min(decoding, self.chunk)):
+            if (cost := self._decode(count)) <= slack:
+                batch, seconds = count, cost
+                break
+        if batch == decoding:
+            for count in _halves(min(prefill_left, self.chunk - batch)):
+                if seconds + (cost := self._prefill(count)) <= slack:
+                    tokens, seconds = count, seconds + cost
+                    break
+        if not batch and not tokens:
+            self._decay()
+            return Admitted(reason="serving has no slack")
+        if state.busy:
+            self._spent = (state.tick, seconds + (self._spent[1] if self._spent[0] == state.tick else 0.0))
+        return Admitted(tokens, batch, seconds)
+
+    def ran(self, slack_left: float, overran: bool) -> None:
+        """A rollout step is over. ``slack_left``: what serving then published, below zero is a near miss; ``overran``: it took
+        longer than was admitted."""
+        if slack_left >= 0:
+            self._decay()
+        elif overran:
+            self.guard = min(self._most, max(2 * self.guard, 0.001))
+
+    def _decay(self) -> None:
+        self.guard = max(self._least, 0.99 * self.guard)
+
+
+class StallWatch:
+    """Whether a rollout on this device makes no progress any more and is to be dropped here (ROSE 4.1: 2 s)."""
+
+    def __init__(self, seconds: float = STALL_SECONDS) -> None:
+        if seconds <= 0:
+            raise ValueError(f"stall after {seconds} s: must be positive")
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def progressed(self, now: float) -> None:
+        """A token was made, or there is nothing to do."""
+        self._since = now
+
+    def stalled(self, now: float) -> bool:
+        """Whether nothing has moved for too long, since the first time it was asked."""
+        if self._since is None:
+            self._since = now
+        return now - self._since >= self._seconds
+
+
+def _halves(most: int) -> Iterable[int]:
+    while most:
+        yield most
+        most //= 2

@@ -1,0 +1,1 @@
+"""What counts how much in a training step, and whether it still learns."""

@@ -1,0 +1,88 @@
+"""Measures the places of a grid, one engine start a layout, and keeps every point at once.
+
+Guarantees: what the file has is not measured again; a place that does not fit into the engine is noted with its reason and
+the others go on; when the engine dies, or somebody interrupts, every point so far is in the file, and the same call goes on
+from there. Time is the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+from orchestrator.api import RetryableError, RunError
+from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, shape_from_dict
+from orchestrator.profiler.measure_grid import Place
+from orchestrator.profiler.profile_file import ProfileFile
+
+
+class Prober(Protocol):
+    """One running engine."""
+
+    async def shape(self) -> Mapping[str, Any]:
+        """``kv_bytes_per_token``, ``kv_tokens``, ``weight_bytes`` of :class:`EngineShape`."""
+
+    async def measure(self, phase: str, batch: int, tokens: int) -> Mapping[str, Any]:
+        """``seconds`` and ``spread`` of :class:`Point`; or ``why``: that it cannot be, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """After each place. ``done`` and ``total`` count places, those of earlier calls included; ``left``: seconds,
+    estimated, starts of engines not counted."""
+
+    done: int
+    total: int
+    left: float
+    text: str
+
+
+async def measure(
+    file: ProfileFile,
+    places: Sequence[Place],
+    start: Callable[[Layout], AbstractAsyncContextManager[Prober]],
+    note: Callable[[Progress], object],
+) -> None:
+    """Bring the file to all of ``places``. ``start`` starts an engine in a layout. Raises RunError when one dies."""
+    clock = asyncio.get_running_loop().time
+    begun, before, measured, busy = clock(), file.seconds, 0, 0.0
+    missing = [place for place in places if place.key not in file.points and place.key not in file.skipped]
+    for layout, group in groupby(missing, key=lambda place: place.layout):
+        started = clock()
+        try:
+            async with start(layout) as prober:
+                shape = dict(await prober.shape()) | {"tp": layout.tp, "ep": layout.ep}
+                file.shapes[layout] = _shape(shape, clock() - started)
+                for place in group:
+                    asked = clock()
+                    text = await _one(file, place, prober)
+                    measured += 1
+                    file.seconds = before + clock() - begun
+                    file.save()
+                    busy += clock() - asked
+                    left = busy / measured * (len(missing) - measured)
+                    note(Progress(len(places) - len(missing) + measured, len(places), left, text))
+        except RetryableError as error:
+            raise RunError(
+                f"the engine with {layout} failed: {error}\n  {len(file.points)} points are kept in {file.path}; "
+                "the same command goes on from there"
+            ) from error
+
+
+def _shape(found: Mapping[str, Any], seconds: float) -> EngineShape:
+    return shape_from_dict({**found, "start_seconds": round(seconds, 3)})
+
+
+async def _one(file: ProfileFile, place: Place, prober: Prober) -> str:
+    label = f"{place.layout} {place.phase} {place.batch} x {place.tokens}"
+    found = await prober.measure(place.phase, place.batch, place.tokens)
+    if why := found.get("why"):
+        file.skipped[place.key] = str(why)
+        return f"{label}: left out, {why}"
+    seconds, spread = float(found["seconds"]), float(found["spread"])
+    file.add(Point(place.phase, place.layout, place.batch, place.tokens, seconds, spread))
+    return f"{label}: {1e3 * seconds:.3g} ms"

@@ -1,0 +1,151 @@
+"""``rl-coserve profile``: measures the config's model in this machine's engine, an actor a layout.
+
+Guarantees: what cannot be asked for is one ConfigError before anything starts (a TP that the model's heads do not divide
+into, a file of another model, engine or device); the actors end with the command.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config
+from orchestrator.parallelism.planner_setup import IDENTITY
+from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.profiler import (
+    Prober,
+    ProfileFile,
+    ProfileKey,
+    Progress,
+    grid,
+    load,
+    measure,
+    model_name,
+    powers,
+)
+from orchestrator.run_folder import describe_machine
+from orchestrator.runtime import tiny_model_setup
+from orchestrator.runtime.engine_actors import Actor
+from orchestrator.runtime.real_run import engine_environment
+from orchestrator.tasks import registry
+
+PROFILER = "vllm_rlplugin.engine_profiler:EngineProfiler"
+_SHORTEST = 32  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which sizes; () for the defaults: TP 1, batches 1, 2, 4, ... up to max_num_seqs, lengths 32, 128, ... up to the longest
+    context."""
+
+    tp: Sequence[int] = ()
+    batches: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+    out: Path | None = None  # None: profiles/KEY.json
+
+    def __post_init__(self) -> None:
+        for name, values in (("--tp", self.tp), ("--batch", self.batches), ("--length", self.lengths)):
+            if any(value < 1 for value in values):
+                raise ConfigError(name, ",".join(map(str, values)), "give sizes of at least 1, as in 1,2,4")
+
+
+async def profile(config: Config, wanted: Wanted, note: Callable[[Progress], object]) -> ProfileFile:
+    """Bring the file to all points. Ray is up. Raises ConfigError, and RunError when an engine dies."""
+    engine = config.rollout.engine
+    check(config, wanted)
+    with tempfile.TemporaryDirectory(prefix="rl-coserve-profile-") as folder:
+        async with _actor(config, "profile") as actor:
+            model = config.model.path or await _tiny(actor, config, folder)
+            names = await actor.ask("function", IDENTITY, {"threads": engine.threads})
+        _check_heads(model, wanted.tp)
+        key = ProfileKey(model=model_name(Path(model), config.model.dtype), **names)
+        path = wanted.out or Path("profiles") / key.file_name()
+        file = load(path, "--out", key) if path.exists() else ProfileFile(path, key)
+        file.about = describe_machine()
+        layouts = [Layout(tp) for tp in wanted.tp or (1,)]
+        batches = wanted.batches or powers(1, engine.max_num_seqs)
+        room = engine.max_model_len - 32  # for what a point generates
+        lengths = wanted.lengths or powers(min(_SHORTEST, room), room, 4)
+
+        def start(layout: Layout) -> AbstractAsyncContextManager[Prober]:
+            return _engine(config, model, layout)
+
+        await measure(file, grid(layouts, batches, lengths), start, note)
+    return file
+
+
+def check(config: Config, wanted: Wanted) -> None:
+    """What can be known before anything starts. Raises ConfigError."""
+    longest = config.rollout.engine.max_model_len
+    if wanted.lengths and max(wanted.lengths) >= longest:
+        fix = f"rollout.engine.max_model_len is {longest}: no longer context fits; raise it, or ask for less"
+        raise ConfigError("--length", max(wanted.lengths), fix)
+    if wanted.batches and max(wanted.batches) > config.rollout.engine.max_num_seqs:
+        fix = f"rollout.engine.max_num_seqs is {config.rollout.engine.max_num_seqs}; raise it, or ask for less"
+        raise ConfigError("--batch", max(wanted.batches), fix)
+    if config.model.path:
+        _check_heads(config.model.path, wanted.tp)
+
+
+def _check_heads(model: str, sizes: Sequence[int]) -> None:
+    try:
+        heads = int(json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["num_attention_heads"])
+    except (OSError, ValueError, LookupError) as error:
+        raise ConfigError(
+            "model.path", model, f"its config.json cannot be read ({error}); give a Hugging Face folder"
+        ) from error
+    for tp in sizes:
+        if heads % tp:
+            raise ConfigError(
+                "--tp", tp, f"the model has {heads} attention heads, which {tp} devices cannot share evenly"
+            )
+
+
+class _Engine:
+    """A Prober in an actor."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+
+    async def shape(self) -> Mapping[str, Any]:
+        """See the protocol."""
+        found: Mapping[str, Any] = await self._actor.call("shape")
+        return found
+
+    async def measure(self, phase: str, batch: int, tokens: int) -> Mapping[str, Any]:
+        """See the protocol."""
+        found: Mapping[str, Any] = await self._actor.call("measure", phase, batch, tokens)
+        return found
+
+
+@asynccontextmanager
+async def _actor(config: Config, name: str) -> AsyncIterator[Actor]:
+    actor = Actor(name, engine_environment(config))
+    actor.start()
+    try:
+        yield actor
+    finally:
+        actor.kill()
+
+
+@asynccontextmanager
+async def _engine(config: Config, model: str, layout: Layout) -> AsyncIterator[Prober]:
+    sizes = config.rollout.engine.model_dump()
+    async with _actor(config, f"profile-tp{layout.tp}") as actor:
+        options = {"model": model, "dtype": config.model.dtype, "seed": config.run.seed, **sizes}
+        await actor.ask("create", PROFILER, {**options, "tensor_parallel_size": layout.tp})
+        yield _Engine(actor)
+        await actor.call("close")
+
+
+async def _tiny(actor: Actor, config: Config, folder: str) -> str:
+    """The model that a run of this config would make; its cost does not depend on its weights."""
+    task = registry.make(config.task.name, config.task.heldout_maps, **config.task.options)
+    await actor.ask("function", tiny_model_setup.TINY_MODEL, tiny_model_setup.arguments(config, task, Path(folder)))
+    return folder

@@ -1,0 +1,501 @@
+"""LLMProxy: the gateway between environments and inference workers (RollArt 6.1).
+
+Guarantees: ``generate`` ends in exactly one completion or one error, whatever happens to workers; a request whose worker
+died or stalled is sent again elsewhere, or to the same worker once it is back; duplicated completions are ignored; while
+suspended no request reaches a worker, and none is refused; no worker holds more requests than its cap, those beyond wait in
+order (:mod:`orchestrator.policies.routing.turn_routing` says who goes where); a worker that comes back gets the current
+weights before its first request. All commands of one tick of the event loop to one worker travel in one call. A worker
+that refuses a command (its weights are unusable, or it is not in the state that it should be in) is brought up anew
+like one that died.
+
+A borrowed worker, in a server that others start and end, is asked for again and again, and comes back however long it was
+away, while another worker lives; the run ends when none does for some time.
+
+A worker can be lent to a trainer on the same device (RollPacker 4.4): its requests go on elsewhere with the tokens that they
+have, or, when no worker stays, wait in it; so do those that a worker gives back (ROSE 4.1: its pages or time were taken).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from orchestrator.api import (
+    CommandError,
+    Completion,
+    ConfigError,
+    GenerationRequest,
+    ManagedWorker,
+    PlacedWorker,
+    ReleasingWorker,
+    RetryableError,
+    RunError,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.events import EventLog
+from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
+from orchestrator.proxy.capacity import BorrowedCaps
+from orchestrator.proxy.health import Heartbeat
+from orchestrator.proxy.kv_moves import KvMoves
+from orchestrator.proxy.resume_turn import joined, rest
+from orchestrator.proxy.worker_state import Lane, Loan, Pending, others_live, rest_from, spawn, waits
+
+_LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
+_ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
+
+
+class LLMProxy:
+    """``version`` is that of the weights the workers hold. Call :meth:`start` once, :meth:`close` at the end."""
+
+    def __init__(
+        self,
+        workers: Sequence[ManagedWorker],
+        events: EventLog,
+        *,
+        stall_timeout: float,
+        restarts: int,
+        heartbeat: float = 5.0,
+        misses: int = 4,
+        current_only: bool = False,
+        router: TurnRouter | None = None,
+        kv: KvMoves | None = None,
+        on_fatal: Callable[[RunError], None],
+    ) -> None:
+        self.lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
+        self._events = events
+        self._stall_timeout = stall_timeout
+        self._restarts = restarts
+        self._current_only = current_only  # no request goes to a worker with older weights
+        self.router = router or TurnRouter([Seat()] * len(workers))
+        self.kv = kv or KvMoves()
+        self._on_fatal = on_fatal
+        self._pending: dict[str, Pending] = {}
+        self._suspended = False
+        self._preparing = -1  # the version that workers fetch, -1: none
+        self._watch: asyncio.Task[None] | None = None
+        self._heartbeat = Heartbeat(
+            self.lanes,
+            self._lost,
+            lambda: self._suspended,
+            interval=heartbeat,
+            misses=misses,
+            stall_timeout=stall_timeout,
+            caps=BorrowedCaps(self.lanes, self.router, self._seat, self._dispatch, patience=heartbeat),
+        )
+        self.version = -1  # none yet
+        self.unpublished = -1  # the version that is not on the relay yet, -1: none
+        self.tokens = 0  # generated so far
+        self.faults = 0
+        for lane in self.lanes:
+            self._seat(lane)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to pump completions. The workers are up."""
+        for lane in self.lanes:
+            self._open_lane(lane)
+        self._watch = spawn(self._heartbeat.run(), "proxy heartbeat", self._on_fatal)
+
+    async def close(self) -> None:
+        """Stop all tasks. Workers are closed by their owner."""
+        alive = [*self.kv.tasks, *(task for lane in self.lanes for task in lane.tasks), *filter(None, [self._watch])]
+        for task in alive:
+            task.cancel()
+        await asyncio.gather(*alive, return_exceptions=True)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One turn. Cancelling the caller aborts the request in its worker. RunError: no worker is left for its task."""
+        self.router.ask(request.request_id, request.trajectory_id, request.task)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        pending = self._pending[request.request_id] = Pending(request, answer)
+        self._dispatch()
+        try:
+            return await answer
+        finally:
+            del self._pending[request.request_id]
+            lane = pending.worker
+            if lane is not None and lane.sent.pop(pending.sent_as, None) is not None and answer.cancelled():
+                lane.aborts.append(pending.sent_as)
+                lane.wake.set()
+                lane.unanswered = asyncio.get_running_loop().time() - lane.last_progress
+            self.router.leave(request.request_id)
+            self._dispatch()  # its slot is free
+
+    def forget(self, trajectory_id: str) -> None:
+        """The trajectory ended: its prefix location is of no use any more."""
+        self.router.forget(trajectory_id)
+
+    def _dispatch(self) -> None:
+        """Send what waits and can go; the rest goes when a worker is there, or has room."""
+        while not self._suspended and (granted := self.router.grant()) is not None:
+            self._send_to(self.lanes[granted[1]], self._pending[granted[0]])
+
+    def _send_to(self, lane: Lane, pending: Pending) -> None:
+        request = rest(pending.request, pending.parts, pending.moves)
+        if request is None or pending.answer.done():  # nothing is left to generate, or it was cancelled in this tick
+            self.router.leave(pending.request.request_id)
+            if not pending.answer.done():
+                pending.answer.set_result(joined(pending.request, pending.parts, None))
+            return
+        if not lane.sent:
+            lane.last_progress = asyncio.get_running_loop().time() - lane.unanswered
+        pending.worker = lane
+        pending.sent_as = request.request_id
+        lane.sent[pending.sent_as] = pending
+        self.kv.send(lane, request, self.lanes, self.router.prefix_of(pending.request.request_id))
+
+    def _requeue(self, pending: Pending) -> None:
+        """It waits again, in its old place."""
+        pending.worker = None
+        if not pending.answer.done():
+            self.router.take_back(pending.request.request_id)
+
+    # -- the six-step protocol's commands ----------------------------------------------------------------------------
+
+    async def prepare(self, version: int) -> list[str]:
+        """Let every live worker without ``version`` fetch it while it generates. A failure costs only time: ``update``
+        fetches what was not prepared, and a worker that died in it is noticed by its completions. Returns the failures."""
+
+        async def one(lane: Lane) -> str:
+            try:
+                async with asyncio.timeout(self._stall_timeout):
+                    await lane.worker.prepare(version)
+                return ""
+            except _LOST as error:
+                why = str(error)
+            except TimeoutError:
+                why = f"no answer for {self._stall_timeout} s"
+            self.note_fault(f"prepare {lane.worker.name}", why)
+            return why
+
+        self._preparing, behind = version, [lane for lane in self.lanes if lane.usable and lane.version != version]
+        try:
+            return [why for why in await asyncio.gather(*map(one, behind)) if why]
+        finally:
+            self._preparing = -1
+
+    async def suspend(self, only: Sequence[int] | None = None) -> None:
+        """Hold new requests, and stop every live worker (None: of all, else of these) between two steps."""
+        self._suspended = True
+        await self._each(lambda lane: lane.worker.suspend(), only)
+
+    async def update(self, version: int, only: Sequence[int] | None = None) -> list[UpdateResult]:
+        """Load ``version`` into every live worker, of all or of these; one that is being revived loads it when it is back."""
+        self.version = version
+        results: list[UpdateResult] = []
+
+        async def update_one(lane: Lane) -> None:
+            results.append(await lane.update(version))
+
+        await self._each(update_one, only)
+        return results
+
+    async def resume(self, only: Sequence[int] | None = None) -> None:
+        """Let workers go on, and send what was held."""
+        await self._each(lambda lane: lane.worker.resume(), only)
+        self._suspended = False
+        now = asyncio.get_running_loop().time()
+        for lane in self.lanes:
+            lane.last_progress, lane.unanswered = now, 0.0
+            lane.wake.set()
+            self._seat(lane)
+        self._dispatch()
+
+    # -- rollout and training on the same devices --------------------------------------------------------------------
+
+    async def lend(self, indices: Sequence[int], level: str) -> list[Loan]:
+        """Let these workers release their memory (``level`` of RELEASE_LEVELS), in order of ``indices``; not while a weight
+        update is in progress. Each is suspended, and gets neither requests nor commands until :meth:`take_back`, also
+        when its loan has an ``error``: then its memory may still be held."""
+        lanes = [self.lanes[index] for index in indices]
+        for lane in lanes:
+            lane.lent = True
+            self._seat(lane)
+        return list(await asyncio.gather(*(self._lend(lane, level) for lane in lanes)))
+
+    async def _lend(self, lane: Lane, level: str) -> Loan:
+        loop = asyncio.get_running_loop()
+        begun, moved, released, why = loop.time(), 0, None, ""
+        if lane.reviver is not None and not lane.reviver.done():
+            await asyncio.wait([lane.reviver])  # it holds the device, and may not be stopped half-way
+        if lane.removed:
+            return Loan(lane.worker.name, "", 0.0)  # it has no memory any more
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                if not lane.alive:
+                    raise RetryableError(f"{lane.worker.name} is not up")
+                if not isinstance(lane.worker, ReleasingWorker):
+                    raise CommandError("no_sleep_mode", f"{lane.worker.name} cannot release its memory")
+                async with lane.sending:
+                    await lane.worker.suspend()
+                    if any(other.usable for other in self.lanes):
+                        moved = await self._move_requests(lane)
+                    released = await lane.worker.release(level)
+                if level == "dropped":
+                    lane.version = -1
+        except _LOST as error:
+            why = str(error)
+        except TimeoutError:
+            why = lane.stuck = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
+        finally:
+            lane.moving = False
+        return Loan(lane.worker.name, why, loop.time() - begun, moved, released)
+
+    async def _move_requests(self, lane: Lane) -> int:
+        """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
+        for request in [*lane.outbox, *self.kv.take(lane)]:
+            if (pending := lane.sent.pop(request.request_id, None)) is not None:
+                self._requeue(pending)
+        lane.outbox.clear()
+        moved = len(lane.sent)
+        lane.moving = True
+        await lane.worker.abort(list(lane.sent))
+        while lane.sent:
+            lane.emptied.clear()
+            await lane.emptied.wait()
+        self._dispatch()
+        return moved
+
+    async def take_back(self, version: int | None = None) -> list[Loan]:
+        """Bring every worker to ``version`` (None: the present one) and let it run: those that were lent take their memory
+        first. One that fails is restarted in the background, as ever; its loan says so."""
+        if version is not None:
+            self.version = version
+        lanes = [lane for lane in self.lanes if lane.lent or (lane.alive and lane.version != self.version)]
+        loans = await asyncio.gather(*(self._take_back(lane) for lane in lanes))
+        self._dispatch()
+        return list(loans)
+
+    async def _take_back(self, lane: Lane) -> Loan:
+        loop = asyncio.get_running_loop()
+        begun, why, life, result = loop.time(), "", lane.lives, None
+        if lane.removed:
+            lane.lent = False
+            return Loan(lane.worker.name, "", 0.0)
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                if not lane.alive or lane.stuck:
+                    raise RetryableError(lane.stuck or f"{lane.worker.name} died while its device was lent")
+                result = await lane.load(self.version)
+        except _LOST as error:
+            why = str(error)
+        except TimeoutError:
+            why = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
+        lane.lent, lane.stuck, lane.last_progress = False, "", loop.time()
+        self._seat(lane)
+        if why and lane.lives == life:
+            if lane.alive:
+                self._lost(lane, why)
+            elif lane.reviver is None or lane.reviver.done():
+                lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
+        lane.wake.set()
+        return Loan(lane.worker.name, why, loop.time() - begun, update=result)
+
+    async def stats(self) -> list[tuple[str, WorkerStats]]:
+        """A snapshot of each live worker."""
+        rows: list[tuple[str, WorkerStats]] = []
+
+        async def one(lane: Lane) -> None:
+            rows.append((lane.worker.name, await lane.worker.stats()))
+
+        await self._each(one)
+        return sorted(rows, key=lambda row: row[0])
+
+    async def _each(self, call: Callable[[Lane], Awaitable[object]], only: Sequence[int] | None = None) -> None:
+        """Run a command on all live workers at once, or on some. A worker that fails it, or hangs in it, is revived."""
+
+        async def guarded(lane: Lane) -> None:
+            life = lane.lives
+            why: str | None = None
+            try:
+                async with asyncio.timeout(self._stall_timeout):
+                    await call(lane)
+            except _LOST as error:
+                why = str(error)
+            except TimeoutError:
+                why = f"no answer to a command for {self._stall_timeout} s"
+            if why is not None and lane.lives == life:  # else it says something about a process that is gone already
+                self._lost(lane, why)
+
+        meant = [lane for lane in self.lanes if lane.usable and (only is None or lane.index in only)]
+        await asyncio.gather(*(guarded(lane) for lane in meant))
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def _open_lane(self, lane: Lane) -> None:
+        lane.alive = True
+        self._seat(lane)
+        lane.last_progress, lane.unanswered = asyncio.get_running_loop().time(), 0.0
+        lane.pump = spawn(self._pump(lane), f"pump {lane.worker.name}", self._on_fatal)
+        lane.sender = spawn(self._send(lane), f"send {lane.worker.name}", self._on_fatal)
+
+    async def _pump(self, lane: Lane) -> None:
+        """Deliver completions to the waiting environments as they come."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                for completion in await lane.worker.completions():
+                    lane.last_progress, lane.unanswered = loop.time(), 0.0
+                    if lane.borrowed:
+                        lane.restarts = 0
+                    self.kv.answered(completion)
+                    pending = lane.sent.pop(completion.request_id, None)
+                    if not lane.sent:
+                        lane.emptied.set()
+                    if pending is None or pending.answer.done():
+                        continue  # delivered twice, or aborted meanwhile
+                    self.tokens += len(completion.token_ids)
+                    if completion.finish_reason == "abort":  # we abort what nobody waits for: the worker gave it back
+                        self._move(pending, completion)
+                        continue
+                    self.router.leave(pending.request.request_id)
+                    if pending.moves:
+                        completion = joined(pending.request, pending.parts, completion)
+                    pending.answer.set_result(completion)
+                self._dispatch()  # into the slots that became free
+        except _LOST as error:
+            self._lost(lane, str(error))
+
+    async def _send(self, lane: Lane) -> None:
+        """Send what accumulated since the last call. While suspended only aborts go out."""
+        try:
+            while True:
+                await lane.wake.wait()
+                lane.wake.clear()
+                await asyncio.sleep(0)  # let the rest of this tick join the batch
+                async with lane.sending:
+                    requests, lane.outbox = lane.outbox, []
+                    aborts, lane.aborts = lane.aborts, []
+                    unsent = {request.request_id for request in requests}
+                    if gone := [name for name in aborts if name not in unsent]:
+                        await lane.worker.abort(gone)  # first: what is added may be over the cap else
+                    if requests := [request for request in requests if request.request_id not in aborts]:
+                        await lane.worker.add(requests)
+        except _LOST as error:
+            self._lost(lane, str(error))
+
+    def _move(self, pending: Pending, part: Completion) -> None:
+        """Go on with a request on another worker."""
+        if part.token_ids:
+            pending.parts.append(part)
+        pending.moves += 1
+        if (lane := pending.worker) is not None and not lane.moving:
+            rest_from(lane, self.lanes, self.router, self._seat, self._dispatch)
+        self._requeue(pending)
+        self._dispatch()
+
+    def _lost(self, lane: Lane, why: str) -> None:
+        """A worker is dead or stuck: take its requests back, bring it up again in the background."""
+        if not lane.alive:
+            return
+        lane.alive, lane.failed = False, why
+        self.router.close(lane.index, cache_lost=True)
+        self.note_fault(f"worker {lane.worker.name}", why)
+        for pending in lane.give_up():
+            self._requeue(pending)
+        if not lane.lent:  # its device is the trainer's
+            lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
+        self._dispatch()
+
+    async def _revive(self, lane: Lane) -> None:
+        """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
+        loop = asyncio.get_running_loop()
+        began, alone, why = loop.time(), 0.0, f"it failed {lane.restarts + 1} times"
+        while lane.restarts < self._restarts:
+            begun = loop.time()
+            lane.lives += 1
+            try:
+                await self._bring_up(lane)
+            except (*_LOST, TimeoutError) as error:
+                if not lane.borrowed:
+                    lane.restarts += 1
+                    lane.failed, why = repr(error), f"it failed {lane.restarts + 1} times"
+                    self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {lane.failed}")
+                    continue
+                await asyncio.sleep(_ASK_AGAIN)
+                alone = 0.0 if others_live(self.lanes, lane) else alone + loop.time() - begun
+                if alone > 4 * self._stall_timeout:
+                    why = f"it was away for {loop.time() - began:.0f} s: {error}"
+                    break
+                continue
+            lane.restarts += 1
+            if isinstance(lane.worker, PlacedWorker) and lane.worker.hardware:  # it may have moved to another pool
+                self._tell_stranded(self.router.reseat(lane.index, lane.worker.hardware))
+            self._open_lane(lane)
+            lane.wake.set()
+            how, since = ("taken back", began) if lane.borrowed else (f"restart {lane.restarts}", begun)
+            detail = f"{how}, {loop.time() - since:.1f} s"
+            self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=detail)
+            self._dispatch()
+            return
+        lane.removed = True
+        if all(other.removed or other.parked for other in self.lanes):
+            last = f"the last time: {lane.failed[:300]}"
+            self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}, {last}"))
+        else:
+            self._tell_stranded(self.router.retire(lane.index))
+
+    def _tell_stranded(self, requests: Sequence[str]) -> None:
+        """Nobody is left who may serve them."""
+        if requests:
+            self._on_fatal(self.router.nobody(self._pending[requests[0]].request.task))
+
+    async def _bring_up(self, lane: Lane) -> None:
+        """Restart a worker, and give it the present weights."""
+        async with asyncio.timeout(4 * self._stall_timeout):  # an engine start takes longer than a command
+            await lane.worker.restart()
+        loaded = lane.version = -1
+        while loaded != self.version or self._suspended:
+            # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
+            if loaded != self.version != self.unpublished:
+                loaded = self.version
+                async with asyncio.timeout(self._stall_timeout):
+                    await lane.load(loaded)
+            else:
+                await asyncio.sleep(0.05)
+
+    def distrust(self, index: int, why: str) -> None:
+        """Bring a worker up anew, like one that died."""
+        self._lost(self.lanes[index], why)
+
+    def note_fault(self, what: str, detail: str) -> None:
+        """Record something that went wrong and was handled."""
+        self.faults += 1
+        self._events.emit("fault", what=what, cause=what.split(" ")[0], detail=detail[:300])
+
+    def _seat(self, lane: Lane) -> None:
+        """Tell the router whether it may be given requests."""
+        if lane.takes and lane.version == self.version:
+            self.router.open(lane.index)
+        elif lane.takes and not self._current_only:  # else no tokens of new weights go on with old ones
+            self.router.keep(lane.index)
+        else:
+            self.router.close(lane.index)
+
+    def loads(self) -> list[int]:
+        """Requests without an answer at each worker that can be given any."""
+        return [len(lane.sent) for lane in self.lanes if lane.usable]
+
+    @property
+    def waiting_for(self) -> str:
+        """In words, what generation waits for, "" when nothing is unusual."""
+        return waits(self.lanes, self._suspended, self._preparing)
+
+    @property
+    def behind(self) -> bool:
+        """Whether a live worker has another version than ``version``."""
+        return any(lane.usable and lane.version != self.version for lane in self.lanes)
+
+    @property
+    def waiting(self) -> list[Pending]:
+        """Requests that no worker has."""
+        return [pending for pending in self._pending.values() if pending.worker is None]
+
+    @property
+    def in_flight(self) -> int:
+        """Requests without a completion."""
+        return len(self._pending)

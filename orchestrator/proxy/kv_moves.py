@@ -1,0 +1,199 @@
+"""A turn that goes to another worker than its prefix lies in: have the KV moved first, when that pays (Heddle 5.3).
+
+Guarantees: a turn that waits for its KV goes to its worker in any case, at the latest when the move's time is over; one whose
+worker died, or that was aborted or taken back meanwhile, is not sent from here. What a move came to is an event; each kind of
+failure is reported once, and counted. Without workers that can move KV, or with the section off, every turn goes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.api import (
+    CommandError,
+    Completion,
+    ConfigError,
+    GenerationRequest,
+    KvMove,
+    KvMoved,
+    KvWorker,
+    RetryableError,
+)
+from orchestrator.config.sections import KvTransferSection
+from orchestrator.events import EventLog
+from orchestrator.policies.placement.kv_transfer_cost import BreakEven
+from orchestrator.proxy.worker_state import Lane
+
+EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
+REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
+_LOST = (RetryableError, CommandError, ConfigError)
+
+
+@dataclass(slots=True)
+class _Elsewhere:
+    """A turn whose prefix lay in another worker. ``seconds``: that its move took."""
+
+    tokens: int
+    moved: bool
+    seconds: float = 0.0
+
+
+class KvMoves:
+    """Of one proxy. ``limit``: seconds of a move; ``policy`` None: nothing is ever moved."""
+
+    def __init__(self, policy: BreakEven | None = None, events: EventLog | None = None, limit: float = 10.0) -> None:
+        self._policy, self._events, self._limit = policy, events, limit
+        self._held: dict[str, tuple[Lane, GenerationRequest]] = {}  # by id in the worker
+        self._elsewhere: dict[str, _Elsewhere] = {}
+        self._places: dict[int, tuple[int, str]] = {}  # worker -> (its life, where it hands out KV)
+        self.sources: dict[str, int] = {}  # request -> the worker whose KV it needs, whatever it costs; -1: nobody's
+        self._contexts: dict[str, GenerationRequest] | None = None  # by trajectory, its last turn
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.moves = self.tokens = self.bytes = 0  # that came about
+        self.failures: Counter[str] = Counter()  # by kind
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Moves in progress."""
+        return list(self._tasks)
+
+    def send(self, lane: Lane, request: GenerationRequest, lanes: Sequence[Lane], holder: int) -> None:
+        """Send a turn to its worker, now or when its KV is there. ``holder``: which other one has its prefix, -1: none."""
+        if self._contexts is not None:
+            self._contexts.pop(request.trajectory_id, None)
+            self._contexts[request.trajectory_id] = request
+            if len(self._contexts) > REMEMBERED:
+                del self._contexts[next(iter(self._contexts))]
+        needed = self.sources.get(request.request_id)
+        holder = holder if needed is None else needed
+        if self._policy is not None and holder >= 0 and lanes[holder] is not lane:
+            source = lanes[holder]
+            tokens = len(request.token_ids)
+            moves = self._can(lane) and self._can(source) and source.usable
+            moves = moves and (needed is not None or self._policy.pays(tokens))
+            self._elsewhere[request.request_id] = _Elsewhere(tokens, moves)
+            if len(self._elsewhere) > REMEMBERED:  # of those that never ended: their worker died
+                del self._elsewhere[next(iter(self._elsewhere))]
+            if moves:
+                self._held[request.request_id] = lane, request
+                task = asyncio.create_task(self._move(lane, request, source), name=f"kv {request.request_id}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return
+        lane.outbox.append(request)
+        lane.wake.set()
+
+    def take(self, lane: Lane) -> list[GenerationRequest]:
+        """The turns of this worker that wait for their KV; they are not sent to it any more."""
+        taken = [name for name, (held, _) in self._held.items() if held is lane]
+        return [self._held.pop(name)[1] for name in taken]
+
+    def answered(self, completion: Completion) -> None:
+        """A turn ended in its worker: what it took is what the policy learns from."""
+        seen = self._elsewhere.pop(completion.request_id, None)
+        if seen is None or self._policy is None or not completion.token_ids or not completion.timing.first_token:
+            return
+        waited = max(0.0, completion.timing.first_token - completion.timing.queued)
+        self._policy.saw(seen.moved, seen.tokens, seen.seconds + waited)
+
+    # -- between two turns -------------------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Keep the contexts of trajectories, for :meth:`bring`."""
+        self._contexts = {} if self._contexts is None else self._contexts
+
+    def expected(self, source: Lane, lane: Lane, tokens: int) -> float | None:
+        """Seconds that a move takes, as far as is known; None: it cannot be."""
+        if self._policy is None or not (self._can(source) and self._can(lane) and source.usable and lane.usable):
+            return None
+        return self._policy.expected(tokens)[0] if tokens >= self._policy.least else None
+
+    async def bring(self, trajectory: str, source: Lane, lane: Lane) -> bool:
+        """Have the prefix of a trajectory's last turn moved; whether all of it is there now."""
+        request = (self._contexts or {}).get(trajectory)
+        if request is None or self._policy is None:
+            return False
+        moved, why, seconds = await self._attempt(lane, request, source)
+        self._policy.saw(True, len(request.token_ids), seconds)
+        return moved is not None and not why
+
+    def _can(self, lane: Lane) -> bool:
+        return isinstance(lane.worker, KvWorker)
+
+    async def _move(self, lane: Lane, request: GenerationRequest, source: Lane) -> None:
+        life = lane.lives
+        _, _, seconds = await self._attempt(lane, request, source)
+        if (seen := self._elsewhere.get(request.request_id)) is not None:
+            seen.seconds = seconds
+        if self._held.pop(request.request_id, None) is None:
+            return  # it was taken back
+        if lane.lives == life and request.request_id in lane.sent:
+            lane.outbox.append(request)
+            lane.wake.set()
+        else:
+            self._elsewhere.pop(request.request_id, None)
+
+    async def _attempt(self, lane: Lane, request: GenerationRequest, source: Lane) -> tuple[KvMoved | None, str, float]:
+        """(what the worker says, what went wrong, seconds); noted."""
+        loop = asyncio.get_running_loop()
+        begun, moved = loop.time(), None
+        try:
+            async with asyncio.timeout(2 * self._limit):  # its own limit is kept by the worker, while that answers
+                moved = await self._fetch(lane, request, source)
+            why = moved.why
+        except _LOST as error:
+            why = f"lost: {error}"
+        except TimeoutError:
+            why = f"timeout: no answer for {2 * self._limit:g} s"
+        seconds = loop.time() - begun
+        self._note(lane, request, source, moved, why, seconds)
+        return moved, why, seconds
+
+    async def _fetch(self, lane: Lane, request: GenerationRequest, source: Lane) -> KvMoved:
+        assert isinstance(lane.worker, KvWorker)
+        assert isinstance(source.worker, KvWorker)
+        life, place = self._places.get(source.index, (-1, ""))
+        if life != source.lives or not place:
+            life, place = source.lives, await source.worker.kv_place()
+            self._places[source.index] = life, place
+        if not place:
+            return KvMoved(0, 0, 0, 0.0, f"off: {source.worker.name} hands out no KV")
+        return await lane.worker.fetch_kv(KvMove(request.trajectory_id, request.token_ids, place, self._limit))
+
+    def _note(
+        self, lane: Lane, request: GenerationRequest, source: Lane, moved: KvMoved | None, why: str, seconds: float
+    ) -> None:
+        if moved is not None and moved.moved:
+            self.moves += 1
+            self.tokens += moved.moved
+            self.bytes += moved.bytes
+        kind = why.partition(":")[0]
+        if why:
+            self.failures[kind] += 1
+        if self._events is None:
+            return
+        if moved is not None and moved.moved:
+            self._events.emit(
+                "kv_moved",
+                trajectory=request.trajectory_id,
+                source=source.worker.name,
+                worker=lane.worker.name,
+                tokens=moved.moved,
+                bytes=moved.bytes,
+                seconds=round(seconds, 6),
+                carrier=moved.carrier,
+            )
+        if why and self.failures[kind] == 1 and kind != EVICTED:
+            what = f"kv {source.worker.name} to {lane.worker.name}"
+            detail = f"{why[:200]}; recomputed (said once, counted from now on)"
+            self._events.emit("fault", what=what, cause="kv", detail=detail)
+
+
+def kv_moves(settings: KvTransferSection, events: EventLog) -> KvMoves:
+    """As the config has it."""
+    if not settings.enabled:
+        return KvMoves()
+    return KvMoves(BreakEven(min_tokens=settings.min_tokens), events, settings.limit)

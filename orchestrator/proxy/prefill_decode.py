@@ -1,0 +1,90 @@
+"""Prefill and decode of a turn on workers of two classes (RollArt 6.3): xPyD, with the KV copied in between.
+
+A turn of a task that is served so is two requests: its context and one token on a worker of the prefill class, then the rest on
+one of the decode class, which gets the KV of the context first (:mod:`orchestrator.proxy.kv_moves`). A trajectory stays with its
+worker in each class while that lives, so of the next turn only what is new travels: the last turn's tokens to the prefill
+worker, the observation back.
+
+Guarantees: a turn ends in exactly one completion, as with any proxy; under greedy sampling it is the one that a single worker
+would have given (in the same arithmetic). KV that does not come is computed where it is needed. When no worker of a class is
+there, turns are served whole by the others, and none is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from orchestrator.api import Completion, GenerationRequest
+from orchestrator.config.sections import DisaggregationSection
+from orchestrator.policies.routing.turn_routing import DECODE, PREFILL
+from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.proxy.resume_turn import joined, rest
+
+_CUT = ("abort", "error")  # finish reasons after which nothing goes on
+
+
+class DisaggregatingProxy(ElasticProxy):
+    """An ElasticProxy that serves the turns of some tasks in two parts. ``served`` and ``whole`` count the turns."""
+
+    def __init__(self, *arguments: Any, disaggregation: DisaggregationSection, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._settings = disaggregation
+        self._tasks: dict[str, str] = {}  # a part's request -> its task
+        self.served = self.whole = 0
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """See :meth:`ElasticProxy.generate`."""
+        if not self._applies(request):
+            self.whole += 1
+            return await super().generate(request)
+        self.served += 1
+        sampling = replace(request.sampling, max_tokens=1)
+        before = replace(request, request_id=f"{request.request_id}~p", sampling=sampling)
+        first = await self._part(before, PREFILL, DECODE)
+        following = None if first.finish_reason in _CUT else rest(request, [first], 1)
+        if following is None:
+            whole = joined(request, [first], None)
+            return replace(whole, finish_reason=first.finish_reason, error=first.error) if first.error else whole
+        return joined(request, [first], await self._part(following, DECODE, PREFILL))
+
+    async def _part(self, request: GenerationRequest, phase: str, other: str) -> Completion:
+        """One of the two, with the KV that the worker of the other phase has."""
+        self._tasks[request.request_id] = request.task
+        self.kv.sources[request.request_id] = self.router.holder(request.trajectory_id, other)
+        try:
+            part = replace(request, task=phase) if self.router.serves(phase) else request  # its class is gone for good
+            return await super().generate(part)
+        finally:
+            del self._tasks[request.request_id]
+            self.kv.sources.pop(request.request_id, None)
+
+    def _applies(self, request: GenerationRequest) -> bool:
+        settings = self._settings
+        return (
+            (not settings.tasks or request.task in settings.tasks)
+            and len(request.token_ids) >= settings.min_tokens
+            and request.sampling.max_tokens > 1
+            and self.router.has(PREFILL)
+            and self.router.has(DECODE)
+        )
+
+    def _tell_stranded(self, requests: Sequence[str]) -> None:
+        """No worker of a class is left: these turns go on anywhere."""
+        left = []
+        for name in requests:
+            pending, task = self._pending[name], self._tasks.get(name)
+            if task is None:
+                left.append(name)
+                continue
+            pending.request = replace(pending.request, task=task)
+            self.router.ask(name, pending.request.trajectory_id, task)
+        super()._tell_stranded(left)
+        self._dispatch()
+
+
+def proxy(settings: DisaggregationSection) -> Callable[..., ElasticProxy]:
+    """The kind of proxy that the config asks for."""
+    return partial(DisaggregatingProxy, disaggregation=settings) if settings.enabled else ElasticProxy

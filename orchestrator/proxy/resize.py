@@ -1,0 +1,206 @@
+"""A proxy that can cut its engines anew: between steps, by starting workers over more or fewer devices (RollPacker 4.2, Heddle
+6).
+
+Of the run's own workers w0, w1, ..., each with a device, an engine of t devices is a worker that runs over its own device and the
+t - 1 after it; the others are parked: no process, no request, no command. TP t of all engines is every t-th worker; of unequal
+degrees the engines stand one after the other (:func:`seats`). Of a mixture of experts, a device may have whole ones in place of
+slices of all (RollPacker 7). A worker whose devices stay, and what is on them, goes on as if nothing had been.
+
+Guarantees: no request is lost and none is refused: those in flight keep their tokens, wait, and go on in the new engines,
+prefilled again; served workers are not touched and take what they can meanwhile. New engines hold the proxy's version before
+their first request. When one does not come up, all go back to the layout they had; one that does not come up even then is
+restarted in the background, as ever, and removed after its restarts.
+
+One call at a time, and none beside a loan or a weight update of the proxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
+from orchestrator.policies.parallelism.engine_profile import Layout
+from orchestrator.proxy.gateway import _LOST
+from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.proxy.worker_state import Lane, spawn
+
+NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """``error`` empty: it was done. ``seconds``: generation stood still for so long in the engines that changed; ``moved``:
+    requests that waited. ``tp``: devices of the largest engine; ``ep``: of those, devices that share out whole experts."""
+
+    tp: int
+    seconds: float
+    moved: int
+    error: str = ""
+    ep: int = 1
+
+
+class ReshapingProxy(ElasticProxy):
+    """An ElasticProxy, with :meth:`reshape`."""
+
+    def __init__(self, workers: Sequence[ManagedWorker], *arguments: Any, **keywords: Any) -> None:
+        super().__init__(workers, *arguments, **keywords)
+        for lane in self._own:
+            if not ranks_of(lane):
+                self._park(lane)
+
+    @property
+    def tp(self) -> int:
+        """Devices an engine, now; of the largest."""
+        return max((ranks_of(lane) for lane in self._own), default=1)
+
+    @property
+    def layout(self) -> Layout:
+        """How the largest engine is cut, now."""
+        cuts = [_cut_of(lane) for lane in self._own if ranks_of(lane)]
+        return Layout(*max(cuts, default=(1, 1)))
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Devices of each engine, descending."""
+        return tuple(sorted((ranks_of(lane) for lane in self._own if ranks_of(lane)), reverse=True))
+
+    @property
+    def engines(self) -> int:
+        """The run's own that are not parked."""
+        return sum(ranks_of(lane) > 0 for lane in self._own)
+
+    @property
+    def devices(self) -> int:
+        """Of the run's own workers."""
+        return len(self._own)
+
+    async def reshape(self, cut: int | Sequence[int] | Layout) -> Reshaped:
+        """Let the run's own engines have ``cut`` devices each, or one after the other so many, or each this layout. Raises
+        ValueError for what does not make up the devices, and for whole experts where workers have slices only."""
+        ranks = [(rank, cut.ep if isinstance(cut, Layout) and rank else 1) for rank in seats(cut, len(self._own))]
+        if max(ep for _, ep in ranks) > 1 and not all(isinstance(lane.worker, ExpertWorker) for lane in self._own):
+            raise ValueError(f"{cut}: these engines cannot have whole experts on a device")
+        loop = asyncio.get_running_loop()
+        begun, before = loop.time(), [_cut_of(lane) for lane in self._own]
+        changes = [index for index, (now, then) in enumerate(zip(before, ranks, strict=True)) if now != then]
+        lanes = [self._own[index] for index in changes]
+        moved = len(self._pending) if len(lanes) == len(self._own) else sum(len(lane.sent) for lane in lanes)
+        await self._stop_all(lanes, [ranks[index] for index in changes])
+        why = await self._start_all(lanes, give_up=True)
+        if why:
+            await self._stop_all(lanes, [before[index] for index in changes])
+            await self._start_all(lanes, give_up=False)
+        self._dispatch()
+        tp, ep = max(ranks)
+        return Reshaped(tp, loop.time() - begun, moved, why, ep)
+
+    @property
+    def _own(self) -> list[Lane]:
+        return [lane for lane in self.lanes if isinstance(lane.worker, ResizableWorker)]
+
+    def _open_lane(self, lane: Lane) -> None:
+        if lane.removed and isinstance(lane.worker, ResizableWorker) and not lane.worker.ranks:
+            return  # parked
+        super()._open_lane(lane)
+
+    def _park(self, lane: Lane) -> None:
+        lane.alive, lane.removed = False, True
+        self._seat(lane)
+
+    async def _stop_all(self, lanes: Sequence[Lane], cuts: Sequence[tuple[int, int]]) -> None:
+        """End these processes, their requests taken away first, and say what starts next."""
+        for lane in lanes:
+            lane.lent = True  # until it is open again: nothing is sent there
+            self._seat(lane)
+        await asyncio.gather(*(self._empty(lane) for lane in lanes))
+        for lane, (ranks, expert_ranks) in zip(lanes, cuts, strict=True):
+            worker = lane.worker
+            if isinstance(worker, ExpertWorker):
+                await worker.resize(ranks, expert_ranks)
+            else:
+                assert isinstance(worker, ResizableWorker)
+                await worker.resize(ranks)
+
+    async def _empty(self, lane: Lane) -> None:
+        if lane.reviver is not None and not lane.reviver.done():
+            lane.reviver.cancel()
+            await asyncio.gather(lane.reviver, return_exceptions=True)
+        if lane.alive:
+            try:
+                async with asyncio.timeout(self._stall_timeout), lane.sending:
+                    await lane.worker.suspend()
+                    await self._move_requests(lane)
+            except (*_LOST, TimeoutError) as error:
+                self.note_fault(f"worker {lane.worker.name}", f"it is restarted with what it had: {error!r}")
+            finally:
+                lane.moving = False
+        for pending in lane.give_up():
+            self._requeue(pending)
+        lane.alive = False
+        self.router.close(lane.index, cache_lost=True)
+
+    async def _start_all(self, lanes: Sequence[Lane], *, give_up: bool) -> str:
+        """Start those that are to run; returns why one did not come up. ``give_up``: then the caller goes another way, else
+        it is brought up in the background."""
+
+        async def one(lane: Lane) -> str:
+            lane.removed, lane.lives = False, lane.lives + 1
+            self.router.regain(lane.index)
+            try:
+                await self._bring_up(lane)
+            except (*_LOST, TimeoutError) as error:
+                return str(error) or f"no answer for {4 * self._stall_timeout:g} s"
+            lane.lent = False
+            self._open_lane(lane)
+            lane.wake.set()
+            return ""
+
+        running = [lane for lane in lanes if ranks_of(lane)]
+        for lane in lanes:
+            if not ranks_of(lane):
+                self._park(lane)
+        why = await asyncio.gather(*(one(lane) for lane in running))
+        for lane, failure in zip(running, why, strict=True):
+            if failure and not give_up:
+                lane.lent = False
+                self.note_fault(f"worker {lane.worker.name}", failure)
+                lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
+        for lane in lanes:
+            if not ranks_of(lane):
+                lane.lent = False
+        return next((failure for failure in why if failure), "")
+
+
+def seats(cut: int | Sequence[int] | Layout, devices: int) -> list[int]:
+    """The ranks of each worker: engines of ``cut`` devices each, or of these degrees one after the other; 0: parked. Raises
+    ValueError."""
+    width = cut.tp if isinstance(cut, Layout) else cut
+    degrees = ([width] * (devices // width) if width > 0 else []) if isinstance(width, int) else list(width)
+    if not devices or sum(degrees) != devices or min(degrees) < 1:
+        raise ValueError(f"{devices} devices cannot be cut into engines of {cut}")
+    return [rank for degree in degrees for rank in (degree, *[0] * (degree - 1))]
+
+
+def require_resizable(workers: Sequence[ManagedWorker], planner: bool = True, experts: bool = False) -> None:
+    """Raises ConfigError where no worker can be cut anew. ``planner``: it is the one that asks for it; ``experts``: it may ask
+    for whole experts on a device."""
+    field = "rollout.planner.enabled" if planner else "rollout.placement.degrees.enabled"
+    if not any(isinstance(worker, ResizableWorker) for worker in workers):
+        fix = "needs engines that the run starts itself (rollout.workers), in real processes; set it to false"
+        raise ConfigError(field, True, fix)
+    own = [worker for worker in workers if isinstance(worker, ResizableWorker)]
+    if experts and not all(isinstance(worker, ExpertWorker) for worker in own):
+        raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
+
+
+def ranks_of(lane: Lane) -> int:
+    """Devices of a worker that can be cut anew; 0: it is parked, or no such worker."""
+    return lane.worker.ranks if isinstance(lane.worker, ResizableWorker) else 0
+
+
+def _cut_of(lane: Lane) -> tuple[int, int]:
+    """Devices, and how many of them share out whole experts."""
+    return ranks_of(lane), lane.worker.expert_ranks if isinstance(lane.worker, ExpertWorker) else 1

@@ -1,0 +1,193 @@
+"""What :mod:`orchestrator.proxy.gateway` keeps of each worker and each request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.api import (
+    BorrowedWorker,
+    Completion,
+    GenerationRequest,
+    ManagedWorker,
+    ReleaseResult,
+    ReleasingWorker,
+    RetryableError,
+    RunError,
+    UpdateResult,
+)
+from orchestrator.policies.routing.turn_routing import TurnRouter
+
+STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
+_ASK_AGAIN = 1.0  # seconds
+REST = 2.0  # seconds
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that has no completion yet. ``worker`` is None while it waits for one. ``parts``: what workers that gave
+    it up had said; ``moves``: how often it was moved; ``sent_as``: its id in the worker."""
+
+    request: GenerationRequest
+    answer: asyncio.Future[Completion]
+    worker: Lane | None = None
+    parts: list[Completion] = field(default_factory=list)
+    moves: int = 0
+    sent_as: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """How a worker was lent or taken back. ``error`` empty: it was. ``moved``: requests that went on elsewhere;
+    ``update``: what it loaded when it was taken back."""
+
+    name: str
+    error: str
+    seconds: float
+    moved: int = 0
+    released: ReleaseResult | None = None
+    update: UpdateResult | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """One worker and what was sent to it."""
+
+    worker: ManagedWorker
+    index: int
+    alive: bool = True
+    removed: bool = False
+    parked: bool = False  # its server was given back, and is another's, or nobody's
+    full: bool = False  # its device has no memory for requests of ours
+    lent: bool = False  # its device belongs to the trainer, or is about to
+    stuck: str = ""  # it did not answer when it was to be lent: it is restarted when its device is taken back
+    loading: bool = False  # it takes weights up by itself, beside the others
+    moving: bool = False  # what it aborts goes on elsewhere
+    version: int = -1  # of its weights; -1: none that we know of
+    failed: str = ""  # why it was lost last
+    restarts: int = 0  # that count against the limit; of a borrowed worker: returns since it last finished a request
+    lives: int = 0  # changes whenever the worker is brought up anew, also in vain
+    outbox: list[GenerationRequest] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    sent: dict[str, Pending] = field(default_factory=dict)
+    last_progress: float = 0.0
+    unanswered: float = (
+        0.0  # seconds that it had said nothing when a request was last aborted: a hang outlasts who waits
+    )
+    pump: asyncio.Task[None] | None = None
+    sender: asyncio.Task[None] | None = None
+    reviver: asyncio.Task[None] | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    borrowed: bool = field(init=False)  # asked once: for a protocol the question costs more than a completion
+
+    def __post_init__(self) -> None:
+        self.borrowed = isinstance(self.worker, BorrowedWorker)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given requests and commands."""
+        return self.alive and not self.lent
+
+    @property
+    def takes(self) -> bool:
+        """Whether it may be given requests now: its device has memory for them."""
+        return self.usable and not self.full
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """That serve it."""
+        return [task for task in (self.pump, self.sender, self.reviver) if task is not None]
+
+    async def update(self, version: int) -> UpdateResult:
+        """Load ``version`` into its suspended worker. While the metadata store is away the worker is asked again, until the
+        caller's time is up: nothing is wrong with the worker. Raises what the command raises."""
+        while True:
+            try:
+                result = await self.worker.update(version)
+            except RetryableError as error:
+                if STORE_AWAY not in str(error):
+                    raise
+            else:
+                self.version = version
+                return result
+            await asyncio.sleep(_ASK_AGAIN)
+
+    async def load(self, version: int) -> UpdateResult | None:
+        """Bring its worker to ``version``, with its memory where that was lent, and let it run; returns what was loaded.
+        Raises what the worker's commands raise."""
+        result, self.loading = None, True
+        try:
+            await self.worker.suspend()
+            if self.lent and isinstance(self.worker, ReleasingWorker):
+                await self.worker.reclaim()
+            if self.version != version:
+                result = await self.update(version)
+            await self.worker.resume()
+        finally:
+            self.loading = False
+        return result
+
+    def give_up(self) -> list[Pending]:
+        """Its worker is gone: stop serving it, and return what it had."""
+        for task in (self.pump, self.sender):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        had = list(self.sent.values())
+        self.sent.clear()
+        self.emptied.set()
+        self.outbox.clear()
+        self.aborts.clear()
+        return had
+
+
+def spawn(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:
+    """A task that serves workers. One that ends by what nobody foresaw ends the run: requests would wait for it for ever."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            on_fatal(RunError(f"{name} failed: {error!r}"))
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task
+
+
+def rest_from(
+    lane: Lane,
+    lanes: Sequence[Lane],
+    router: TurnRouter,
+    seat: Callable[[Lane], None],
+    dispatch: Callable[[], None],
+) -> None:
+    """A worker gave a request back, because it has no room or no time: while another is up it gets none for ``REST`` seconds."""
+
+    def reopen() -> None:
+        seat(lane)
+        dispatch()
+
+    if any(other.usable for other in lanes if other is not lane):
+        router.close(lane.index)
+        asyncio.get_running_loop().call_later(REST, reopen)
+
+
+def others_live(lanes: Sequence[Lane], lane: Lane) -> bool:
+    """Whether a worker beside this one is up, or is being restarted by us."""
+    return any(other.alive or not (other.removed or other.borrowed) for other in lanes if other is not lane)
+
+
+def waits(lanes: Sequence[Lane], suspended: bool, preparing: int) -> str:
+    """What generation waits for, "" when nothing is unusual. ``preparing``: the version that workers fetch, -1: none."""
+    reviving = [lane.worker.name for lane in lanes if not (lane.alive or lane.removed or lane.parked)]
+    if reviving:
+        return f"worker {', '.join(reviving)} to come back"
+    if suspended:
+        return "weight update"
+    if all(lane.parked or lane.removed for lane in lanes):
+        return "a server to borrow"
+    if all(lane.lent for lane in lanes):
+        return "the trainer, which has the devices"
+    return f"weights of version {preparing} to reach the workers" if preparing >= 0 else ""

@@ -1,0 +1,139 @@
+"""The embedded function host: functions of this installation behind the AWS Lambda Invoke REST API, on loopback.
+
+    python -m orchestrator.rewards.function_host --function module:fn [--function name=module:fn ...] --token-env NAME [--port P]
+
+    POST /2015-03-31/functions/{name}/invocations    JSON in, JSON out; X-Amz-Function-Error when the function failed
+    PUT  /2019-09-30/functions/{name}/provisioned-concurrency   {"ProvisionedConcurrentExecutions": processes kept ready}
+    GET  /stats                                      processes and counters of every function
+
+Guarantees: it answers nobody without the bearer token (read from the environment variable NAME, never an argument, and
+not passed on to functions); it listens on loopback, elsewhere only with TLS (or told to do without); bodies are
+limited; a function that raises, hangs, exits, prints or returns garbage costs its caller an error and nobody else
+anything (:mod:`orchestrator.rewards.process_pool`). When it is ready it prints ``{"port": P}``. With ``--die-with-stdin`` it
+ends when its standard input does, so it never outlives the process that holds the other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from orchestrator.api import ConfigError, tls
+from orchestrator.rewards.function_protocol import MAX_BODY_BYTES
+from orchestrator.rewards.function_service import Service, digest_of, too_large
+from orchestrator.rewards.process_pool import FunctionPool
+
+
+def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.Application:
+    """The HTTP side."""
+    service = Service(functions, digest_of(token))
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        reply = service.refused(request.headers.get("Authorization", ""))
+        if reply is None:
+            try:
+                reply = await service.answer(request.method, request.path, await request.read())
+            except web.HTTPRequestEntityTooLarge:
+                reply = too_large()
+        return web.json_response(reply.value, status=reply.status, headers=reply.headers)
+
+    application = web.Application(client_max_size=MAX_BODY_BYTES)
+    application.router.add_route("*", "/{path:.*}", handle)
+    return application
+
+
+async def serve(options: argparse.Namespace, token: str) -> None:
+    """Until SIGTERM, SIGINT or the end of standard input. Raises ConfigError for an address that needs TLS, or files of it."""
+    context = tls.check_listener(options.host, tls.of_arguments(options), "--host", options.allow_plain_http)
+    functions = {
+        name: FunctionPool(
+            target,
+            concurrency=options.concurrency,
+            timeout=options.timeout,
+            idle_seconds=options.idle_seconds,
+            hidden=options.token_env,
+        )
+        for name, target in options.function
+    }
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    # Cancelled handlers kill the workers they hold.
+    runner = web.AppRunner(make_application(functions, token), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, options.host, options.port, ssl_context=context)
+        await site.start()
+        port = runner.addresses[0][1]
+        print(json.dumps({"port": port}), flush=True)
+        if options.die_with_stdin:
+            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+        for function in functions.values():
+            await function.close()
+
+
+class _EndOfInput(asyncio.Protocol):
+    """Tells when the other end of the pipe is gone."""
+
+    def __init__(self, ended: asyncio.Event) -> None:
+        self._ended = ended
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
+
+
+def _function(text: str) -> tuple[str, str]:
+    name, separator, target = text.rpartition("=")
+    module, colon, function = target.partition(":")
+    if not (module and colon and function):
+        raise argparse.ArgumentTypeError(f"{text!r}: write it as module:function or name=module:function")
+    return (name if separator else function), target
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.rewards.function_host", description=__doc__)
+    parser.add_argument("--function", type=_function, action="append", required=True, metavar="[NAME=]MODULE:FN")
+    parser.add_argument("--host", default="127.0.0.1", help="another address than loopback needs --tls-certificate")
+    parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
+    tls.add_arguments(parser)
+    parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
+    parser.add_argument("--token-env", required=True, help="environment variable that holds the bearer token")
+    parser.add_argument("--concurrency", type=int, default=4, help="worker processes a function")
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds a call may run")
+    parser.add_argument("--idle-seconds", type=float, default=30.0, help="an idle worker ends after this")
+    parser.add_argument("--die-with-stdin", action="store_true", help="end when standard input ends")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: told to stop. 2: wrong arguments, no token, or the port is taken."""
+    options: Any = _parser().parse_args(arguments)
+    token = os.environ.get(options.token_env, "")
+    if not token:
+        print(f"{options.token_env} is empty: it must hold the bearer token", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(serve(options, token))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""One worker process of the function host: reads JSON lines, calls the function, writes JSON lines. Single-threaded.
+
+Guarantees: the pipe to the host carries nothing but replies, whatever the function prints (its stdout is stderr, its
+stdin is empty); every request is answered once, in order, by its id; an exception is an answer, not an end. The process
+dies when the host does, even in the middle of a call. A function that exits or hangs is the host's business.
+
+    python -m orchestrator.rewards.function_process module:function PARENT_PID
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from orchestrator.rewards.function_protocol import BAD_RESULT, IMPORT_FAILED, NOT_FINITE
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the parent ends; at once when it has ended already."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit("the function host is gone")
+
+
+def load(target: str) -> Callable[[Any], Any]:
+    """The function, as one of a single argument. AWS handlers (event, context) get None as context."""
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    required = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) == 2:
+        return lambda event: function(event, None)
+    return function  # type: ignore[no-any-return]
+
+
+def answer(function: Callable[[Any], Any], request: dict[str, Any]) -> bytes:
+    """One reply line."""
+    reply: dict[str, Any]
+    try:
+        reply = {"id": request["id"], "result": function(request["event"])}
+    except Exception as error:  # noqa: BLE001  whatever user code raises is its answer
+        reply = _error(request["id"], type(error).__name__, str(error))
+    try:
+        text = json.dumps(reply, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:  # NaN, infinity, or a circular reference
+        kind = NOT_FINITE if "JSON compliant" in str(error) else BAD_RESULT
+        text = json.dumps(_error(request["id"], kind, f"the result is not JSON: {error}"))
+    except (TypeError, RecursionError) as error:
+        text = json.dumps(_error(request["id"], BAD_RESULT, f"the result is not JSON: {error}"))
+    return text.encode() + b"\n"
+
+
+def main(target: str, parent: int) -> None:
+    """Serve until the host closes the pipe."""
+    die_with_parent(parent)
+    requests, replies = _take_pipes()
+    try:
+        function = load(target)
+    except Exception as error:  # noqa: BLE001  whatever user code raises is its answer
+        replies.write(json.dumps(_error(-1, IMPORT_FAILED, f"{target}: {error!r}")).encode() + b"\n")
+        return
+    replies.write(b'{"ready":true}\n')
+    for line in requests:
+        replies.write(answer(function, json.loads(line)))
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Move the protocol to private descriptors, which children do not inherit."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.dup2(2, 1)
+    os.close(empty)
+    return requests, replies
+
+
+def _error(request: int, kind: str, message: str) -> dict[str, Any]:
+    return {"id": request, "errorType": kind, "errorMessage": message[:2000]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

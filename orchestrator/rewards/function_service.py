@@ -1,0 +1,113 @@
+"""What a function host answers, whatever it listens with: the AWS Lambda Invoke REST API over :class:`FunctionPool`.
+
+Guarantees: a request without the bearer token is answered 401 and nothing else happens; a body that is too large or is no
+JSON never reaches a function; what a function does wrong is an answer with X-Amz-Function-Error, never a status of 5xx.
+The token itself is not kept, only its digest, so that whoever can read this object's arguments cannot call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.rewards.function_protocol import (
+    COLD_START_HEADER,
+    ERROR_HEADER,
+    INVOKE_PATH,
+    MAX_BODY_BYTES,
+    PROVISION_PATH,
+    STATS_PATH,
+    reject_constant,
+)
+from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Invocation, Throttled
+
+_ERROR_TYPE = "x-amzn-ErrorType"
+
+
+def digest_of(token: str) -> str:
+    """SHA-256 (hex) of a bearer token. One of 256 random bits cannot be found from it."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """``value`` is JSON."""
+
+    status: int
+    value: Any
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Service:
+    """Answers requests to ``functions``, by name."""
+
+    def __init__(self, functions: Mapping[str, FunctionPool], token_digest: str) -> None:
+        self._functions = functions
+        self._digest = token_digest
+
+    def refused(self, authorization: str) -> Reply | None:
+        """What a caller with this Authorization header is told; None: it may go on."""
+        scheme, _, given = authorization.encode("utf-8", "surrogateescape").partition(b" ")
+        if scheme == b"Bearer" and hmac.compare_digest(hashlib.sha256(given).hexdigest(), self._digest):
+            return None
+        return refusal(401, "UnrecognizedClientException", "send the bearer token")
+
+    async def answer(self, method: str, path: str, body: bytes) -> Reply:
+        """The reply to a request of somebody who may call."""
+        if (method, path) == ("GET", STATS_PATH):
+            return Reply(200, {"functions": {name: pool.stats() for name, pool in self._functions.items()}})
+        for wanted, pattern in (("POST", INVOKE_PATH), ("PUT", PROVISION_PATH)):
+            head, _, tail = pattern.partition("{name}")
+            if method == wanted and path.startswith(head) and path.endswith(tail):
+                break
+        else:
+            return refusal(404, "ResourceNotFoundException", "no such request")
+        pool = self._functions.get(path.removeprefix(head).removesuffix(tail))
+        if pool is None:
+            return refusal(404, "ResourceNotFoundException", f"no function; there are: {', '.join(self._functions)}")
+        if len(body) > MAX_BODY_BYTES:
+            return too_large()
+        return await _invoke(pool, body) if method == "POST" else _provision(pool, body)
+
+
+async def _invoke(pool: FunctionPool, body: bytes) -> Reply:
+    try:
+        event = json.loads(body or b"{}", parse_constant=reject_constant)
+    except (ValueError, RecursionError) as error:
+        return refusal(400, "InvalidRequestContentException", f"the body is not JSON: {error}")
+    note = Invocation()
+    try:
+        return Reply(200, await pool.invoke(event, note), _cold(note))
+    except FunctionError as error:
+        failed = {"errorType": error.kind, "errorMessage": error.message}
+        return Reply(200, failed, {ERROR_HEADER: "Unhandled", **_cold(note)})
+    except Throttled:
+        return refusal(429, "TooManyRequestsException", "too many calls wait already")
+
+
+def _provision(pool: FunctionPool, body: bytes) -> Reply:
+    try:
+        count = json.loads(body)["ProvisionedConcurrentExecutions"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        count = None
+    if type(count) is not int or count < 0:
+        return refusal(400, "InvalidParameterValueException", "ProvisionedConcurrentExecutions must be 0 or more")
+    return Reply(202, {"RequestedProvisionedConcurrentExecutions": pool.provision(count), "Status": "IN_PROGRESS"})
+
+
+def too_large() -> Reply:
+    """What a caller with a body over the limit is told."""
+    return refusal(413, "RequestTooLargeException", f"the body has more than {MAX_BODY_BYTES} B")
+
+
+def refusal(status: int, kind: str, message: str) -> Reply:
+    """A request that is not carried out."""
+    return Reply(status, {"Type": "User", "Message": message}, {_ERROR_TYPE: kind})
+
+
+def _cold(note: Invocation) -> dict[str, str]:
+    return {} if note.cold_seconds is None else {COLD_START_HEADER: str(round(1000 * note.cold_seconds))}

@@ -1,0 +1,189 @@
+"""Starts servers as children of the orchestrator, with a token that only the two know: the embedded function host.
+
+Guarantees: after ``start`` returned the host answers; when it raises (or is cancelled), nothing is left behind; ``stop``
+is idempotent and reaps; the host ends when this process does, however it ends, because it holds the other end of a pipe.
+One that died can be restarted at its old address, with its old token: who calls it need not be told, only be patient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrator.api import ConfigError, RunError
+from orchestrator.child_process import ChildProcess
+from orchestrator.rewards.function_protocol import INVOKE_PATH
+
+TOKEN_VARIABLE = "RL_COSERVE_REWARD_HOST_TOKEN"
+START_LIMIT = 30.0  # seconds; it takes 0.5 on an idle machine
+PATIENCE = 60.0  # seconds that a client should go on trying to connect: a host which died is restarted meanwhile
+
+
+class ServingChild(ChildProcess):
+    """A program that prints ``{"port": P}`` as soon as it answers on loopback, and ends when its standard input does.
+
+    ``name``: for errors; ``variable``: the environment variable that it takes its token from; ``start_limit``: seconds.
+    """
+
+    name = "server"
+    variable = TOKEN_VARIABLE
+    start_limit = START_LIMIT
+
+    def __init__(self, log: Path | None) -> None:
+        super().__init__(log)
+        self.token = secrets.token_urlsafe(32)
+        self._port = 0
+
+    def command(self) -> list[str]:
+        """The program and its arguments, without ``--port``."""
+        raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str]:
+        """What its environment has beside ours and the token."""
+        return {}
+
+    def refused(self) -> ConfigError:
+        """What its exit code 2 means."""
+        raise NotImplementedError
+
+    @property
+    def base_url(self) -> str:
+        """Where it answers."""
+        if not self._port:
+            raise RunError(f"the {self.name} was not started")
+        return f"http://127.0.0.1:{self._port}"
+
+    async def start(self) -> None:
+        """Start and wait until it listens. Raises ConfigError when it refuses what it was given, RunError otherwise."""
+        try:
+            await self._launch(0)
+        except BaseException:
+            self._port = 0
+            raise
+
+    async def restart(self) -> None:
+        """After its death, or a restart that failed: at the port that it had. Raises as :meth:`start`."""
+        await super().stop()
+        await self._launch(self._port)
+
+    async def _launch(self, port: int) -> None:
+        """At this port, 0: at a free one."""
+        log = None if self._log is None else self._log.open("ab")
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*self.command(), "--port", str(port)),
+                stdin=asyncio.subprocess.PIPE,  # never written: its end is the end of the server
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self.environment(), self.variable: self.token},
+                start_new_session=True,  # Ctrl-C is for the orchestrator, which stops the server when it is done
+            )
+        finally:
+            if log is not None:
+                log.close()
+        try:
+            assert self._process.stdout is not None
+            async with asyncio.timeout(self.start_limit):
+                line = await self._process.stdout.readline()
+                if not line:
+                    code = await self._process.wait()
+                    if code == 2:
+                        raise self.refused()
+                    raise RunError(f"the {self.name} ended with code {code} before it was ready{self._hint()}")
+            self._port = int(json.loads(line)["port"])
+        except TimeoutError:
+            await super().stop()
+            raise RunError(f"the {self.name} was not ready within {self.start_limit:g} s{self._hint()}") from None
+        except BaseException:
+            await super().stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop, kill if need be, reap. Idempotent."""
+        self._port = 0
+        await super().stop()
+
+    def _hint(self) -> str:
+        return f"; see {self._log}" if self._log is not None else ""
+
+
+class FunctionHost(ServingChild):
+    """One embedded host. ``functions``: name -> module:function; ``field`` is the config's name for them, for errors."""
+
+    name = "function host"
+
+    def __init__(
+        self,
+        functions: Mapping[str, str],
+        *,
+        field: str = "functions",
+        concurrency: int = 4,
+        timeout: float = 10.0,
+        idle_seconds: float = 30.0,
+        log: Path | None = None,
+    ) -> None:
+        super().__init__(log)
+        self._functions = functions
+        self._field = field
+        self._options = [
+            "--concurrency",
+            str(concurrency),
+            "--timeout",
+            str(timeout),
+            "--idle-seconds",
+            str(idle_seconds),
+        ]
+
+    def url_of(self, name: str) -> str:
+        """What a function is invoked at."""
+        return self.base_url + INVOKE_PATH.format(name=name)
+
+    def command(self) -> list[str]:
+        """See the base."""
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator.rewards.function_host",
+            "--die-with-stdin",
+            "--token-env",
+            self.variable,
+        ]
+        targets = [part for name, target in self._functions.items() for part in ("--function", f"{name}={target}")]
+        return [*command, *self._options, *targets]
+
+    def refused(self) -> ConfigError:
+        """See the base."""
+        return ConfigError(self._field, dict(self._functions), f"the function host refused to start{self._hint()}")
+
+
+class RewardHost(FunctionHost):
+    """One embedded host that serves the reward function."""
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        concurrency: int = 4,
+        timeout: float = 10.0,
+        idle_seconds: float = 30.0,
+        log: Path | None = None,
+    ) -> None:
+        self._function = function.partition(":")[2]
+        super().__init__(
+            {self._function: function},
+            field="reward.function",
+            concurrency=concurrency,
+            timeout=timeout,
+            idle_seconds=idle_seconds,
+            log=log,
+        )
+
+    @property
+    def url(self) -> str:
+        """What the function is invoked at."""
+        return self.url_of(self._function)

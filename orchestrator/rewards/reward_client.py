@@ -1,0 +1,117 @@
+"""The reward function behind HTTP: the embedded host, a cloud function URL, or any server that speaks the same JSON.
+
+    POST {"trajectory_id", "task", "prompt", "actions": [[token ids of a turn], ...]}  ->  {"reward": number, ...}
+
+With adaptive timeouts there is also ``timeouts`` ({"cases": [seconds], "other": seconds, "whole": seconds}), and an answer may
+say {"correct": bool, "cases": [{"seconds", "limit", "cut"}]} of the test cases that ran, in their order.
+
+Guarantees: those of :class:`~orchestrator.rewards.function_client.FunctionClient`, and: what ``score`` returns is a finite float
+that the function computed; an infrastructure failure is never a reward. When no try reached the function: RetryableError,
+or TrajectoryError "reward_timeout" when the last one took too long. What the function itself did wrong: TrajectoryError
+"reward_error" (raised, exited, answered something else), "reward_timeout" (ran too long), "reward_not_finite". A refused
+token or an unknown function is a RunError: every trajectory would meet it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from orchestrator.api import RetryableError, RunError, Trajectory, TrajectoryError
+from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
+from orchestrator.rewards.function_client import FunctionClient, FunctionFailed
+
+Played = Callable[[str, Sequence[tuple[int, ...]]], Sequence[tuple[int, ...]]]
+
+
+class HttpReward(FunctionClient):
+    """Implements :class:`orchestrator.api.RewardFunction`."""
+
+    field = "reward.url"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        played: Played | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
+        whole: float = 120.0,
+        **options: Any,
+    ) -> None:
+        """``played``: which actions of a task's trajectory the function is sent, and how; None: all. ``options``: those of
+        FunctionClient. ``timeouts``: the function is sent a limit for each test case, ``whole`` for all of a trajectory's, and
+        what it says of their times is noted."""
+        super().__init__(url, **options)
+        self._played = played
+        self._timeouts = timeouts
+        self._whole = whole
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """The terminal reward; finite."""
+        actions = trajectory.actions if self._played is None else self._played(trajectory.task, trajectory.actions)
+        event: dict[str, Any] = {
+            "trajectory_id": trajectory.id,
+            "task": trajectory.task,
+            "prompt": trajectory.prompt.payload,
+            "actions": [list(action) for action in actions],
+        }
+        timeouts, prompt = self._timeouts, f"{trajectory.task}/{trajectory.prompt.key}"
+        if timeouts is not None:
+            event["timeouts"] = {"cases": timeouts.limits(prompt), "other": timeouts.most, "whole": self._whole}
+        answer = await scored(self, event)
+        reward = _reward(answer)
+        if timeouts is not None and "cases" in answer:
+            timeouts.note(prompt, _times(answer["cases"]), correct=answer.get("correct") is True)
+        return reward
+
+    def stats(self) -> dict[str, Any]:
+        """For the event log."""
+        timeouts = {} if self._timeouts is None else {"timeouts": asdict(self._timeouts.counts)}
+        return {**super().stats(), **timeouts}
+
+
+async def scored(client: FunctionClient, event: Any) -> Any:
+    """A call whose failures are a reward's. Raises RetryableError, RunError or TrajectoryError; see the module."""
+    try:
+        return await client.call(event)
+    except FunctionFailed as error:
+        match error.kind:
+            case "unavailable" | "burst":
+                raise RetryableError(error.detail) from error
+            case "refused":
+                raise RunError(f"the reward endpoint refuses to score: {error.detail}") from error
+            case "no_answer" | "timeout":
+                raise TrajectoryError("reward_timeout", error.detail) from error
+            case "not_finite":
+                raise TrajectoryError("reward_not_finite", error.detail) from error
+            case "error":
+                raise TrajectoryError("reward_error", error.detail) from error
+
+
+def _times(cases: Any) -> list[CaseTime]:
+    """How test cases went, as the function says. Raises TrajectoryError."""
+    try:
+        times = [CaseTime(float(case["seconds"]), float(case["limit"]), case["cut"] is True) for case in cases]
+        if all(math.isfinite(time.seconds) and time.seconds >= 0 and time.limit > 0 for time in times):
+            return times
+    except (TypeError, ValueError, KeyError, OverflowError):
+        pass
+    raise TrajectoryError("reward_error", f'not run times under "cases": {cases!r:.200}')
+
+
+def _reward(answer: Any) -> float:
+    """The reward in an answer. Raises TrajectoryError."""
+    if not isinstance(answer, dict):
+        raise TrajectoryError("reward_error", f"the answer is not an object: {answer!r:.200}")
+    reward = answer.get("reward")
+    if not isinstance(reward, int | float) or isinstance(reward, bool):
+        raise TrajectoryError("reward_error", f'no number under "reward": {answer!r:.200}')
+    try:
+        value = float(reward)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise TrajectoryError("reward_not_finite", f"the reward is {value}")
+    return value

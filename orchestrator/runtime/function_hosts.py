@@ -1,0 +1,165 @@
+"""The rewards and the tools of a run: clients, and the hosts of functions that the run starts and keeps.
+
+Guarantees: a host that the run started is in its keeper, which brings it back at its old address, and its clients are patient
+for that long; everything is closed with the run's exit stack.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.agents.manager_choice import outcome_scores
+from orchestrator.api import RewardFunction, Task
+from orchestrator.config import Config
+from orchestrator.environments.tool_functions import ToolClient, ToolSettings, ToolUser
+from orchestrator.events import EventLog
+from orchestrator.placement.forecast_setup import make_predictor
+from orchestrator.placement.length_tracker import Predictor
+from orchestrator.placement.predictor_client import PredictorProcess
+from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
+from orchestrator.rewards.host_launch import PATIENCE, FunctionHost, RewardHost
+from orchestrator.rewards.llm_judge import LLMJudge
+from orchestrator.rewards.reward_client import HttpReward
+from orchestrator.rewards.voting import Voting
+from orchestrator.run_folder import RunFolder
+from orchestrator.runtime import judge_setup as judges
+from orchestrator.runtime import reward_setup as scoring
+from orchestrator.runtime.process_keeper import Keeper
+from orchestrator.tasks import registry
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """``counters``: of the calls that score, since the start."""
+
+    function: RewardFunction
+    counters: Callable[[], dict[str, Any]]
+    timeouts: AdaptiveTimeouts | None  # of test cases; None: fixed
+    beside: Mapping[str, str] = field(default_factory=dict)  # what engines beside the run's judge start with
+
+
+async def start_reward(
+    config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, folder: RunFolder, events: EventLog
+) -> Rewards:
+    """What scores trajectories. Raises ConfigError and RunError."""
+    settings = config.reward
+    beside: Mapping[str, str] = {}
+    timeouts = scoring.adaptive_timeouts(config) if not settings.judge.any else None
+    reward: LLMJudge | HttpReward
+    if outcome_scores(config, task):
+        from orchestrator.agents.agent_manager import OutcomeReward
+
+        return Rewards(OutcomeReward(), dict, None)
+    if settings.judge.path:
+        own, beside = await judges.start(config, keeper, stack, folder, events)
+        reward = scoring.judge_of(config, task, own)
+    elif settings.judge.url:
+        reward = scoring.judge_of(config, task)
+    else:
+        reward = await _function(config, task, timeouts, keeper, stack, folder)
+    stack.push_async_callback(reward.close)
+    return Rewards(
+        reward if settings.votes == 1 else Voting(reward, settings.votes, settings.vote_by),
+        reward.stats,
+        timeouts,
+        beside,
+    )
+
+
+async def _function(
+    config: Config,
+    task: Task,
+    timeouts: AdaptiveTimeouts | None,
+    keeper: Keeper,
+    stack: AsyncExitStack,
+    folder: RunFolder,
+) -> HttpReward:
+    settings, seconds = config.reward, scoring.call_seconds(config, task)
+    url, token, patience = settings.url, os.environ.get("RL_COSERVE_REWARD_TOKEN", ""), 0.0
+    if not url and settings.host == "ray_serve":
+        served = scoring.elastic_host(config, task, folder.path)
+        await served.start()
+        stack.push_async_callback(served.stop)
+        url, token, patience = served.url, served.token, PATIENCE  # Serve replaces what dies by itself
+    elif not url:
+        host = RewardHost(
+            settings.function or registry.reward_of(task),
+            concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
+            timeout=seconds,
+            idle_seconds=settings.idle_seconds,
+            log=folder.logs / "reward-host.log",
+        )
+        await host.start()
+        stack.push_async_callback(host.stop)
+        keeper.keep("reward host", host, settings.host_restarts)
+        url, token, patience = host.url, host.token, PATIENCE
+    return HttpReward(
+        url,
+        played=getattr(task, "played", None),
+        token=token,
+        concurrency=settings.concurrency,
+        timeouts=timeouts,
+        whole=settings.adaptive.whole,
+        timeout=seconds + (scoring.WAIT_SECONDS if timeouts is not None else 0.0),
+        retries=settings.retries,
+        seed=config.run.seed,
+        patience=patience,
+        tls=config.tls.files(),
+    )
+
+
+async def start_predictor(config: Config, task: Task, stack: AsyncExitStack, folder: RunFolder) -> Predictor | None:
+    """The process that predicts lengths; None: none is wanted. Raises ConfigError and RunError."""
+    settings = config.rollout.prediction
+    if not settings.enabled or settings.in_process:
+        return None
+    prior, seed = float(task.max_response_tokens), config.run.seed
+    make_predictor(settings, prior, seed)  # a bad file is said here, before there is a process
+    process = PredictorProcess(settings, prior, seed, folder.path / "predictor.npz", folder.logs / "predictor.log")
+    await process.start()
+    stack.push_async_callback(process.stop)
+    return process
+
+
+@dataclass(frozen=True)
+class Tools:
+    """``settings``: what other processes are sent; ``cold``: tools that could not be warmed up."""
+
+    client: ToolClient
+    settings: dict[str, Any]
+    cold: tuple[str, ...]
+
+
+async def start_tools(config: Config, task: Task, keeper: Keeper, stack: AsyncExitStack, logs: Path) -> Tools | None:
+    """The tools of the environments, warmed up; the task has them. None: the config has none. Raises ConfigError, RunError."""
+    settings = config.tools
+    if not settings.any:
+        return None
+    urls, token, patience = dict(settings.urls), os.environ.get("RL_COSERVE_TOOLS_TOKEN", ""), 0.0
+    if settings.functions:
+        host = FunctionHost(
+            settings.functions,
+            field="tools.functions",
+            concurrency=min(settings.concurrency, 2 * (os.cpu_count() or 1)),
+            timeout=settings.timeout,
+            idle_seconds=settings.idle_seconds,
+            log=logs / "tools-host.log",
+        )
+        await host.start()
+        stack.push_async_callback(host.stop)
+        keeper.keep("tools host", host, settings.host_restarts)
+        urls, token = {name: host.url_of(name) for name in settings.functions}, host.token
+        patience = PATIENCE
+    limits = {name: getattr(settings, name) for name in ("concurrency", "burst", "timeout", "retries")}
+    found = ToolSettings(urls, token, seed=config.run.seed, patience=patience, tls=asdict(config.tls.files()), **limits)
+    client = ToolClient(found)
+    stack.push_async_callback(client.close)
+    user: object = task
+    assert isinstance(user, ToolUser), "see preflight"
+    user.use_tools(client)
+    return Tools(client, dict(vars(found)), await client.prewarm(settings.warm))

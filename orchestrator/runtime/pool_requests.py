@@ -1,0 +1,78 @@
+"""The processes of a run in the pools of ``[resources]``: what each asks for, and whether that can be.
+
+Guarantees: a config whose processes do not fit into its pools, or whose routing names a class that no worker is in, is one
+ConfigError before anything starts. Worker ids carry the job's name, so that jobs which share pools do not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from orchestrator.api import ConfigError, MetadataStore, RetryableError
+from orchestrator.config import Config
+from orchestrator.policies.placement.device_allocation import Binding
+from orchestrator.proxy import router_setup
+from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager
+from orchestrator.runtime.engine_actors import trainer_names
+
+
+def trainer_ranks(config: Config) -> int:
+    """Experts are split over data-parallel ranks: they need no ranks of their own."""
+    trainer = config.trainer
+    return trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+
+
+def wishes(config: Config) -> list[tuple[str, str, int]]:
+    """(process, class, devices) of all, trainer ranks first."""
+    settings = config.resources
+    ranks = [(name, settings.trainer, settings.devices_per_rank) for name in trainer_names(trainer_ranks(config))]
+    wanted = settings.rollout or {ROLE_CLASSES["ActorGen"]: config.rollout.workers}
+    classes = [hardware for hardware, count in wanted.items() for _ in range(count)]
+    degrees = config.rollout.disaggregation.degrees
+    workers = [
+        (name, hardware, max(settings.devices_per_worker, degrees.get(name, 1)))
+        for name, hardware in ((f"vllm-{index}", hardware) for index, hardware in enumerate(classes))
+    ]
+    return ranks + workers
+
+
+def place(
+    config: Config, metadata: MetadataStore | None, job: str, note: Callable[[Binding], None] | None = None
+) -> tuple[ResourceManager, dict[str, Placement]]:
+    """Bind all processes of a job. Raises ConfigError, and RetryableError when other jobs have what is needed."""
+    settings = config.resources
+    manager = ResourceManager(
+        settings.pools,
+        metadata=metadata,
+        name=settings.name,
+        owner=job,
+        compatible=settings.compatible,
+        per_server=settings.devices_per_server,
+    )
+    places: dict[str, Placement] = {}
+    for name, hardware, devices in wishes(config):
+        places[name] = Placement(manager, f"{job}/{name}" if job else name, hardware, devices, note=note)
+        places[name].bind()
+    return manager, places
+
+
+def check(config: Config) -> None:
+    """Whether it fits into empty pools, and the routing into what comes of it. Raises ConfigError; starts nothing."""
+    names = [f"vllm-{index}" for index in range(config.rollout.workers)]
+    placed = [""] * len(names)
+    if config.resources.pools:
+        try:
+            _, places = place(config, None, "")
+        except RetryableError as error:
+            raise ConfigError(
+                "resources.pools", config.resources.pools, f"this run does not fit into them: {error}"
+            ) from error
+        placed = [places[name].bind().hardware for name in names]
+    served = [url.rstrip("/") for url in config.rollout.served]
+    borrowed = [False] * len(names) + [True] * len(served)
+    hardware = [*placed, *([""] * len(served))]
+    later = partial(router_setup.may_come, config.rollout)
+    router_setup.plan(
+        config.rollout.routing, [*names, *served], hardware, borrowed, config.rollout.disaggregation, later
+    )

@@ -1,0 +1,476 @@
+"""A real run: stock vLLM in Ray actors or in servers that are there already, stock Megatron-Core in Ray actors, Mooncake
+between them, rewards behind HTTP.
+
+This module only assembles and takes apart: every part is started with a time limit and a name to wait for, and closed in
+reverse order whatever happens. What the run does is :mod:`orchestrator.pipeline`.
+
+A run is a chain of *lives*: one whose trainer or relay dies is taken apart like any other, and the next one does what
+``--resume`` does, in the same process and folder. Functions' hosts come back within a life
+(:mod:`orchestrator.runtime.process_keeper`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+from orchestrator.api import (
+    ConfigError,
+    DemonstratingTask,
+    ManagedWorker,
+    PartLost,
+    RetryableError,
+    RunError,
+    Task,
+)
+from orchestrator.borrowing import served_workers as servers
+from orchestrator.borrowing.discovery import Market
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.colocation.stream_training import kv_bytes_per_token
+from orchestrator.components import Parts, Position
+from orchestrator.config import Config
+from orchestrator.environments.environment_setup import make_pool, owner_of
+from orchestrator.environments.tool_functions import ToolTally
+from orchestrator.events import EventLog, last_time
+from orchestrator.ledger import Ledger
+from orchestrator.observe import run_view
+from orchestrator.observe.occupancy import nvml
+from orchestrator.observe.progress import Progress
+from orchestrator.parallelism.planner_setup import cut_of
+from orchestrator.pipeline import Pipeline
+from orchestrator.policies.placement.device_allocation import Binding
+from orchestrator.resources import Placement, cluster_resources
+from orchestrator.run_folder import RunFolder
+from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
+from orchestrator.runtime.background_checkpoints import BesideTheLoop
+from orchestrator.runtime.engine_actors import RayTrainer, RayWorker
+from orchestrator.runtime.kv_setup import kv_arguments
+from orchestrator.runtime.mooncake_master import MooncakeMaster
+from orchestrator.runtime.process_keeper import Keeper
+from orchestrator.runtime.resume import Resumed, remember, rewind
+from orchestrator.store import TrajectoryStore, recent_scored
+from orchestrator.transfer import RelayEndpoint, open_metadata
+from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
+from orchestrator.transfer.redis_metadata import PASSWORD_FILE
+
+WORKER_CLASS = "vllm_rlplugin.worker.inprocess_worker:EngineWorker"
+TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
+COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
+_RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
+_START_LIMIT = 300.0  # seconds for an engine to come up on a slow machine
+
+
+def start_ray(config: Config) -> None:
+    """Connect to Ray, or start it on this machine. Before the event loop: it blocks for seconds."""
+    import ray
+
+    os.environ.update(_secrets(config))  # a local Ray passes its environment on
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the engines are the work; Ray would run them at 15
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if config.ray.address:
+            ray.init(address=config.ray.address, **common)
+        else:
+            _start_local_ray(
+                num_cpus=config.ray.cpus,
+                object_store_memory=config.ray.object_store_mb << 20,
+                resources=cluster_resources(config.resources.pools),
+                include_dashboard=False,
+                **common,
+            )
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
+
+
+def _start_local_ray(**options: Any) -> None:
+    """Ray gives its own processes 30 s to start, whatever the machine is busy with, and then raises a bare Exception."""
+    import ray
+
+    for last in (False, False, True):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            ray.shutdown()
+            if last:
+                raise RuntimeError(str(error)) from error
+
+
+async def train(config: Config, folder: RunFolder, task: Task, resume: bool, started: str) -> str:
+    """One run, from nothing or from its newest checkpoint; ``started`` is a date. Returns why it ended."""
+    loop = asyncio.get_running_loop()
+    begun, lost_at = loop.time(), None
+    trained, restarts = -1, 0  # steps ever trained; lives in a row that trained no new one
+    while True:
+        date = datetime.fromisoformat(started) + timedelta(seconds=round(loop.time() - begun))
+        life = _Life(config, folder, task, resume, date.isoformat(), lost_at)
+        try:
+            return await life.run()
+        except (RunError, RetryableError, ConfigError) as error:
+            if isinstance(error, ConfigError) and lost_at is None:
+                raise
+            restarts = 0 if life.trained > trained else restarts + 1
+            trained = max(trained, life.trained)
+            curable = isinstance(error, PartLost) or (lost_at is not None and not life.up)
+            if not curable or restarts >= config.run.restarts:
+                raise RunError(f"{error}\n  resume with: rl-coserve train --resume {folder.path}") from error
+            print(f"{error}\n  going on from the newest checkpoint", flush=True)
+            lost_at, resume = loop.time(), True
+            await asyncio.sleep(restarts * _RESTART_PAUSE)
+
+
+@dataclass
+class _Life:
+    """The run until it ends or loses a part. ``lost_at``: when the one before it did (loop time), None: there was none."""
+
+    config: Config
+    folder: RunFolder
+    task: Task
+    resume: bool
+    started: str
+    lost_at: float | None
+    up: bool = False  # all parts have been there
+    trained: int = -1  # steps
+
+    async def run(self) -> str:
+        """Returns why it ended. Raises RunError and RetryableError."""
+        async with AsyncExitStack() as stack:
+            return await self._run(stack)
+
+    async def _run(self, stack: AsyncExitStack) -> str:
+        config, folder, task, started = self.config, self.folder, self.task, self.started
+        loop = asyncio.get_running_loop()
+        display = Progress(steps=config.run.steps, minutes=config.run.minutes, name=folder.path.name, now=loop.time)
+        stack.callback(display.close)
+        events_stream = stack.enter_context(folder.append(folder.events_file))
+        ledger_lines = folder.lines(folder.ledger_file)
+        ledger_stream = stack.enter_context(folder.append(folder.ledger_file))
+        events = EventLog(events_stream, loop.time, last_time(folder.events_file))
+        ledger = Ledger(ledger_stream, events.time)
+        epoch = datetime.fromisoformat(started) - timedelta(seconds=events.time())  # a resume goes on counting
+        store = TrajectoryStore(folder.trajectories, epoch=epoch)
+        stack.callback(store.close)
+        checkpoints = BesideTheLoop(folder.checkpoints, config.checkpoint.keep)
+        resumed = rewind(checkpoints, ledger, ledger_lines, store) if self.resume else None
+        if resumed is not None and config.filters.max_similarity is not None:
+            window = config.filters.similarity_window
+            remember(resumed, recent_scored(folder.trajectories, window, resumed.elapsed), window)
+        for problem in resumed.damaged if resumed is not None else ():
+            display.message(f"skipped a damaged checkpoint: {problem}")
+        sampler = await run_view.show(config, folder, events, display.message, stack)
+        events.emit(
+            "run_start",
+            mode=config.run.mode,
+            alpha=config.rollout.alpha,
+            steps=config.run.steps,
+            name=folder.path.name,
+            simulated=False,
+            started=started,
+            resumed_from=resumed.step if resumed else None,
+        )
+        reason, status = "", "failed"
+        try:
+            with events.stage("startup", resumed.step if resumed else 0):
+                assembly = _Assembly(config, folder, task, events, display, stack, resumed)
+                parts, position = await assembly.start(ledger, store, checkpoints)
+            garbage_collector.calm()
+            pipeline = Pipeline(config, parts, position)
+            await stack.enter_async_context(run_view.attach(sampler, config, folder, events, pipeline))
+            assembly.keeper.start(pipeline.fail)
+            stack.push_async_callback(assembly.keeper.close)
+            self.up = True
+            if self.lost_at is not None:
+                seconds = loop.time() - self.lost_at
+                events.emit("recovered", what="run", detail=f"from step {position.step}, {seconds:.1f} s")
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, pipeline.stop, "interrupted")
+                stack.callback(loop.remove_signal_handler, number)
+            try:
+                reason = await pipeline.run()
+            finally:
+                self.trained = pipeline.position.step
+            status = "completed" if reason == "completed" else "interrupted"
+            if status == "completed":
+                await _export(parts.trainer, folder)
+        except (RunError, RetryableError, ConfigError) as error:
+            reason = str(error)
+            if isinstance(error, PartLost):
+                events.emit("fault", what="run", cause="part lost", detail=reason[:300])
+            raise
+        except asyncio.CancelledError:
+            status, reason = "interrupted", "interrupted"
+            raise
+        finally:
+            store.flush()
+            events.emit("run_end", status=status, reason=reason, ledger=ledger.counts.as_dict())
+        return reason
+
+
+async def _export(trainer: Any, folder: RunFolder) -> None:
+    try:
+        await trainer.call("export", str(folder.path / "model-final"))
+    except RetryableError as error:
+        raise PartLost(f"the trainer failed in export: {error}") from error
+
+
+@dataclass
+class _Assembly:
+    """Starts the parts of a run, in parallel where it can be; ``keeper`` knows the processes to watch."""
+
+    config: Config
+    folder: RunFolder
+    task: Task
+    events: EventLog
+    display: Progress
+    stack: AsyncExitStack
+    resumed: Resumed | None
+    keeper: Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = Keeper(self.events)
+
+    async def start(self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints) -> tuple[Parts, Position]:
+        """Start everything; returns what the pipeline talks to, and where it begins."""
+        config, resumed = self.config, self.resumed
+        self.display.stage("startup", "relay, reward host, model")
+        rewards = await function_hosts.start_reward(
+            config, self.task, self.keeper, self.stack, self.folder, self.events
+        )
+        endpoint = await self._start_relay()
+        spread, variables = bool(config.ray.address), trainer_environment(config)
+        ranks = pool_requests.trainer_ranks(config)
+        places = await asyncio.to_thread(self._places, endpoint)
+        shared = config.rollout.colocation.enabled
+        trainer = RayTrainer(
+            COLOCATED_CLASS if shared else TRAINER_CLASS, variables, ranks, list(places.values())[:ranks], spread=spread
+        )
+        self.stack.push_async_callback(trainer.close)
+        await trainer.place()
+        trainer.start()
+        model = await self._model(trainer)
+        kept = resumed.position.degrees if resumed is not None else None
+        cut = await cut_of(config, self.task, model, _shape(model), trainer.function, kept)
+        kv = kv_arguments(config)
+        workers = [
+            RayWorker(
+                f"vllm-{index}",
+                WORKER_CLASS,
+                _worker_arguments(config, model, endpoint, index) | kv,
+                {**engine_environment(config), **rewards.beside},
+                places.get(f"vllm-{index}"),
+                **cut.of(index),
+            )
+            for index in range(config.rollout.workers)
+        ]
+        market = Market(config, self.task, endpoint, self.events)
+        self.stack.push_async_callback(market.close)
+        served = await market.borrow()
+        managed: list[ManagedWorker] = [*workers, *served]
+        for worker in workers:
+            self.stack.push_async_callback(worker.close)
+        tools = await function_hosts.start_tools(config, self.task, self.keeper, self.stack, self.folder.logs)
+        if tools is not None and tools.cold:
+            cold = ", ".join(tools.cold)
+            self.display.message(f"no way to warm up tools {cold}: their first calls will be cold")
+        log = self.folder.logs / "environments.log"
+        owner, tally = owner_of(self.folder.path), ToolTally()
+        settings = None if tools is None else tools.settings
+        pool = make_pool(config, self.task, owner, self.events, log=log, tools=settings, tally=tally)
+        if pool is not None:
+            self.stack.push_async_callback(pool.close)
+            self.display.stage("startup", "environments")
+            await pool.open()
+        self.display.stage("startup", "vLLM and Megatron-Core")
+        limit = _START_LIMIT + config.warmup.steps
+        try:
+            async with asyncio.timeout(limit):
+                engines = asyncio.gather(*(worker.start() for worker in workers))
+                starting = (self._start_trainer(trainer, model, endpoint), engines, servers.start(served, self.events))
+                version, _, _ = await asyncio.gather(*starting)
+        except TimeoutError as error:
+            raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
+        ranks_alive = await trainer.pids()
+        self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
+        parts = Parts(
+            self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
+        )
+        parts.market = market if market.exchanged else None
+        if tools is not None:
+            own = tools.client
+            parts.tools = lambda: tally.stats(own.stats())
+        parts.rewards, parts.timeouts = rewards.counters, rewards.timeouts
+        parts.gpus, parts.away = nvml(), lambda: self.keeper.waiting_for
+        parts.planner, parts.reallocation = cut.planner, cut.reallocation
+        parts.foresight.predictor = await function_hosts.start_predictor(config, self.task, self.stack, self.folder)
+        parts.kv_bytes = kv_bytes_per_token(_shape(model), config.model.dtype)
+        position = resumed.position if resumed is not None else Position()
+        if version != position.version:
+            raise RunError(f"the checkpoint says version {position.version}, the trainer restored {version}")
+        return parts, position
+
+    async def _start_trainer(self, trainer: RayTrainer, model: str, endpoint: RelayEndpoint) -> int:
+        """The version it starts at."""
+        await trainer.create(_trainer_arguments(self.config, model, endpoint))
+        if self.resumed is not None and self.resumed.checkpoint is not None:
+            return int(await trainer.load(str(self.resumed.checkpoint / "trainer")))
+        if self.config.warmup.steps:
+            self.display.stage(
+                "warmup", f"{self.config.warmup.steps} supervised steps, skill {self.config.warmup.skill:g}"
+            )
+        await warm_up(self.config, self.task, trainer, self.events)
+        return 0
+
+    async def _start_relay(self) -> RelayEndpoint:
+        settings = self.config.relay
+        address = settings.master
+        if settings.kind == "fsspec":
+            address = address or f"file://{self.folder.path.absolute() / 'relay'}"
+        elif not address:
+            master = MooncakeMaster(
+                port=settings.port, log=self.folder.logs / "mooncake-master.log", host=settings.host
+            )
+            await master.start()
+            self.stack.push_async_callback(master.stop)
+            self.keeper.keep("mooncake_master", master)
+            address = master.address
+        return RelayEndpoint(
+            job=self.folder.job(shared=bool(settings.metadata_url)),
+            kind=settings.kind,
+            master=address,
+            metadata=settings.metadata_url
+            or str(self.folder.metadata.resolve()),  # servers have other working directories
+            segment_bytes=settings.segment_mb << 20,
+            bucket_bytes=settings.bucket_mb << 20,
+            keep_versions=settings.keep_versions,
+            snapshot_every=settings.snapshot_every,
+            codec_threads=settings.codec_threads,
+            verify_key=Signer(settings.signing_key).verify_key if settings.signing_key else "",
+        )
+
+    def _places(self, endpoint: RelayEndpoint) -> dict[str, Placement]:
+        """By worker; empty without pools."""
+        if not self.config.resources.pools:
+            return {}
+        metadata = open_metadata(endpoint)
+        self.stack.callback(metadata.close)
+        manager, places = pool_requests.place(self.config, metadata, endpoint.job, self._note_binding)
+
+        def give_back() -> None:
+            try:
+                for placement in places.values():
+                    placement.release()
+                manager.close()
+            except RetryableError as error:
+                self.display.message(f"what this run had of the pools stays bound until it is started again: {error}")
+
+        self.stack.callback(give_back)
+        return places
+
+    def _note_binding(self, binding: Binding) -> None:
+        wish, devices = binding.wish, list(binding.devices)
+        self.events.emit(
+            "bound", worker=wish.worker, hardware=binding.hardware, devices=devices, instead=binding.fallback
+        )
+
+    async def _model(self, trainer: RayTrainer) -> str:
+        """The model's folder; a tiny one is made in the trainer's process."""
+        config, folder = self.config, self.folder.model
+        if config.model.path:
+            return config.model.path
+        if not (folder / "config.json").exists():
+            await trainer.function(tiny_model_setup.TINY_MODEL, tiny_model_setup.arguments(config, self.task, folder))
+        return str(folder)
+
+
+async def warm_up(config: Config, task: Task, trainer: RayTrainer, events: EventLog) -> None:
+    """Supervised steps before RL, as many as the config says; none of this data is used again."""
+    settings, seed = config.warmup, config.run.seed
+    if settings.steps == 0:
+        return
+    begun = events.time()
+    samples = cast(DemonstratingTask, task).demonstrations(settings.steps * settings.batch_size, seed, settings.skill)
+    losses: list[float] = []
+    with events.stage("warmup", 0):
+        for _ in range(settings.steps):
+            batch = [next(samples) for _ in range(settings.batch_size)]
+            metrics = await trainer.call("supervised_step", batch, settings.learning_rate)
+            losses.append(float(metrics["loss"]))
+        await trainer.call("finish_warmup")
+    seconds = round(events.time() - begun, 3)
+    events.emit("warmup", steps=settings.steps, loss_first=losses[0], loss_last=losses[-1], seconds=seconds)
+
+
+def _shape(model: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _worker_arguments(config: Config, model: str, endpoint: RelayEndpoint, index: int) -> dict[str, Any]:
+    engine = config.rollout.engine
+    return {
+        "model": model,
+        "dtype": config.model.dtype,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_model_len": engine.max_model_len,
+        "block_size": engine.block_size,
+        "kv_cache_mb": engine.kv_cache_mb,
+        "threads": engine.threads,
+        "seed": config.run.seed + index,
+        "relay": endpoint.to_dict(),
+        "sleep_mode": config.rollout.colocation.enabled,
+    }
+
+
+def _trainer_arguments(config: Config, model: str, endpoint: RelayEndpoint) -> dict[str, Any]:
+    return {
+        "model": model,
+        "settings": config.trainer.model_dump(),
+        "total_steps": config.run.steps,
+        "seed": config.run.seed,
+        "dtype": config.model.dtype,
+        "relay": endpoint.to_dict(),
+        "temperature": config.rollout.temperature,
+    }
+
+
+def trainer_environment(config: Config) -> dict[str, str]:
+    """What the trainer's processes start with."""
+    key = config.relay.signing_key
+    signing = {KEY_FILE: str(Path(key).resolve())} if key else {}  # engines verify, they do not sign
+    return _environment(config.trainer.threads) | _secrets(config) | signing
+
+
+def engine_environment(config: Config) -> dict[str, str]:
+    """What an engine's process starts with."""
+    return _environment(config.rollout.engine.threads) | _secrets(config)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Set before the process starts: thread pools are sized when libraries load."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def _secrets(config: Config) -> dict[str, str]:
+    """Where processes find secrets: a path, never the secret, as Ray keeps what it is told."""
+    file = config.relay.metadata_password_file
+    return {PASSWORD_FILE: str(Path(file).resolve())} if file else {}
+
+
+def _pids(workers: list[RayWorker]) -> dict[str, int]:
+    """Of the engines that came up."""
+    return {worker.name: worker.process for worker in workers if worker.process and worker.ranks}
+
+
+__all__ = ["engine_environment", "start_ray", "train", "trainer_environment", "warm_up"]

@@ -1,0 +1,144 @@
+"""Training on what a store holds: the batches of a recorded run, in its order, through the filters of today.
+
+Guarantees: without filters each batch holds exactly the trajectories of one recorded training step, in their places and
+with their weights; a filter only takes members away (a group of one that is left is dropped), each with a counted reason;
+every trajectory that is read is started in the replay's ledger and ends there as trained or filtered. One step is in memory
+at a time: the footers of the files say which step they hold.
+
+A replay is offline: nothing generates, so nothing is published and evaluated. The trainer counts versions from its own
+first step on, whatever the recorded ones were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError, RunError, TrainBatch, Trainer, Trajectory
+from orchestrator.events import EventLog
+from orchestrator.ledger import Ledger
+from orchestrator.policies.batching.trajectory_filters import FilterChain
+from orchestrator.policies.training.lag_weight import effective_share
+from orchestrator.policies.training.overlong_penalty import Overlong
+from orchestrator.store import read_parts, to_trajectory, trained_parts
+from orchestrator.train_samples import NO_LIMIT, histogram, to_samples
+
+FIELD = "--replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A trajectory as it was trained, with its weight in the loss."""
+
+    trajectory: Trajectory
+    weight: float
+
+
+class Recording:
+    """The trained steps of a run folder, or of its ``trajectories``. Raises ConfigError when there are none."""
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder)
+        self._folder = path
+        for root in (path / "trajectories", path):
+            self._files = trained_parts(root) if root.is_dir() else {}
+            if self._files:
+                self._folder = root
+                break
+        if not self._files:
+            raise ConfigError(FIELD, str(folder), "holds no trained trajectory; give a run folder, or its trajectories")
+
+    def __len__(self) -> int:
+        """Training steps."""
+        return len(self._files)
+
+    def steps(self) -> Iterator[list[Recorded]]:
+        """Each step's batch, in the order of its places. Raises ConfigError when places are missing or given twice."""
+        for step in sorted(self._files):
+            rows: list[dict[str, Any]] = read_parts(self._folder, self._files[step]).to_pylist()
+            places = [row["position"] for row in rows]
+            if sorted(place for place in places if place is not None) != list(range(len(rows))):
+                fix = f"step {step}: {len(rows)} trajectories do not stand at the places 0 to {len(rows) - 1}"
+                raise ConfigError(FIELD, str(self._folder), f"{fix}; are two runs mixed here, or is it an older store?")
+            rows.sort(key=lambda row: int(row["position"]))
+            yield [Recorded(to_trajectory(row), 1.0 if row["weight"] is None else row["weight"]) for row in rows]
+
+
+async def replay(
+    recording: Recording,
+    trainer: Trainer,
+    events: EventLog,
+    ledger: Ledger,
+    filters: FilterChain,
+    steps: int,
+    overlong: Overlong = NO_LIMIT,
+) -> int:
+    """Train on at most ``steps`` recorded batches; returns how many there were. A batch of which nothing is left after
+    filtering takes no step. Raises RunError when the ledger does not close."""
+    version = done = 0
+    for recorded in recording.steps():
+        if done == steps:
+            break
+        kept = _screen(recorded, ledger, filters)
+        if not kept:
+            continue
+        batch = TrainBatch(
+            done,
+            version,
+            tuple(sample for item in kept for sample in to_samples(item.trajectory, item.weight, overlong)),
+        )
+        begun = events.time()
+        with events.stage("train_step", done):
+            metrics = await trainer.train_step(batch)
+        for item in kept:
+            ledger.end(item.trajectory.id, "trained", step=done)
+        ledger.check()
+        rewards = [float(item.trajectory.reward or 0.0) for item in kept]
+        events.emit(
+            "step",
+            step=done,
+            version=metrics.version,
+            trained=len(kept),
+            tokens=sum(item.trajectory.generated_tokens for item in kept),
+            turns=sum(len(item.trajectory.turns) for item in kept),
+            reward_mean=round(sum(rewards) / len(rewards), 6),
+            success=round(sum(reward > 0.5 for reward in rewards) / len(rewards), 6),
+            lag=histogram([max(0, version - item.trajectory.first_version) for item in kept]),
+            weight_ess=round(effective_share([item.weight for item in kept]), 6),
+            versions_mixed=sum(len(item.trajectory.versions) > 1 for item in kept),
+            seconds=round(events.time() - begun, 6),
+            fed=0,
+            fed_seconds=0.0,
+            metrics=dict(metrics.values),
+            ledger=ledger.counts.as_dict(),
+        )
+        version, done = metrics.version, done + 1
+    if not done:
+        raise RunError("nothing was trained: the filters left no batch")
+    return done
+
+
+def _screen(recorded: list[Recorded], ledger: Ledger, filters: FilterChain) -> list[Recorded]:
+    """Those of a batch that are trained, all of them in the ledger as taken; the others end as filtered."""
+    passed: list[Recorded] = []
+    for item in recorded:
+        trajectory = item.trajectory
+        ledger.start(trajectory.id, trajectory.group_id)
+        for state in ("scoring", "buffered"):
+            ledger.move(trajectory.id, state)
+        if reason := filters.screen(trajectory):
+            ledger.end(trajectory.id, "filtered", reason)
+        else:
+            passed.append(item)
+    members = Counter(item.trajectory.group_id for item in passed)
+    kept = []
+    for item in passed:
+        if members[item.trajectory.group_id] < 2:  # alone, it has nothing to be compared with
+            ledger.end(item.trajectory.id, "filtered", "group_too_small")
+        else:
+            ledger.move(item.trajectory.id, "taken")
+            kept.append(item)
+    return kept

@@ -1,0 +1,71 @@
+"""Going back to the newest intact checkpoint: what a resume does before anything runs, real or simulated.
+
+Guarantees: what was trained after the checkpoint is journalled as rolled back and leaves the store; what the checkpoint's
+buffer holds is back in it; everything else that was in flight ends as failed, with a cause; later checkpoints are gone. A
+run that was killed before its first checkpoint begins anew in the same journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator.api import Trajectory
+from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.components import Position
+from orchestrator.ledger import Ledger
+
+
+class Rewindable(Protocol):
+    """A trajectory store that can forget."""
+
+    def discard_after(self, steps_done: int, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where the run goes on. ``checkpoint`` is None when there was none; ``damaged`` says what was skipped and why."""
+
+    checkpoint: Path | None
+    position: Position
+    damaged: tuple[str, ...]
+    elapsed: float = 0.0  # seconds of the run at the checkpoint
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+        return self.position.step
+
+
+def remember(resumed: Resumed, stored: Iterable[Trajectory], last: int) -> None:
+    """What filters had kept when the checkpoint was written, ``last`` of each task: ``stored`` (scored by then) and what waited
+    in the buffer."""
+    known = {trajectory.id: trajectory for trajectory in (*stored, *resumed.position.buffered)}
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in sorted(known.values(), key=lambda one: (one.scored_at, one.id)):
+        by_task.setdefault(trajectory.task, []).append(trajectory)
+    resumed.position.kept = tuple(one for of_task in by_task.values() for one in of_task[-last:])
+
+
+def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], store: Rewindable) -> Resumed:
+    """Go back. Raises RunError when there are checkpoints but none is intact."""
+    found = checkpoints.newest()
+    folder, state, damaged = found if found is not None else (None, RunState(0, 0, 0, 0.0, ()), [])
+    checkpoints.drop_after(state.step)
+    returned = set(ledger.restore(journal, state.step, {trajectory.id for trajectory in state.buffer}))
+    store.discard_after(state.step)
+    position = Position(
+        state.step,
+        state.version,
+        ledger.groups_started,
+        ledger.counts.started,
+        tuple(trajectory for trajectory in state.buffer if trajectory.id in returned),
+        list(state.success_history),
+        run_times=state.run_times,
+        rounds=state.rounds,
+        degrees=state.degrees,
+        entropies=state.entropies,
+    )
+    return Resumed(folder, position, tuple(damaged), state.elapsed)

@@ -1,0 +1,1 @@
+"""Serving clusters in virtual time, and the simulated workers that borrow from them (ROSE)."""

@@ -1,0 +1,337 @@
+"""Serving engines in virtual time, whose slack and memory rollouts of another model use (ROSE 4.1).
+
+What rollouts may have of a device is decided by the policies of a real one:
+:mod:`orchestrator.policies.serving.admission` (equations 1 and 2) before their steps,
+:mod:`orchestrator.policies.serving.kv_sharing` for their pages. Prefill and decode are apart, each on devices of its
+own (ROSE 6); both in one engine: :mod:`orchestrator.sim.coserving.collocated_engine`. Prompts are played one by one;
+decoding is played from one change of its batch to the next, at the pace that the batch has meanwhile.
+
+One of both computes at a time (ROSE 4.1, temporal sharing). An admitted rollout step runs before each step of serving, never two;
+prompts that wait admit none. A device that is nobody's but serving's is a stock one.
+
+Not modelled: chunks of serving's prefill, prefixes that requests share, the transfer of KV from prefill to decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from orchestrator.policies.serving.admission import (
+    PROMPTS,
+    Admission,
+    ServingState,
+    Slo,
+    arriving_slack,
+    tpot_slack,
+    ttft_slack,
+)
+from orchestrator.policies.serving.kv_sharing import KvSharing, SharingRules
+from orchestrator.sim.cost_model import Roofline
+
+Role = Literal["prefill", "decode", "both"]  # both: :mod:`orchestrator.sim.coserving.collocated_engine`
+PAGE = 2 << 20  # bytes (ROSE 4.1)
+PEAK_SECONDS = 60.0  # over which serving's peak counts: the default of --rl-kv-pool-window
+NEVER = 1e-9  # share of a device that is as good as none
+DONE = 1e-6  # of a token
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Of a user. Sizes in tokens, times in seconds of the loop."""
+
+    arrived: float
+    prompt: int
+    answer: int
+    first: float = -1.0  # when its first token was there
+    left: float = 0.0  # tokens that it still waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a rollout engine would compute next: ``prefill``: tokens that wait to be prefilled; ``decoding``: sequences;
+    ``step``: seconds of its steps in the mean, as they come; ``context``: tokens in its contexts."""
+
+    prefill: int
+    decoding: int
+    step: float
+    context: int
+
+
+class Tenant(Protocol):
+    """The rollout engine on a device, as the device sees it."""
+
+    def demand(self) -> Demand | None:
+        """None: it has nothing to do."""
+
+    def share(self, share: float) -> None:
+        """Its part of the device from now on."""
+
+    def residual(self) -> float:
+        """Seconds until the step in progress ends, 0 when there is none."""
+
+    def room(self, pages: int) -> None:
+        """It may hold so many pages from now on; what it holds beyond goes at once."""
+
+    @property
+    def pages(self) -> int:
+        """That it holds."""
+
+
+@dataclass(slots=True)
+class Served:
+    """What users saw: seconds to the first token, and of each further one in the mean, a value a request."""
+
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ServingEngine:
+    """One instance. ``costs``: of its model; ``rules``: of its KV pool; ``on_prefilled``: where a request goes then. ``up``: it
+    serves; while it does not, its requests wait in it."""
+
+    name: str
+    role: Role
+    costs: Roofline
+    slo: Slo
+    rules: SharingRules
+    served: Served
+    on_prefilled: Callable[[Request], None]
+    up: bool = True
+    tenant: Tenant | None = None
+    admission: Admission | None = None
+    busy_seconds: float = 0.0  # in which it computed
+    _queue: deque[Request] = field(default_factory=deque)
+    _active: list[Request] = field(default_factory=list)
+    _sharing: KvSharing = field(init=False)
+    _peaks: deque[tuple[float, int]] = field(default_factory=deque)
+    _timer: asyncio.TimerHandle | None = None
+    _running: Request | None = None  # the prompt that is prefilled
+    _began: float = 0.0  # of the present pace
+    _cycle: float = 0.0  # seconds of a decode step, with what is computed between two
+    _own: float = 0.0  # of them serving's
+    _tick: int = 0
+    _given: int = -1  # pages the tenant was told
+    _prompts: deque[int] = field(default_factory=lambda: deque(maxlen=PROMPTS))
+
+    def __post_init__(self) -> None:
+        self._sharing = KvSharing(self.rules)
+
+    # -- serving -----------------------------------------------------------------------------------------------------
+
+    @property
+    def load(self) -> float:
+        """What waits: tokens to prefill, or sequences."""
+        running = self._running.prompt if self._running else 0
+        return float(len(self._active)) if self.role == "decode" else running + sum(one.prompt for one in self._queue)
+
+    @property
+    def pages(self) -> int:
+        """Of KV that its requests hold."""
+        tokens = sum(one.prompt + one.answer - one.left for one in self._active)
+        return self.pages_of(tokens + (self._running.prompt if self._running else 0))
+
+    def pages_of(self, tokens: float) -> int:
+        """Of the KV of so many tokens, of those that there are."""
+        return min(self.rules.pages, math.ceil(tokens * self.costs.model.kv_bytes / PAGE))
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Of a prompt by itself."""
+        return self.costs.decode(0)[0] + self.costs.prefill(tokens, tokens * tokens / 2, 0)
+
+    def decode_seconds(self, batch: int) -> float:
+        """Of a step over so many sequences, with the contexts that it has."""
+        fixed, growing = self.costs.decode(batch)
+        contexts = sum(one.prompt + one.answer - one.left for one in self._active)
+        return fixed + growing * contexts * batch / max(1, len(self._active))
+
+    def add(self, request: Request) -> None:
+        """A request arrives, to be prefilled or to be decoded."""
+        if self.role == "decode":
+            self._pass()
+            self._active.append(request)
+            self.look()
+            return
+        self._queue.append(request)
+        self._prompts.append(request.prompt)
+        if self._running is None and self.up:
+            self._prefill(self.tenant.residual() if self.tenant is not None else 0.0)
+        else:
+            self.look()
+
+    def start(self) -> None:
+        """It serves from now on."""
+        self._pass()
+        self.up = True
+        if self.role == "prefill" and self._running is None and self._queue:
+            self._prefill(0.0)
+        self.look()
+
+    def stop(self) -> list[Request]:
+        """It serves no more; what it has not begun is for others."""
+        self._pass()
+        self.up = False
+        left = [*self._queue, *self._active]
+        self._queue.clear()
+        self._active.clear()
+        self.look()
+        return left
+
+    def close(self) -> None:
+        """The simulation ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _prefill(self, wait: float) -> None:
+        """Begin with the next prompt, after the tenant's step."""
+        request = self._running = self._queue.popleft()
+        own = self.prefill_seconds(request.prompt)
+        self.busy_seconds += own
+        self._again(_now() + wait + own, self._prefilled)
+        self._grant(wait / (wait + own))
+
+    def _prefilled(self) -> None:
+        request, self._running = self._running, None
+        assert request is not None
+        now = _now()
+        request.first, request.left = now, float(request.answer - 1)
+        self.served.ttft.append(now - request.arrived)
+        if self._queue and self.up:
+            self._prefill(self._admitted()[1])
+        else:
+            self._timer = None
+            self.look()
+        if request.left:
+            self.on_prefilled(request)
+
+    def _decoded(self) -> None:
+        self._timer = None
+        self._pass()
+        now, left = _now(), []
+        for one in self._active:
+            if one.left > DONE:
+                left.append(one)
+            else:
+                self.served.tpot.append((now - one.first) / (one.answer - 1))
+        self._active = left
+        self.look()
+
+    def _pass(self) -> None:
+        """Bring the decoding up to date."""
+        now = _now()
+        seconds, self._began = now - self._began, now
+        if self._active and self._cycle and seconds > 0:
+            steps = seconds / self._cycle
+            for one in self._active:
+                one.left = max(0.0, one.left - steps)
+            self.busy_seconds += steps * self._own
+
+    # -- what the tenant gets ----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """An RL step begins: budgets anew."""
+        if self.tenant is not None:
+            self._note()
+            peak = self._peaks[0][1] if self._peaks else 0
+            self._sharing.open(_now(), peak, self.tenant.pages)
+            self._tell()
+
+    def look(self) -> None:
+        """Something changed, here or in the tenant: pages and time anew."""
+        self.look_at_pages()
+        if self.role == "decode":
+            self._pace()
+        elif self._running is None:
+            self._grant(1.0 if self._admitted()[0] else 0.0)
+
+    def look_at_pages(self) -> None:
+        """The tenant's budget anew."""
+        self._note()
+        if self.tenant is not None:
+            self._sharing.observe(_now(), self.pages, self.tenant.pages)
+            self._tell()
+
+    @property
+    def budget(self) -> int:
+        """Pages that its tenant may hold."""
+        return self._sharing.budget.pages
+
+    def _note(self) -> None:
+        now, used = _now(), self.pages
+        while self._peaks and self._peaks[-1][1] <= used:
+            self._peaks.pop()
+        self._peaks.append((now, used))
+        while self._peaks[0][0] < now - PEAK_SECONDS:
+            self._peaks.popleft()
+
+    def _tell(self) -> None:
+        """The budget, where it changed."""
+        assert self.tenant is not None
+        pages = self._sharing.budget.pages
+        if pages != self._given:
+            self._given = pages
+            self.tenant.room(pages)
+
+    def _pace(self) -> None:
+        """How fast tokens come from now on, and what is left for the tenant between them."""
+        self._pass()
+        batch = len(self._active) if self.up else 0
+        part, step = self._admitted()
+        if not batch:
+            self._cycle = 0.0
+            self._again(None, self._decoded)
+            self._grant(part)
+            return
+        self._own = self.decode_seconds(batch)
+        self._cycle = self._own + step
+        self._again(_now() + min(one.left for one in self._active) * self._cycle, self._decoded)
+        self._grant(part * step / self._cycle)
+
+    def _admitted(self) -> tuple[float, float]:
+        """What part of the tenant's sequences may take a step before serving's next one, and the seconds of that step."""
+        demand = self.tenant.demand() if self.tenant is not None and self.admission is not None else None
+        if demand is None:
+            return 1.0, 0.0  # it may begin as soon as it has something
+        assert self.admission is not None
+        now, state = _now(), self.state()
+        if state.busy:
+            self.admission.ran(self.admission.considered(state), overran=False)  # costs are exact
+        found = self.admission.admit(state, now, demand.prefill, demand.decoding)
+        if not found.seconds:
+            return 0.0, 0.0
+        part = found.decode / demand.decoding if demand.decoding else 1.0
+        return part, min(demand.step, found.seconds) if self.admission.mode != "none" else demand.step
+
+    def state(self) -> ServingState:
+        """What it publishes."""
+        now = _now()
+        self._tick += 1
+        if self.role == "prefill":
+            queued = [(one.arrived, one.prompt) for one in self._queue]
+            least = ttft_slack(queued, now, self.slo, self.prefill_seconds)
+            ahead = sum(self.prefill_seconds(tokens) for _, tokens in queued)
+            arriving = arriving_slack(self._prompts, ahead, self.slo, self.prefill_seconds)
+            waiting = bool(queued)
+            return ServingState(now, least, busy=waiting, arriving=arriving, tick=self._tick, waiting=waiting)
+        batch = len(self._active)
+        times = [(one.first, now, one.answer - 1 - one.left) for one in self._active]
+        least = tpot_slack(times, now, self.slo, self.decode_seconds(batch) if batch else 0.0)
+        return ServingState(now, tpot_slack=least, busy=bool(batch), tick=self._tick)
+
+    def _grant(self, share: float) -> None:
+        if self.tenant is not None:
+            self.tenant.share(max(NEVER, share))
+
+    def _again(self, when: float | None, call: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when is None else asyncio.get_running_loop().call_at(when, call)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

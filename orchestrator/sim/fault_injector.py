@@ -1,0 +1,463 @@
+"""Seeded faults at the ports: crash, delay, drop, duplicate, cancel.
+
+At each call of a port the :class:`FaultInjector` draws, with probability ``sim.fault_rate``, one of ``sim.faults``; what a
+kind means depends on the port:
+
+| kind      | worker                        | trainer          | environment                        | reward             |
+| crash     | dies, its requests are lost;  | dies             | raises                             | raises             |
+|           | in an update, or its weights  |                  |                                    |                    |
+|           | are spoilt                    |                  |                                    |                    |
+| delay     | answers late                  | answers late     | answers late, maybe past its limit | answers late       |
+| drop      | acts or not, never answers    | a feed is lost   | hangs                              | hangs              |
+| duplicate | command or completion twice   | publishes or is  | answers garbage (NaN, too long...) | NaN or infinite    |
+|           |                               | fed twice        |                                    |                    |
+| cancel    |                               |                  | the trajectory's task is cancelled at a later await        |
+
+The host of tools is one more place: gone, slow, silent, or called twice.
+
+Each injected fault is an event ``injected`` (what, where, virtual time) and counted. One stream of draws, in the order of
+calls: the loop makes that order a function of the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from orchestrator.api import (
+    Completion,
+    Environment,
+    GenerationRequest,
+    KvMove,
+    KvMoved,
+    Meeting,
+    Observation,
+    Prompt,
+    PublishResult,
+    RetryableError,
+    RewardFunction,
+    StepResult,
+    Task,
+    TrainBatch,
+    TrainMetrics,
+    TrainSample,
+    Trajectory,
+    TrajectoryError,
+    UpdateResult,
+    WorkerStats,
+)
+from orchestrator.config import Config
+from orchestrator.events import EventLog
+from orchestrator.sim.seeded_draws import stream
+from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.twins import SimTrainer, Tools
+
+T = TypeVar("T")
+
+CALL = ("crash", "delay", "drop", "duplicate")
+EPISODE = ("crash", "delay", "drop", "duplicate", "cancel")
+# A hung trainer is not injected: no caller limits the time of a training step, so nothing would ever end the wait.
+TRAINER = ("crash", "delay")
+PUBLISH = ("crash", "delay", "duplicate")
+FEED = ("crash", "delay", "drop", "duplicate")
+NO_TWICE = ("crash", "delay", "drop")
+TRAJECTORY_TASK = "trajectory "  # how the names of the tasks begin that `cancel` may hit
+
+
+class InjectedError(Exception):
+    """What third-party code raised: an environment's own exception, not one of ours."""
+
+
+class FaultInjector:
+    """Draws and counts. ``counts`` maps ``kind where`` to how often it was injected."""
+
+    def __init__(self, config: Config, events: EventLog, life: int, counts: dict[str, int]) -> None:
+        self._rate = config.sim.fault_rate
+        self._kinds = config.sim.faults
+        self._events = events
+        self._limit = config.rollout.environment_step_timeout
+        self.rng = stream(config.run.seed, "faults", life)
+        self.counts = counts
+        self.on = True
+
+    def draw(self, where: str, possible: Sequence[str]) -> str:
+        """The fault for this call, "" for none."""
+        if not self.on or self._rate <= 0 or self.rng.random() >= self._rate:
+            return ""
+        kinds = [kind for kind in self._kinds if kind in possible]
+        if not kinds:
+            return ""
+        kind = self.rng.choice(kinds)
+        self.record(kind, where)
+        return kind
+
+    def record(self, kind: str, where: str) -> None:
+        """Log and count an injected fault."""
+        name = f"{kind} {where}"
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self._events.emit("injected", what=kind, where=where)
+
+    def seconds(self) -> float:
+        """How long a delay is: mostly short, sometimes past the time limit of an environment's step."""
+        return float(min(self.rng.expovariate(2.0 / self._limit), 4 * self._limit))
+
+    async def late(self) -> None:
+        """A delay."""
+        await asyncio.sleep(self.seconds())
+
+    async def never(self) -> Any:
+        """A call whose answer is lost."""
+        await asyncio.get_running_loop().create_future()
+
+    def cancel_later(self) -> None:
+        """Cancel the trajectory that makes this call, at whatever it awaits a moment later."""
+        task = asyncio.current_task()
+        if task is not None and task.get_name().startswith(TRAJECTORY_TASK):
+            delay = self.rng.choice((0.0, self.rng.expovariate(1.0)))
+            asyncio.get_running_loop().call_later(delay, task.cancel)
+
+    async def call(
+        self,
+        where: str,
+        possible: Sequence[str],
+        act: Callable[[], Awaitable[T]],
+        crash: Callable[[], None],
+        life: Callable[[], int],
+    ) -> T:
+        """One call of a port that may fail. A crash or a drop strikes before or after the callee has acted. ``life`` is
+        the callee's incarnation: what was on its way to one that has died meanwhile never reaches the next."""
+        return await self.strike(self.draw(where, possible), where, act, crash, life)
+
+    async def strike(
+        self,
+        kind: str,
+        where: str,
+        act: Callable[[], Awaitable[T]],
+        crash: Callable[[], None],
+        life: Callable[[], int],
+    ) -> T:
+        """:meth:`call` with the fault drawn already."""
+        first = bool(kind) and self.rng.random() < 0.5
+        if kind == "crash":
+            if first:
+                await act()
+            crash()
+            raise RetryableError(f"injected crash in {where}")
+        if kind == "drop":
+            if first:
+                await act()
+            await self.never()
+        addressee = life()
+        if kind == "delay" and first:
+            await self.late()
+            _same(addressee, life(), where)
+        answer = await act()
+        if kind == "duplicate":
+            answer = await act()
+        if kind == "delay" and not first:
+            await self.late()
+            _same(addressee, life(), where)
+        return answer
+
+
+def _same(before: int, now: int, where: str) -> None:
+    if before != now:
+        raise RetryableError(f"{where}: the process died while the call was on its way")
+
+
+class FaultyWorker:
+    """A ManagedWorker around a :class:`SimWorker`."""
+
+    def __init__(self, inner: SimWorker, faults: FaultInjector) -> None:
+        self.name = inner.name
+        self.hardware = inner.hardware
+        self._inner = inner
+        self._faults = faults
+        self._delivered: list[Completion] = []
+
+    @property
+    def ranks(self) -> int:
+        """Devices that it has."""
+        return self._inner.ranks
+
+    @ranks.setter
+    def ranks(self, ranks: int) -> None:
+        self._inner.ranks = ranks
+
+    async def _call(
+        self,
+        name: str,
+        act: Callable[[], Awaitable[T]],
+        possible: Sequence[str] = CALL,
+        crash: Callable[[], None] | None = None,
+    ) -> T:
+        inner = self._inner
+        return await self._faults.call(f"worker.{name}", possible, act, crash or inner.die, lambda: inner.incarnation)
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        await self._call("add", lambda: self._inner.add(requests))
+
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
+        """See the protocol."""
+        inner = self._inner
+        await self._call("abort", lambda: inner.abort(request_ids, trajectories=trajectories, groups=groups))
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        """See the protocol."""
+        await self._call("prioritize", lambda: self._inner.prioritize(priorities))
+
+    async def completions(self) -> list[Completion]:
+        """See the protocol. A duplicate delivers an earlier completion again, beside the new ones."""
+        kind = self._faults.draw("worker.completions", CALL)
+        if kind == "crash":
+            asyncio.get_running_loop().call_later(self._faults.seconds(), self._inner.die)
+        addressee = self._inner.incarnation
+        answer = await self._inner.completions()
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+            _same(addressee, self._inner.incarnation, "worker.completions")
+        if kind == "duplicate":
+            again = self._faults.rng.choice([*self._delivered, *answer])
+            answer = [again, *answer] if self._faults.rng.random() < 0.5 else [*answer, again]
+        self._delivered = answer
+        return answer
+
+    async def suspend(self) -> None:
+        """See the protocol."""
+        await self._call("suspend", self._inner.suspend)
+
+    async def prepare(self, version: int) -> None:
+        """See the protocol."""
+        await self._call("prepare", lambda: self._inner.prepare(version))
+
+    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
+        """See :class:`orchestrator.api.CollectiveWorker`."""
+        return await self._call("receive", lambda: self._inner.receive(version, meetings, place, limit))
+
+    async def kv_place(self) -> str:
+        """See :class:`orchestrator.api.KvWorker`."""
+        return await self._call("kv_place", self._inner.kv_place)
+
+    async def fetch_kv(self, move: KvMove) -> KvMoved:
+        """See :class:`orchestrator.api.KvWorker`."""
+        return await self._call("fetch_kv", lambda: self._inner.fetch_kv(move))
+
+    async def update(self, version: int) -> UpdateResult:
+        """See the protocol. A crash kills the worker, or leaves it with half-loaded weights."""
+
+        def crash() -> None:
+            if self._faults.rng.random() < 0.5:
+                self._inner.die()
+            else:
+                self._inner.spoil()
+
+        return await self._call("update", lambda: self._inner.update(version), crash=crash)
+
+    async def resume(self) -> None:
+        """See the protocol."""
+        await self._call("resume", self._inner.resume)
+
+    async def stats(self) -> WorkerStats:
+        """See the protocol."""
+        return await self._call("stats", self._inner.stats, NO_TWICE)
+
+    async def restart(self) -> None:
+        """See the protocol."""
+        self._delivered = []
+        faults, inner = self._faults, self._inner
+        await faults.call(
+            "worker.restart", NO_TWICE, inner.restart, inner.die, lambda: 0
+        )  # a restart is no call of a life
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await self._inner.close()
+
+
+class FaultyTrainer:
+    """A Trainer around a :class:`SimTrainer`."""
+
+    def __init__(self, inner: SimTrainer, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def _call(self, name: str, act: Callable[[], Awaitable[T]], possible: Sequence[str] = TRAINER) -> T:
+        return await self._faults.call(f"trainer.{name}", possible, act, self._inner.die, lambda: 0)
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """See the protocol."""
+        return await self._call("train_step", lambda: self._inner.train_step(batch))
+
+    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
+        """See the protocol. A dropped feed is answered and lost: it was a hint."""
+        kind = self._faults.draw("trainer.feed", FEED)
+        if kind == "drop":
+            return
+
+        async def act() -> None:
+            await self._inner.feed(samples, version)
+
+        await self._faults.strike(kind, "trainer.feed", act, self._inner.die, lambda: 0)
+
+    async def publish(self) -> PublishResult:
+        """See the protocol."""
+        return await self._call("publish", self._inner.publish, PUBLISH)
+
+    async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
+        """See :class:`orchestrator.api.CollectiveTrainer`."""
+        return await self._call("send", lambda: self._inner.send(receivers, limit, anew))
+
+    async def save(self, folder: str) -> None:
+        """See the protocol."""
+        await self._call("save", lambda: self._inner.save(folder))
+
+    async def load(self, folder: str) -> int:
+        """See the protocol."""
+        return await self._inner.load(folder)
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await self._inner.close()
+
+
+class FaultyTask:
+    """A Task whose environments fail."""
+
+    def __init__(self, inner: Task, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+        self.name = inner.name
+        self.vocabulary = inner.vocabulary
+        self.pad_id = inner.pad_id
+        self.end_id = inner.end_id
+        self.max_turns = inner.max_turns
+        self.max_response_tokens = inner.max_response_tokens
+        self.max_context_tokens = inner.max_context_tokens
+
+    def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
+        """See the protocol."""
+        return self._inner.prompts(split, seed)
+
+    def environment(self) -> Environment:
+        """See the protocol."""
+        if self._faults.draw("environment.create", ("crash",)):
+            raise InjectedError("injected: the environment did not start")
+        return FaultyEnvironment(self._inner.environment(), self._faults, self.max_context_tokens)
+
+
+class FaultyEnvironment:
+    """An Environment around another one."""
+
+    def __init__(self, inner: Environment, faults: FaultInjector, context: int) -> None:
+        self.version = inner.version
+        self._inner = inner
+        self._faults = faults
+        self._context = context
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """See the protocol."""
+        kind = await self._before("environment.reset", EPISODE)
+        observation = await self._inner.reset(prompt)
+        return self._garbage_observation(observation) if kind == "duplicate" else observation
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """See the protocol."""
+        kind = await self._before("environment.step", EPISODE)
+        result = await self._inner.step(action_ids)
+        if kind != "duplicate":
+            return result
+        garbage: list[Any] = [
+            StepResult(result.observation, float("nan"), result.done),
+            StepResult(result.observation, float("-inf"), result.done),
+            StepResult(self._garbage_observation(result.observation), result.reward, False),
+            None,
+        ]
+        answer: StepResult = self._faults.rng.choice(garbage)
+        return answer
+
+    async def close(self) -> None:
+        """See the protocol. An injected fault comes after the real end: only the caller can leave one open."""
+        kind = self._faults.draw("environment.close", NO_TWICE)
+        await self._inner.close()
+        if kind == "delay":
+            await self._faults.late()
+        if kind == "crash":
+            raise InjectedError("injected: close failed")
+        if kind == "drop":
+            await self._faults.never()
+
+    async def _before(self, where: str, possible: Sequence[str]) -> str:
+        kind = self._faults.draw(where, possible)
+        if kind == "crash":
+            errors: list[Exception] = [
+                InjectedError(f"injected in {where}"),
+                TimeoutError(f"injected in {where}"),
+                TrajectoryError("injected", where),
+            ]
+            raise self._faults.rng.choice(errors)
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+        if kind == "cancel":
+            self._faults.cancel_later()
+        return kind
+
+    def _garbage_observation(self, honest: Observation) -> Observation:
+        """Text that is empty, not of the vocabulary, as long as the context, longer, or just so that little room is left."""
+        rng = self._faults.rng
+        sizes = (0, self._context - 1, self._context, self._context + 1, 4 * self._context)
+        tokens: tuple[Any, ...] = rng.choice(
+            [(2,) * rng.choice(sizes), (-1,), (1 << 20,), ("text",), (*honest.token_ids, 2.5)]
+        )
+        return Observation(tokens)
+
+
+class FaultyTools:
+    """The tools' host around another one: it is gone (crash), slow (delay), never answers (drop), or runs a call twice."""
+
+    def __init__(self, inner: Tools, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def call(self) -> None:
+        """See the protocol."""
+        kind = self._faults.draw("tool.call", CALL)
+        if kind == "crash":
+            raise TrajectoryError("tool_unavailable", "injected")
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+        await self._inner.call()
+        if kind == "duplicate":
+            await self._inner.call()
+
+
+class FaultyReward:
+    """A RewardFunction around another one."""
+
+    def __init__(self, inner: RewardFunction, faults: FaultInjector) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """See the protocol."""
+        kind = self._faults.draw("reward.score", EPISODE)
+        if kind == "crash":
+            errors: list[Exception] = [RetryableError("injected"), TrajectoryError("injected_reward", "")]
+            raise self._faults.rng.choice(errors)
+        if kind == "drop":
+            await self._faults.never()
+        if kind == "delay":
+            await self._faults.late()
+        if kind == "cancel":
+            self._faults.cancel_later()
+        score = await self._inner.score(trajectory)
+        return self._faults.rng.choice((float("nan"), float("inf"))) if kind == "duplicate" else score

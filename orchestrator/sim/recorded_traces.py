@@ -1,0 +1,153 @@
+"""Recorded trajectories as the simulator's workload: how long turns were, what environments took, what was earned.
+
+Guarantees: lengths of observations and responses, the number of turns, seconds of environments and rewards are those of the
+store's rows, in groups as they were recorded; a trajectory plays one recorded episode from its start to its end. What is
+not recorded by turn is not invented: resets take what is left of the episode's wall time, and engine times come from the
+simulator's cost model, since another fleet is what one asks it about.
+
+The number of the episode stands in its first observation (``PREFIX`` tokens), as a prompt stands in front of what a policy
+says about it: so environment, engine and audit know it without knowing of each other. Shorter first observations are
+lengthened to that. Reading touches the columns of ``_COLUMNS``, no token of the policy and no log-prob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError
+from orchestrator.sim.seeded_draws import END, VOCABULARY
+
+PREFIX = 4  # tokens
+_BASE = len(VOCABULARY) - 2
+MOST = _BASE**PREFIX  # episodes
+_ETERNITY = 1e12  # seconds
+_COLUMNS = (
+    "group_id",
+    "total_reward",
+    "wall_time",
+    "turns.list.element.observation_ids",
+    "turns.list.element.versions",
+    "turns.list.element.generate_seconds",
+    "turns.list.element.environment_seconds",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedTurn:
+    """Tokens and seconds of one turn. ``response`` may be longer than the simulated engine's context allows."""
+
+    observation: int
+    response: int
+    environment_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One recorded episode; ``reward`` is None when it was never scored."""
+
+    turns: tuple[TracedTurn, ...]
+    reset_seconds: float
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """Episodes by number, and which numbers belong to each recorded group."""
+
+    episodes: tuple[Trace, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    def told(self, context: Sequence[int]) -> Trace:
+        """The episode whose number a context begins with."""
+        number = 0
+        for token in context[:PREFIX]:
+            number = number * _BASE + token - 2
+        return self.episodes[number % len(self.episodes)]
+
+    def opening(self, number: int) -> tuple[int, ...]:
+        """The tokens that name an episode."""
+        digits = []
+        for _ in range(PREFIX):
+            number, digit = divmod(number, _BASE)
+            digits.append(2 + digit)
+        return tuple(reversed(digits))
+
+    def response(self, context: Sequence[int], turn: int, limit: int) -> tuple[int, ...]:
+        """What the policy says in a turn: words, then END if it ends before ``limit`` tokens. Past the recorded turns it
+        says what it said last."""
+        turns = self.told(context).turns
+        length = max(1, turns[min(turn, len(turns) - 1)].response)
+        words = tuple(2 + (turn + place) % _BASE for place in range(min(length, limit)))
+        return (*words[:-1], END) if length <= limit else words
+
+    @property
+    def turns_max(self) -> int:
+        """The most turns of an episode."""
+        return max(len(trace.turns) for trace in self.episodes)
+
+    @property
+    def response_max(self) -> int:
+        """The longest response, in tokens."""
+        return max(turn.response for trace in self.episodes for turn in trace.turns)
+
+
+def load_traces(folder: str | Path, rows: int) -> Traces:
+    """The first ``rows`` episodes with at least one turn, of a run folder or its ``trajectories``. Raises ConfigError."""
+    import pyarrow as pa  # here: a simulation without traces needs no pyarrow
+    import pyarrow.parquet as pq
+
+    if not 0 < rows <= MOST:
+        raise ConfigError("sim.trace_rows", rows, f"must be above 0 and at most {MOST}")
+    episodes: list[Trace] = []
+    groups: dict[str, list[int]] = {}
+    for file in _files(Path(folder)):
+        try:
+            with pq.ParquetFile(file, page_checksum_verification=True) as data:
+                table = data.read(columns=list(_COLUMNS), use_threads=False)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise ConfigError("sim.trace", str(file), f"cannot be read as Parquet: {error}") from error
+        if "turns" not in table.column_names:
+            raise ConfigError("sim.trace", str(file), "has no column 'turns', so it is no trajectory file of a run")
+        for row in table.to_pylist():
+            if row["turns"] and len(episodes) < rows:
+                try:
+                    episodes.append(_trace(row))
+                except (TypeError, ValueError, KeyError) as error:
+                    fix = f"holds a trajectory that no run wrote: {error!r:.200}"
+                    raise ConfigError("sim.trace", str(file), fix) from error
+                groups.setdefault(row["group_id"], []).append(len(episodes) - 1)
+        if len(episodes) == rows:
+            break
+    if not episodes:
+        raise ConfigError(
+            "sim.trace", str(folder), "holds no trajectory with a turn; give the folder of a run that has"
+        )
+    return Traces(tuple(episodes), tuple(tuple(members) for members in groups.values()))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The store's files, in the order of writing; see :mod:`orchestrator.store`."""
+    for root in (folder / "trajectories", folder):
+        found = sorted(root.glob("task=*/**/part-*.parquet"), key=lambda path: (path.name, str(path)))
+        if found:
+            return iter(found)
+    raise ConfigError(
+        "sim.trace", str(folder), "holds no trajectories; give a run folder, or the trajectories folder in it"
+    )
+
+
+def _trace(row: dict[str, Any]) -> Trace:
+    turns = tuple(
+        TracedTurn(
+            len(turn["observation_ids"]), sum(span["count"] for span in turn["versions"]), turn["environment_seconds"]
+        )
+        for turn in row["turns"]
+    )
+    busy = sum(turn["generate_seconds"] + turn["environment_seconds"] for turn in row["turns"])
+    times = (row["wall_time"], busy, *(turn.environment_seconds for turn in turns))
+    if not all(0 <= value < _ETERNITY for value in times) or any(turn.response < 0 for turn in turns):
+        raise ValueError("lengths or times below 0, or beyond all bounds")
+    return Trace(turns, max(0.0, row["wall_time"] - busy), row["total_reward"])

@@ -1,0 +1,146 @@
+"""Simulated workers whose devices change between steps, and the profile that their planner reads (RollPacker 4.2, Heddle 6.2).
+
+The planner, the resource manager (:mod:`orchestrator.parallelism.degree_planner`) and :mod:`orchestrator.proxy.resize`
+are those of a real run. As there, a worker stands for one device (here: ``sim.tensor_parallel`` devices), and an engine
+of t runs over its own and the t - 1 after it, while those workers are parked.
+Guarantees: requests that move go on with what they would have said; a layout in which the model does not fit, or in which the
+longest request could never run, does not come up, and is not in the profile; a change costs ``sim.start_seconds``, then the new
+engine's own time to fetch and to load the weights, during which nothing is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from orchestrator.api import ConfigError, RetryableError, Task
+from orchestrator.config import Config
+from orchestrator.parallelism.step_planner import make_planner
+from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
+from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
+from orchestrator.sim import hardware
+from orchestrator.sim.cost_model import EngineCosts
+from orchestrator.sim.expert_imbalance import routed
+from orchestrator.sim.movable_worker import MovingWorker
+from orchestrator.sim.simulated_cluster import engine_costs, fleet
+
+
+class ResizableSimWorker(MovingWorker):
+    """An :class:`~orchestrator.api.ExpertWorker`; made with ``costs`` of the layout that it begins in."""
+
+    expert_ranks = 1
+    _misfit = ""  # why it cannot be started as it is cut now
+
+    def __init__(self, name: str, config: Config, *arguments: object, **keywords: object) -> None:
+        super().__init__(name, config, *arguments, **keywords)  # type: ignore[arg-type]
+        self._config = config
+
+    async def resize(self, ranks: int, expert_ranks: int = 1) -> None:
+        """See the protocol."""
+        self.cut(ranks, expert_ranks)
+        await asyncio.sleep(0)
+
+    def cut(self, ranks: int, expert_ranks: int = 1) -> None:
+        """End the process; the next one has ``ranks`` devices (0: there is none), so many of them with whole experts."""
+        self.die()
+        self._cut(ranks, expert_ranks)
+
+    def begin(self, ranks: int, expert_ranks: int = 1) -> None:
+        """It has so many devices from its first life on; with none there is no process."""
+        self._cut(ranks, expert_ranks)
+        if not ranks or self._misfit:
+            self.die()
+
+    def _cut(self, ranks: int, expert_ranks: int) -> None:
+        self.ranks, self.expert_ranks, self._misfit = ranks, expert_ranks, ""
+        if ranks:
+            try:
+                self._use(engine_costs(self._config, self.hardware, ranks, expert_ranks=expert_ranks))
+            except ConfigError as error:
+                self._misfit = str(error)
+
+    async def restart(self) -> None:
+        """See the protocol."""
+        if self._misfit or not self.ranks:
+            await asyncio.sleep(self._start_seconds)
+            raise RetryableError(self._misfit or f"{self.name} is parked")
+        await super().restart()
+
+
+def planner_of(config: Config, task: Task) -> ParallelismPlanner | None:
+    """The planner of a simulated run, at the layout that it begins with; None: it is off. Its profile is the cost model's, unless
+    the config names a file. Raises ConfigError for a model that fits in no layout."""
+    if not config.rollout.planner.enabled:
+        return None
+    if config.sim.costs == "linear":
+        return make_planner(config, task)
+    heads = hardware.model(config.sim.model).heads
+    return make_planner(config, task, max(1, heads // config.sim.tensor_parallel), roofline_profile(config))
+
+
+def check_planner(config: Config) -> None:
+    """Raises ConfigError for what the simulator cannot cut."""
+    given = config.rollout.disaggregation.degrees
+    if given and config.sim.degrees:
+        fix = "sim.degrees says it of every worker: leave one of the two out"
+        raise ConfigError("rollout.disaggregation.degrees", dict(given), fix)
+    if given and config.sim.expert_parallel > 1:
+        fix = "workers of unequal degrees share out no whole experts: leave this out, or set sim.expert_parallel to 1"
+        raise ConfigError("rollout.disaggregation.degrees", dict(given), fix)
+    if not config.rollout.reshapes:
+        return
+    who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
+    if len(set(fleet(config))) > 1:
+        fix = f"{who} cuts devices of one class: leave this out, or set {who}.enabled to false"
+        raise ConfigError("sim.fleet", dict(config.sim.fleet), fix)
+    if config.sim.degrees:
+        fix = f"{who} chooses them: leave this out (rollout.placement.degrees.start says what the run begins with)"
+        raise ConfigError("sim.degrees", list(config.sim.degrees), fix)
+
+
+def roofline_profile(config: Config) -> Profile:
+    """What ``rl-coserve profile`` would measure of the simulated engines, in simulated tokens, of every power of two of devices
+    that the model runs on; with ``rollout.planner.experts`` also with whole experts on each, at imbalances of 1, 2, 4, ...
+    Raises ConfigError where it runs on none."""
+    engine, name = config.rollout.engine, fleet(config)[0]
+    points: list[Point] = []
+    shapes = []
+    widths = _powers(config.rollout.planner.max_tp or config.rollout.workers)
+    for layout in layouts_of(widths[-1], widths[-1], experts=config.rollout.planner.experts):
+        try:
+            costs = engine_costs(config, name, layout.tp, expert_ranks=layout.ep)
+        except ConfigError:
+            continue  # it does not fit, or cannot be split so
+        if (costs.kv_tokens or 0) >= engine.max_model_len:
+            for imbalance in _powers(layout.ep):
+                points += measured(config, routed(costs, imbalance), layout, imbalance)
+            shapes.append(shape_of(config, costs, layout))
+    if not shapes:
+        fix = "the model runs on no number of these devices: take another device or a shorter rollout.engine.max_model_len"
+        raise ConfigError("sim.device", name or config.sim.device, fix)
+    return Profile(points, shapes)
+
+
+def measured(config: Config, costs: EngineCosts, layout: Layout, imbalance: float = 1.0) -> list[Point]:
+    """What ``rl-coserve profile`` would measure of one simulated engine: every power of two of sequences, four lengths. ``costs``
+    are those at this ``imbalance``."""
+    engine, points = config.rollout.engine, list[Point]()
+    for batch in _powers(engine.max_num_seqs):
+        fixed, growing = costs.decode(batch)
+        for share in (1, 2, 4, 8):
+            tokens = max(1, engine.max_model_len * share // 8)
+            step = fixed + growing * batch * tokens
+            points.append(Point("decode", layout, batch, tokens, step, imbalance=imbalance))
+            seconds = costs.prefill(batch * tokens, batch * tokens * tokens / 2, 1)
+            points.append(Point("prefill", layout, batch, tokens, max(seconds, 1e-9), imbalance=imbalance))
+    return points
+
+
+def shape_of(config: Config, costs: EngineCosts, layout: Layout) -> EngineShape:
+    """Its memory and start. Only where the cost model has a limit of KV."""
+    start = config.sim.start_seconds + costs.fetch_seconds + costs.load_seconds
+    model = hardware.model(config.sim.model)
+    return EngineShape(layout, model.kv_bytes * config.sim.grain, costs.kv_tokens or 0, model.weight_bytes, start)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]

@@ -1,0 +1,107 @@
+"""The simulated cluster of a config: what each rollout worker and the trainer cost. Pure functions of the config."""
+
+from __future__ import annotations
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config
+from orchestrator.sim import hardware
+from orchestrator.sim.cost_model import (
+    EngineCosts,
+    Grained,
+    GrainedTraining,
+    LinearCosts,
+    LinearTraining,
+    Roofline,
+    RooflineTraining,
+    TrainerCosts,
+)
+from orchestrator.sim.expert_imbalance import check_experts
+
+
+def check_cluster(config: Config) -> None:
+    """Raises ConfigError for what the simulator cannot play."""
+    if config.rollout.served:
+        fix = "the simulator has no servers: leave it out, and say in rollout.workers how many workers it plays"
+        raise ConfigError("rollout.served", list(config.rollout.served), fix)
+    if (backend := config.environment.backend) in ("subprocess", "kubernetes"):
+        fix = "the simulator starts no processes: use 'in-process', or 'in-process-pool' for a pool in virtual time"
+        raise ConfigError("environment.backend", backend, fix)
+    fleet(config)
+    check_experts(config)
+
+
+def fleet(config: Config) -> list[str]:
+    """The class of each rollout worker, in order; "" without a fleet. Raises ConfigError for what they cannot play."""
+    if not config.sim.fleet:
+        return [""] * config.rollout.workers
+    return [name for name, count in config.sim.fleet.items() for _ in range(count)]
+
+
+def borrowed_class(config: Config) -> str:
+    """The class of the borrowed workers; "" where no class was named at all: they are like the run's own, on ``sim.device``."""
+    sim = config.sim
+    return sim.borrowed.device or (sim.device if sim.fleet else "")
+
+
+def degree_of(config: Config, worker: str) -> int:
+    """Devices of a worker by its name, ``sim-INDEX``: of ``sim.degrees``, or, where prefill and decode are apart, what a real
+    run's config says of ``vllm-INDEX``, each standing for ``sim.tensor_parallel``. Borrowed ones have so many."""
+    degrees, index = config.sim.degrees, worker.rpartition("-")[2]
+    if index.isdigit() and int(index) < len(degrees):
+        return degrees[int(index)]
+    return config.rollout.disaggregation.degrees.get(f"vllm-{index}", 1) * config.sim.tensor_parallel
+
+
+def engine_costs(
+    config: Config, hardware_class: str = "", ranks: int = 1, degree: int = 0, expert_ranks: int = 0
+) -> EngineCosts:
+    """Of one rollout worker on devices of a class; "": of ``sim.device``; ``degree`` of them, 0: ``sim.tensor_parallel``;
+    ``ranks``: over so many times these (a linear one then holds so many times the KV); ``expert_ranks`` of them share out whole
+    experts, 0: ``sim.expert_parallel``. Experts are evenly loaded (:mod:`orchestrator.sim.expert_imbalance`). Raises
+    ConfigError for an unknown name, and for a model that does not fit."""
+    sim = config.sim
+    if sim.costs == "linear":
+        costs: EngineCosts = LinearCosts(
+            sim.decode_seconds_per_step,
+            sim.decode_seconds_per_sequence,
+            sim.prefill_seconds_per_token,
+            sim.update_seconds,
+            None if sim.kv_tokens is None else sim.kv_tokens * ranks,
+        )
+    else:
+        field = "sim.fleet" if hardware_class else "sim.device"
+        device = hardware.device(hardware_class or sim.device, field)
+        model = hardware.model(sim.model)
+        limit = None if sim.kv_tokens is None else sim.kv_tokens * ranks
+        costs = Roofline(
+            device,
+            model,
+            (degree or sim.tensor_parallel) * ranks,
+            sim.pull_gb_s,
+            kv_limit=limit,
+            kv_gb_s=sim.kv_gb_s,
+            expert_parallel=expert_ranks or sim.expert_parallel,
+            expert_tile=sim.expert_tile,
+        )
+    return costs if sim.grain == 1 else Grained(costs, sim.grain)
+
+
+def trainer_costs(config: Config) -> TrainerCosts:
+    """Of the trainer. Raises ConfigError for an unknown name."""
+    sim = config.sim
+    costs: TrainerCosts
+    if sim.costs == "linear":
+        costs = LinearTraining(sim.train_seconds_per_token, sim.publish_seconds)
+    else:
+        device = hardware.device(sim.trainer_device, "sim.trainer_device")
+        serial = hardware.TRAIN_SERIAL_SECONDS if sim.trainer_serial_seconds is None else sim.trainer_serial_seconds
+        costs = RooflineTraining(
+            device, hardware.model(sim.model), sim.trainer_gpus, sim.trainer_forwards, sim.push_gb_s, serial
+        )
+    return costs if sim.grain == 1 else GrainedTraining(costs, sim.grain)
+
+
+def kv_bytes(config: Config) -> float:
+    """Of a token, such that a worker's KV memory holds the tokens that the cost model says; 0: it does not say."""
+    tokens = min((engine_costs(config, name).kv_tokens or 0 for name in set(fleet(config))), default=0)
+    return (config.rollout.engine.kv_cache_mb << 20) / tokens if tokens else 0.0

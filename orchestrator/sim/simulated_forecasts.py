@@ -1,0 +1,123 @@
+"""What the simulator has in place of the predictor's process and of a profile of the engines.
+
+The predictor is the run's own policy, asked with the latency that Heddle printed; its oracle plays an episode to its end in its
+head, as environments and speech are functions of what they are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from array import array
+from collections.abc import Sequence
+from functools import partial
+
+from orchestrator.components import Parts
+from orchestrator.config import Config
+from orchestrator.placement.forecast_setup import make_predictor
+from orchestrator.policies.parallelism.engine_profile import Layout, Profile
+from orchestrator.policies.placement.worker_load import Rates, rates_of
+from orchestrator.policies.prediction.length_features import Progress
+from orchestrator.policies.prediction.length_predictor import Forecast, LengthPredictor, Outcome
+from orchestrator.sim.resizable_worker import measured, shape_of
+from orchestrator.sim.seeded_draws import stream
+from orchestrator.sim.simulated_cluster import engine_costs, kv_bytes
+from orchestrator.sim.simulated_worker import SimWorker
+from orchestrator.sim.task_mix import Workload
+
+
+def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
+    """Give a simulated run its predictor, and what placement knows of workers, where its config asks for them. Raises
+    ConfigError."""
+    parts.kv_bytes = kv_bytes(config)
+    settings = config.rollout.prediction
+    if not settings.enabled:
+        return
+    policy: LengthPredictor
+    if settings.predictor == "oracle":
+        policy = SimOracle(config)
+    else:
+        policy = make_predictor(settings, float(parts.task.max_response_tokens), config.run.seed)
+    parts.foresight.predictor = LatePredictor(policy, config.sim.prediction_seconds)
+    if config.rollout.placement.enabled and config.sim.tasks and not config.rollout.placement.profile:
+        parts.foresight.rates = partial(SimRates(config).of_worker, workers)
+
+
+class SimRates:
+    """What placement and degrees know of simulated workers: the profile that ``rl-coserve profile`` would have made of them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._made: dict[tuple[str, int], Rates] = {}
+
+    def of_worker(self, workers: Sequence[SimWorker], worker: int) -> Rates:
+        """See :class:`orchestrator.placement.placer.Placing`."""
+        one = workers[worker]
+        return self.of(one.hardware, one.degree * max(1, one.ranks))
+
+    def loading(self, hardware_class: str, degree: int) -> float:
+        """Seconds until an engine of so many devices that has started has the weights."""
+        costs = engine_costs(self._config, hardware_class, degree=degree)
+        return costs.fetch_seconds + costs.load_seconds
+
+    def of(self, hardware_class: str, degree: int) -> Rates:
+        """Of a worker on so many devices. Raises ConfigError where the model does not fit."""
+        found = self._made.get((hardware_class, degree))
+        if found is None:
+            config, layout = self._config, Layout(degree)
+            costs = engine_costs(config, hardware_class, degree=degree)
+            shapes = [shape_of(config, costs, layout)] if costs.kv_tokens is not None else []
+            profile = Profile(measured(config, costs, layout), shapes)
+            found = self._made[hardware_class, degree] = rates_of(profile, layout, config.rollout.engine.max_num_seqs)
+        return found
+
+
+class LatePredictor:
+    """Answers after so many seconds."""
+
+    def __init__(self, policy: LengthPredictor, seconds: float) -> None:
+        self._policy = policy
+        self._seconds = seconds
+
+    async def forecast(self, progress: Progress) -> Forecast:
+        """See the protocol."""
+        await asyncio.sleep(self._seconds)
+        return self._policy.forecast(progress)
+
+    def learn(self, outcome: Outcome) -> None:
+        """See the protocol."""
+        self._policy.learn(outcome)
+
+
+class SimOracle:
+    """Knows what ``sim.tasks`` will draw, but for contexts that run out of room."""
+
+    def __init__(self, config: Config) -> None:
+        self._workload = Workload(config)
+        self._said: dict[str, tuple[int, ...]] = {}
+
+    def forecast(self, progress: Progress) -> Forecast:
+        """See the protocol."""
+        said = self._said.get(progress.trajectory)
+        if said is None:
+            said = self._said[progress.trajectory] = self._play(progress)
+        left = said[progress.turns :]
+        tokens = float(sum(left))
+        return Forecast(tokens, tokens, tokens, float(len(left)), "oracle")
+
+    def learn(self, outcome: Outcome) -> None:
+        """It forgets."""
+        self._said.pop(outcome.before[0].trajectory, None)
+
+    def _play(self, progress: Progress) -> tuple[int, ...]:
+        workload, seed = self._workload, zlib.crc32(progress.prompt.encode())
+        task, said, history, turn = workload.of(progress.task), [], seed, 0
+        while True:
+            spoken = workload.response(progress.prompt_ids, progress.trajectory, turn, workload.response_max)
+            said.append(len(spoken))
+            history, turn = zlib.crc32(array("i", spoken).tobytes(), history), turn + 1
+            rng = stream(seed, "step", turn, history)
+            if task.step_seconds:
+                workload.seconds(task, rng, task.step_seconds, task.step_sigma)
+            if turn >= task.turns_max or (turn >= task.turns_min and rng.random() * (task.turns_max - turn + 1) < 1.0):
+                return tuple(said)

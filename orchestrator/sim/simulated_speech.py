@@ -1,0 +1,31 @@
+"""What the simulated policy says: drawn, or of recorded lengths. Engines say it, and the audit knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.config import Config
+from orchestrator.sim.recorded_traces import Traces
+from orchestrator.sim.seeded_draws import response
+from orchestrator.sim.task_mix import Workload
+
+
+class Speech:
+    """``most``: tokens that a response can have at most, whatever is asked for."""
+
+    def __init__(self, config: Config, traces: Traces | None) -> None:
+        self._seed = config.run.seed
+        self._mean = config.sim.response_tokens_mean
+        self._traces = traces
+        self._workload = Workload(config) if config.sim.tasks and traces is None else None
+        self.most = config.sim.response_tokens_max if traces is None else traces.response_max
+        if self._workload is not None:
+            self.most = self._workload.response_max
+
+    def response(self, context: Sequence[int], trajectory_id: str, turn: int, limit: int) -> tuple[int, ...]:
+        """The tokens of a turn, at most ``limit`` of them. A function of its arguments and of the run's seed."""
+        if self._traces is not None:
+            return self._traces.response(context, turn, limit)
+        if self._workload is not None:
+            return self._workload.response(context, trajectory_id, turn, limit)
+        return response(self._seed, trajectory_id, turn, self._mean, limit)

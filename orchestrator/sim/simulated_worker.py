@@ -1,0 +1,499 @@
+"""The simulated rollout worker: continuous batching in virtual time.
+
+An engine step makes one token for each running sequence and costs what :mod:`orchestrator.sim.cost_model` says: of the running
+sequences, of the tokens in their contexts, and of those prefilled in it; who runs is
+:mod:`orchestrator.sim.engine_batch`. Commands take effect between two steps. Steps in which nothing changes are crossed
+in one leap, so a response of a thousand tokens costs a few callbacks. The fetch of a weight update is spent beforehand,
+beside generation, when it was prepared, and is shorter when it was received from the trainer.
+
+Guarantees of the port that it keeps: each added request ends in exactly one completion (aborted ones too), commands are
+idempotent by request id, in-flight tokens survive ``suspend``/``update``/``resume`` and their KV is prefilled again after
+an update, each token carries the version that made it. A death loses all requests; every call then raises RetryableError
+until ``restart``. It starts with version -1: tokens made before the first update can be told. Weights that were spoilt
+half-way (``spoil``) keep it suspended until an update succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from orchestrator.api import (
+    CommandError,
+    Completion,
+    CompletionTiming,
+    ConfigError,
+    GenerationRequest,
+    KvMove,
+    KvMoved,
+    Meeting,
+    RetryableError,
+    UpdateResult,
+    VersionSpans,
+    WorkerStats,
+    merge_spans,
+)
+from orchestrator.config import Config
+from orchestrator.sim import engine_batch
+from orchestrator.sim.cost_model import EngineCosts, seconds_of, steps_in
+from orchestrator.sim.expert_imbalance import Routing
+from orchestrator.sim.recorded_traces import Traces
+from orchestrator.sim.seeded_draws import END, logprobs
+from orchestrator.sim.simulated_cluster import degree_of, engine_costs
+from orchestrator.sim.simulated_relay import MODEL_BYTES, SimWeights
+from orchestrator.sim.simulated_speech import Speech
+
+REMEMBERED = 4096  # requests that have ended, and are not begun anew when they are added again
+RESTART_SECONDS = 5.0  # sim.start_seconds unless the config says otherwise
+Watch = Callable[[GenerationRequest, Completion], None]
+
+
+class SimWorker:
+    """A ManagedWorker without a process. ``die`` and ``spoil`` are for the fault injector; ``said(trajectory, turn,
+    versions)`` is told of each response that ends by itself. ``incarnation`` changes with each death. ``hardware``:
+    the class of its devices, "" for ``sim.device``; ``costs``: of its engine, None: as the config says. ``watch`` is shown
+    every request that ended and how."""
+
+    watch: Watch | None = None
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        weights: SimWeights,
+        said: Callable[[str, int, VersionSpans], None] | None = None,
+        traces: Traces | None = None,
+        hardware: str = "",
+        speech: Speech | None = None,
+        costs: EngineCosts | None = None,
+    ) -> None:
+        self.name = name
+        self.hardware = hardware
+        self.ranks = 1
+        self.degree = degree_of(config, name)
+        self._said = said
+        self._speech = speech or Speech(config, traces)
+        self._engine = config.rollout.engine
+        self._reuse = {task: section.reuse for task, section in config.sim.tasks.items()}
+        self._start_seconds, self._stall_seconds = config.sim.start_seconds, config.sim.stall_seconds
+        self._routing = Routing(config)
+        self._use(costs or engine_costs(config, hardware, degree=self.degree))
+        self._weights = weights
+        weights.holders[name] = self
+        self.incarnation = 0
+        self._dead = self._closed = False
+        self.busy_seconds = 0.0  # in which it computed
+        self._generated = 0  # in former lives
+        self._batch = engine_batch.Batch(0, None)
+        self._reset()
+
+    @property
+    def generated(self) -> int:
+        """Tokens made so far, those in progress at the last look."""
+        return self._generated + self._batch.generated
+
+    @property
+    def preemptions(self) -> int:
+        """Of this life."""
+        return self._batch.preemptions
+
+    def _use(self, costs: EngineCosts) -> None:
+        """What its steps cost from now on. Raises ConfigError where no request of the longest length could run."""
+        most = self._engine.max_model_len
+        if costs.kv_tokens is not None and costs.kv_tokens < most:
+            fix = f"{self.name} has KV for {costs.kv_tokens} tokens only: a request of that length could never run"
+            raise ConfigError("rollout.engine.max_model_len", most, fix)
+        self._costs = self._routing.costs(costs)
+        self._decode: dict[int, tuple[float, float]] = {}  # what the cost model said of so many sequences
+
+    def _reset(self) -> None:
+        self._generated += self._batch.generated
+        self._batch = engine_batch.Batch(self._engine.max_num_seqs, self._costs.kv_tokens, self._reuse)
+        self._prepared = -1  # the version that was fetched and not loaded yet
+        self._updating = False
+        self._unusable = ""  # why the weights are
+        self._known: dict[str, engine_batch.Sequence | None] = {}  # requests of this life; None when it has ended
+        self._ended, self._numbers = deque[str](), 0  # in order, the last REMEMBERED of them; requests ever
+        self._aborting: list[engine_batch.Sequence] = []  # running ones that end with the step in progress
+        self._finished: list[Completion] = []
+        self._news = asyncio.Event()
+        self._suspended = False
+        self._boundary: asyncio.Future[None] | None = None  # resolved when the step in progress has ended
+        self._leap: asyncio.TimerHandle | None = None
+        # When its first decode step begins, on the clock of its device; seconds of that step; that each further one takes more.
+        self._leap_start = self._leap_first = self._leap_growth = 0.0
+        self._leap_steps = 0
+
+    # The port.
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See the protocol."""
+        self._check()
+        now = asyncio.get_running_loop().time()
+        for request in requests:
+            if request.request_id not in self._known:
+                self._enqueue(request, now)
+        self._kick()
+        await self._answer()
+
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
+    ) -> None:
+        """See the protocol."""
+        self._check()
+        in_step = False
+        for sequence in self._meant(request_ids, trajectories, groups):
+            if sequence.request.request_id in self._batch.running and self._leap is not None:
+                self._aborting.append(sequence)
+                in_step = True
+            elif not sequence.done:
+                self._finish(sequence, "abort")
+        self._kick()
+        if in_step:
+            await self._step_ended()
+        await self._answer()
+
+    async def prioritize(self, priorities: Mapping[str, int]) -> None:
+        """See the protocol."""
+        self._check()
+        for sequence in self._unfinished():
+            priority = priorities.get(sequence.request.trajectory_id)
+            if priority is not None:
+                sequence.request = replace(sequence.request, priority=priority)
+        self._batch.reorder()
+        await self._answer()
+
+    async def completions(self) -> list[Completion]:
+        """See the protocol."""
+        self._check()
+        incarnation = self.incarnation
+        while not self._finished:
+            self._news.clear()
+            await self._news.wait()
+            self._check(incarnation)
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def suspend(self) -> None:
+        """See the protocol."""
+        self._check()
+        self._suspended = True
+        if self._leap is not None:
+            self._shorten()
+            await self._step_ended()
+        await self._answer()
+
+    async def prepare(self, version: int) -> None:
+        """See the protocol."""
+        self._check()
+        incarnation = self.incarnation
+        self._check_version(version)
+        if version != self._prepared:
+            await asyncio.sleep(self._costs.fetch_seconds)
+            self._check(incarnation)
+            self._prepared = version
+        await self._answer()
+
+    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
+        """See :class:`orchestrator.api.CollectiveWorker`."""
+        self._check()
+        incarnation = self.incarnation
+        if version != self._weights.sent or not 0 < place <= min(meeting.receivers for meeting in meetings):
+            raise RetryableError(f"{self.name}: version {version} is not sent to place {place}")
+        await asyncio.sleep(min(self._costs.receive_seconds, limit))
+        self._check(incarnation)
+        self._prepared = version
+        return self._weights.content(version)
+
+    async def update(self, version: int) -> UpdateResult:
+        """See the protocol."""
+        self._check()
+        incarnation = self.incarnation
+        if not self._suspended or self._leap is not None:
+            raise CommandError("not_suspended", f"{self.name}: update to version {version} without suspend")
+        if self._updating:
+            raise CommandError("update_in_progress", f"{self.name}: another update is in progress")
+        self._check_version(version)
+        begun = asyncio.get_running_loop().time()
+        fetch = self._costs.fetch_seconds if version != self._prepared else 0.0
+        self._updating = True
+        try:
+            await asyncio.sleep(fetch + self._costs.load_seconds + self._stall_seconds)
+            self._check(incarnation)
+        finally:
+            if incarnation == self.incarnation:
+                self._updating = False
+        self._prepared, self._unusable = -1, ""
+        self._batch.change(version)
+        if self._routing.moves(version):
+            self._use(self._costs)
+        return UpdateResult(version, MODEL_BYTES, asyncio.get_running_loop().time() - begun, len(self._batch.running))
+
+    async def resume(self) -> None:
+        """See the protocol."""
+        self._check()
+        if self._updating:
+            raise CommandError("update_in_progress", f"{self.name}: resume while an update is in progress")
+        if self._unusable:
+            raise CommandError("weights_unusable", f"{self.name}: {self._unusable}")
+        self._suspended = False
+        self._kick()
+        await self._answer()
+
+    async def kv_place(self) -> str:
+        """See :class:`orchestrator.api.KvWorker`."""
+        self._check()
+        return self.name
+
+    async def fetch_kv(self, move: KvMove) -> KvMoved:
+        """See :class:`orchestrator.api.KvWorker`. A move waits for no other one."""
+        self._check()
+        incarnation, loop = self.incarnation, asyncio.get_running_loop()
+        begun, source = loop.time(), self._weights.holders.get(move.source)
+        held = self._batch.prefix(move.trajectory_id)
+        if source is None or source._dead or source._batch.version != self._batch.version:
+            return KvMoved(held, 0, 0, 0.0, "unreachable: it is gone, or has other weights")
+        theirs, life, version = source._batch.prefix(move.trajectory_id), source.incarnation, self._batch.version
+        tokens = min(theirs, len(move.token_ids) - 1)
+        if tokens <= held:
+            return KvMoved(held, 0, 0, 0.0, "" if held else "gone: the prefix is not cached at the source")
+        await asyncio.sleep(min(move.limit, seconds := self._costs.kv_move(tokens - held)))
+        self._check(incarnation)
+        if seconds > move.limit or source.incarnation != life or version != self._batch.version:
+            return KvMoved(held, 0, 0, loop.time() - begun, "timeout: or the source died, or the weights changed")
+        self._batch.adopt(move.trajectory_id, tokens)
+        return KvMoved(tokens, tokens - held, 0, loop.time() - begun)
+
+    async def stats(self) -> WorkerStats:
+        """See the protocol."""
+        self._check()
+        await self._answer()
+        block = self._engine.block_size
+        held, now = self._batch, asyncio.get_running_loop().time()
+        held.book()
+        waiting, running = held.waiting(), held.running.values()
+        capacity = self._costs.kv_tokens
+        longest = self._engine.max_num_seqs * math.ceil(self._engine.max_model_len / block)
+        return WorkerStats(
+            running=len(running),
+            waiting=len(waiting),
+            kv_used=sum(math.ceil(sequence.context / block) for sequence in running),
+            kv_capacity=longest if capacity is None else capacity // block,
+            preemptions=held.preemptions,
+            tokens_per_s=self.generated / self.busy_seconds if self.busy_seconds else 0.0,
+            version=held.version,
+            prefix_queries=held.prompt_tokens,
+            prefix_hits=held.prompt_tokens_cached,
+            generated=self.generated,
+            oldest_wait=max((now - sequence.arrived for sequence in waiting), default=0.0),
+            suspended=self._suspended,
+            expert_imbalance=self._routing.imbalance,
+        )
+
+    async def restart(self) -> None:
+        """See the protocol."""
+        if self._closed:
+            raise RetryableError(f"{self.name} is closed")
+        self.die()
+        incarnation = self.incarnation
+        await asyncio.sleep(self._start_seconds)
+        if incarnation != self.incarnation:
+            raise RetryableError(f"{self.name} was killed while it started")
+        self._reset()
+        self._dead = False
+
+    async def close(self) -> None:
+        """See the protocol."""
+        self._closed = True
+        self.die()
+        await asyncio.sleep(0)
+
+    def die(self) -> None:
+        """The process is gone, with all its requests; pending calls learn of it."""
+        self._dead = True
+        self.incarnation += 1
+        if self._leap is not None:
+            self._leap.cancel()
+            self._leap = None
+        self._batch.clear()
+        self._aborting.clear()
+        self._finished.clear()
+        self._known.clear()
+        self._ended.clear()
+        self._news.set()
+        self._end_step()
+
+    def spoil(self) -> None:
+        """An update fails while it is applied: the weights are unusable from now on."""
+        if self._dead:
+            return
+        self._unusable = "the last update failed half-way"
+        self._prepared = -1
+        raise CommandError("weights_unusable", f"{self.name}: {self._unusable}")
+
+    # The engine.
+
+    def _check_version(self, version: int) -> None:
+        if version < self._batch.version:
+            why = f"{self.name}: {version} asked for, {self._batch.version} is loaded"
+            raise CommandError("version_decreases", why)
+        if version != self._prepared and not self._weights.has(version):
+            raise RetryableError(f"{self.name}: version {version} is not on the relay")
+
+    def _unfinished(self) -> Iterator[engine_batch.Sequence]:
+        return (sequence for sequence in self._known.values() if sequence is not None)
+
+    def _meant(
+        self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]
+    ) -> list[engine_batch.Sequence]:
+        """The unfinished requests that an ABORT names."""
+        named = [self._known.get(request_id) for request_id in request_ids]
+        found = [sequence for sequence in named if sequence is not None]
+        for sequence in self._unfinished() if trajectories or groups else ():
+            asked = sequence.request
+            if asked.trajectory_id in trajectories or (asked.group_id and asked.group_id in groups):
+                found.append(sequence)
+        return found
+
+    async def _step_ended(self) -> None:
+        """Wait until the engine step in progress has."""
+        incarnation = self.incarnation
+        if self._boundary is None:
+            self._boundary = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._boundary)
+        self._check(incarnation)
+
+    def _check(self, incarnation: int | None = None) -> None:
+        if self._dead or (incarnation is not None and incarnation != self.incarnation):
+            raise RetryableError(f"{self.name} is {'closed' if self._closed else 'dead'}")
+
+    async def _answer(self) -> None:
+        """The way back of a command: one turn of the loop, in which the worker may die."""
+        incarnation = self.incarnation
+        await asyncio.sleep(0)
+        self._check(incarnation)
+
+    def _enqueue(self, request: GenerationRequest, now: float) -> None:
+        room = self._engine.max_model_len - len(request.token_ids)
+        limit = min(request.sampling.max_tokens, self._speech.most, room)
+        tokens = self._says(request, limit) if limit >= 1 else ()
+        sequence = engine_batch.Sequence(request, tokens, now, self._numbers)
+        self._numbers += 1
+        self._known[request.request_id] = sequence
+        if tokens:
+            self._batch.add(sequence)
+        else:
+            error = f"context of {len(request.token_ids)} tokens leaves no room in {self._engine.max_model_len}"
+            self._finish(sequence, "error", error)
+
+    def _says(self, request: GenerationRequest, limit: int) -> tuple[int, ...]:
+        return self._speech.response(request.token_ids, request.trajectory_id, request.turn, limit)
+
+    def _tell(self, sequence: engine_batch.Sequence, versions: VersionSpans) -> None:
+        if self._said is not None:
+            self._said(sequence.request.trajectory_id, sequence.request.turn, versions)
+
+    def _finish(self, sequence: engine_batch.Sequence, reason: str, error: str = "") -> None:
+        self._batch.remove(sequence)
+        self._known[sequence.request.request_id] = None
+        self._ended.append(sequence.request.request_id)
+        if len(self._ended) > REMEMBERED:
+            del self._known[self._ended.popleft()]
+        now = asyncio.get_running_loop().time()
+        started = sequence.started if sequence.started >= 0 else now
+        tokens = sequence.tokens[: sequence.made]
+        first = sequence.first if tokens else sequence.arrived
+        per_token = (now - first) / (len(tokens) - 1) if len(tokens) > 1 else 0.0
+        self._finished.append(
+            Completion(
+                sequence.request.request_id,
+                tokens,
+                logprobs(tokens),
+                merge_spans(sequence.spans),
+                reason,
+                CompletionTiming(
+                    round(started - sequence.arrived, 6),
+                    round(now - started, 6),
+                    round(first - sequence.arrived, 6),
+                    round(per_token, 9),
+                ),
+                error,
+            )
+        )
+        if self.watch is not None:
+            self.watch(sequence.request, self._finished[-1])
+        if reason in ("stop", "length"):
+            self._tell(sequence, self._finished[-1].versions)
+        self._news.set()
+
+    def _kick(self) -> None:
+        """Something changed: let it take effect at the end of the step in progress, or now when there is none."""
+        if self._leap is not None:
+            self._shorten()
+        elif not self._suspended and not self._dead:
+            self._begin_leap()
+
+    def _begin_leap(self) -> None:
+        now = asyncio.get_running_loop().time()
+        held = self._batch
+        owed, pairs = held.fill(now)
+        running = len(held.running)
+        if not running:
+            return
+        cost = self._decode.get(running)
+        if cost is None:
+            cost = self._decode[running] = self._costs.decode(running)
+        fixed, growing = cost
+        prefill = self._costs.prefill(owed, pairs, running)
+        self._leap_start = self._clock() + prefill
+        self._leap_first = fixed + growing * held.context
+        self._leap_growth = growing * running
+        self._leap_steps = held.horizon()
+        self.busy_seconds += prefill
+        if owed:  # somebody started, or everybody began anew
+            for sequence in held.running.values():
+                if sequence.first < 0:
+                    sequence.first = self._at(self._leap_start + self._leap_first)
+        self._arm()
+
+    def _clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _at(self, seconds: float) -> float:
+        return seconds
+
+    def _arm(self) -> None:
+        seconds = seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
+        self._leap = asyncio.get_running_loop().call_at(self._at(self._leap_start + seconds), self._end_leap)
+
+    def _shorten(self) -> None:
+        """End the leap with the step in progress."""
+        assert self._leap is not None
+        elapsed = self._clock() - self._leap_start
+        steps = steps_in(elapsed, self._leap_first, self._leap_growth)
+        if steps < self._leap_steps:
+            self._leap.cancel()
+            self._leap_steps = steps
+            self._arm()
+
+    def _end_leap(self) -> None:
+        self._leap = None
+        self.busy_seconds += seconds_of(self._leap_steps, self._leap_first, self._leap_growth)
+        self._batch.advance(self._leap_steps)
+        for sequence in self._batch.complete():
+            self._finish(sequence, "stop" if sequence.tokens[-1] == END else "length")
+        for sequence in self._aborting:
+            if not sequence.done:
+                self._finish(sequence, "abort")
+        self._aborting.clear()
+        self._end_step()
+        if not self._suspended:
+            self._begin_leap()
+
+    def _end_step(self) -> None:
+        if self._boundary is not None and not self._boundary.done():
+            self._boundary.set_result(None)
+        self._boundary = None

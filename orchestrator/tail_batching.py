@@ -1,0 +1,337 @@
+"""Short and long rounds of a run: the planner's numbers, and the prompts, groups and events that stand for them.
+
+Guarantees: the n-th prompt of the task's training stream is number n, before and after a resume, and what a checkpoint says
+about them is refused when it is of another run; a group is started for the number that the planner says, and what becomes of
+the group reaches the planner. Which number goes where is :mod:`orchestrator.policies.batching.round_planner`; what is
+known of lengths beforehand, where anything is, :mod:`orchestrator.lengths`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from orchestrator.api import ConfigError, Prompt, RunError, Task, Trajectory, WorkerStats
+from orchestrator.config import Config
+from orchestrator.envs import Episode
+from orchestrator.events import EventLog
+from orchestrator.lengths import Lengths
+from orchestrator.policies.batching.round_planner import LANES, RoundPlanner, RoundRules, mistake, same_run
+from orchestrator.policies.prediction.prompt_lengths import Predictor
+
+_DISCARDED = ("zero_variance",)  # causes for which a complete group is filtered by design
+
+
+class Rounds:
+    """``state``: of a checkpoint, None to begin with the stream's first prompt. Raises ConfigError for what no run could
+    follow, and for the queue of another run. ``predict``: of lengths; None: what the config says (nothing, as a rule)."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        events: EventLog,
+        state: Mapping[str, Any] | None,
+        predict: Predictor | None = None,
+    ) -> None:
+        settings = config.rollout
+        self._events = events
+        self._task = task
+        rules = rules_of(config, task)
+        if wrong := mistake(rules):
+            raise ConfigError(f"rollout.rounds.{wrong[0]}", wrong[1], wrong[2])
+        self.planner = RoundPlanner(rules)
+        self._lengths = Lengths(settings.rounds.predict, predict)
+        self._run = {
+            "task": task.name,
+            "seed": config.run.seed,
+            "prompts": rules.prompts,
+            "responses": rules.responses,
+            "epoch": rules.epoch,
+        }
+        self._stream: Iterator[Prompt] = task.prompts("train", config.run.seed)
+        self._drawn = 0
+        self._prompts: dict[int, Prompt] = {}  # those that may still be launched
+        self._numbers: dict[str, int] = {}  # group -> number, of groups that are not trained yet
+        self._played: dict[str, dict[str, None]] = {}  # group -> members that are played, where rewards wait for all
+        self._cap = settings.rounds.max_active and settings.rounds.max_active * (
+            settings.workers + len(settings.served)
+        )
+        self._begun = 0.0
+        self._waste = Waste()
+        if state is not None:
+            try:
+                self._restore(state)
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                fix = f"cannot be read: {error!r:.300}; remove that checkpoint to go on from the one before it"
+                raise RunError(f"the checkpoint's queue of rounds {fix}") from error
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a round, unless one is under way."""
+        if self.planner.round is None:
+            self.planner.begin()
+            self._begun = self._events.time()
+
+    def wanted(self, under_way: int) -> int:
+        """Members of the group that may start now; 0: none may. ``under_way``: trajectories in flight."""
+        while self._lengths and (number := self.planner.divertible()) is not None:
+            now = self.planner.round
+            share = 0.0 if now is None else 1 - 1 / now.eta_prompts
+            if not self._lengths.is_long(number, self._prompt(number), share):
+                break
+            self.planner.divert()
+        size = self.planner.wanted()
+        return size if not self._cap or under_way + size <= self._cap else 0
+
+    def start(self, group_id: str) -> tuple[Prompt, int]:
+        """The prompt of a new group, and how many members it starts with."""
+        size = self.planner.wanted()
+        number = self.planner.launch()
+        self._numbers[group_id] = number
+        return self._prompt(number), size
+
+    def number(self, group_id: str) -> int:
+        """The number of a group's prompt, -1 when it has left the round."""
+        return self._numbers.get(group_id, -1)
+
+    def settled(self, group_id: str, outcome: str) -> None:
+        """What the buffer says of a group: "complete", or why it was filtered."""
+        number = self._numbers.get(group_id)
+        if number is None:
+            return
+        if outcome == "complete":
+            self.planner.ready(number)
+            return
+        self._forget(group_id)
+        if outcome in _DISCARDED:
+            self.planner.discard(number)
+        else:
+            self.planner.lost(number)
+            if number in self.planner.given_up:
+                detail = f"prompt {number} is given up: {self.planner.rules.tries} groups of it failed"
+                self._events.emit("alarm", what="rounds", detail=detail)
+        self._prune()
+
+    def played(self, group_id: str, trajectory_id: str) -> tuple[list[str], bool]:
+        """A member is played and waits for its reward with all others. Returns (its group's members that are played, if these
+        are as many as are wanted, else none; whether so many groups are played or ready that the round has enough)."""
+        members = self._played.setdefault(group_id, {})
+        members[trajectory_id] = None
+        if len(members) != self.planner.rules.responses or group_id not in self._numbers:
+            return [], False
+        done = [group for group in self._running() if self._is_played(group)]
+        running = len(self.planner.running)
+        ready = len(self._numbers) - running
+        enough = len(done) + ready >= self.planner.rules.prompts
+        if enough:
+            self.planner.narrow()
+        return list(members), enough
+
+    def losers(self, *, played_too: bool = True) -> list[str]:
+        """Groups of the round that are not complete; ``played_too``: those that wait for nothing but rewards as well."""
+        return [group for group in self._running() if played_too or not self._is_played(group)]
+
+    def defer(self, group_id: str, episodes: Sequence[Episode]) -> None:
+        """A group is too late for its round; ``episodes``: its members that are under way."""
+        number = self._numbers[group_id]
+        self._forget(group_id)
+        self.planner.defer(number, lane_of(episodes, self._events.time()))
+
+    def put_back(self, group_id: str) -> None:
+        """A complete group that no batch took, where nothing outlives its batch."""
+        number = self._numbers[group_id]
+        self._forget(group_id)
+        self.planner.put_back(number)
+
+    def trained(self, group_ids: Mapping[str, int]) -> None:
+        """A batch of these groups goes into training; with each, the tokens of its longest response."""
+        known = [group for group in group_ids if group in self._numbers]
+        self.planner.handed_over([self._numbers[group] for group in known])
+        for group in known:
+            self._lengths.seen(self._prompts[self._numbers[group]], group_ids[group])
+            self._forget(group)
+        self._prune()
+
+    def end(self, step: int, taken: Iterable[str], stats: Sequence[tuple[str, WorkerStats]], delivered: int) -> None:
+        """The round has its batch, the groups ``taken``. ``stats`` of the workers and the tokens ``delivered`` so far say what
+        was thrown away."""
+        now, planner = self.planner.round, self.planner
+        if now is None:
+            raise RunError("a round ended that never began")
+        seconds = round(self._events.time() - self._begun, 6)
+        planner.end(seconds, [self._numbers[group] for group in taken if group in self._numbers])
+        queue = {lane: planner.queued(lane) for lane in LANES if planner.rules.isolate or lane == LANES[0]}
+        searched = {str(eta): round(cost, 6) for eta, cost in planner.search.costs.items()} if planner.search else {}
+        self._events.emit(
+            "round",
+            step=step,
+            number=now.index,
+            round=now.kind,
+            lane=now.lane,
+            closing=now.closing,
+            eta_prompts=now.eta_prompts,
+            eta_responses=now.eta_responses,
+            launched=now.launched,
+            diverted=now.diverted,
+            kept=planner.rules.prompts,
+            deferred=now.deferred,
+            put_back=now.put_back,
+            lost=now.lost,
+            discarded=now.discarded,
+            discarded_ever=planner.discarded,
+            given_up=len(planner.given_up),
+            queue=planner.queued(),
+            lanes=queue,
+            thrown_away=self._waste.take(stats, delivered),
+            seconds=seconds,
+            search=searched,
+        )
+
+    def wasted(self, tokens: int) -> None:
+        """A trajectory of the round ended untrained, with so many tokens in its finished turns."""
+        self._waste.ended += tokens
+
+    def waits(self) -> str:
+        """Why no group starts, in words."""
+        now = self.planner.round
+        if now is None or now.over:
+            return "between two rounds"
+        alive = f"{len(self._running())} of the {now.kind} round's {now.target} prompts under way"
+        return f"{alive}, {self._cap} trajectories at most (rollout.rounds.max_active)" if self._cap else alive
+
+    # -- durable -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; JSON."""
+        keys = [[number, self._prompts[number].key] for number in self.planner.outstanding]
+        groups = [list(item) for item in self._numbers.items()]
+        lengths = {"lengths": self._lengths.state()} if self._lengths else {}
+        return {"run": self._run, "planner": self.planner.state(), "groups": groups, "keys": keys, **lengths}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        if different := same_run(self._run, state["run"]):
+            raise ConfigError(
+                "checkpoint",
+                "its long-prompt queue",
+                f"is of another run: {', '.join(different)}; resume the run itself",
+            )
+        self.planner.restore(state["planner"])
+        if self._lengths and "lengths" in state:
+            self._lengths.restore(state["lengths"])
+        self._numbers = {str(group): int(number) for group, number in state["groups"]}
+        keys = {int(number): str(key) for number, key in state["keys"]}
+        for number in range(int(state["planner"]["next"])):
+            prompt = self._draw()
+            if number in keys:
+                self._prompts[number] = prompt
+                if prompt.key != keys[number]:
+                    fix = f"is of another data set: prompt {number} is {prompt.key}; resume with the task of the run"
+                    raise ConfigError("checkpoint", f"its long-prompt queue, prompt {number}: {keys[number]}", fix)
+
+    def resumed(self) -> list[str]:
+        """The checkpoint's buffer is back: what it does not hold is launched again. Returns the groups that must not be trained
+        before that, as they are of a later epoch: their prompts are launched again too."""
+        for number in self.planner.running:
+            for group in [group for group, other in self._numbers.items() if other == number]:
+                self._forget(group)
+        self.planner.settle()
+        early = dict.fromkeys(self.planner.overtaking())
+        groups = [group for group, number in self._numbers.items() if number in early]
+        for group in groups:
+            self.put_back(group)
+        return groups
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def _prompt(self, number: int) -> Prompt:
+        while self._drawn <= number:
+            at = self._drawn
+            self._prompts[at] = self._draw()
+        return self._prompts[number]
+
+    def _draw(self) -> Prompt:
+        prompt = next(self._stream, None)
+        if prompt is None:
+            raise RunError(f"task {self._task.name}: the training split has no prompts left")
+        self._drawn += 1
+        return prompt
+
+    def _prune(self) -> None:
+        """Forget prompts that are done with; one that was looked at before it is launched is not."""
+        outstanding, drawn = dict.fromkeys(self.planner.outstanding), self.planner.drawn
+        self._prompts = {n: prompt for n, prompt in self._prompts.items() if n in outstanding or n >= drawn}
+
+    def _forget(self, group_id: str) -> None:
+        del self._numbers[group_id]
+        self._played.pop(group_id, None)
+
+    def _running(self) -> list[str]:
+        running = dict.fromkeys(self.planner.running)
+        return [group for group, number in self._numbers.items() if number in running]
+
+    def _is_played(self, group_id: str) -> bool:
+        return len(self._played.get(group_id, ())) >= self.planner.rules.responses
+
+
+class Waste:
+    """Tokens thrown away: those that engines made for requests that were aborted, and the finished turns of trajectories
+    that were not trained. An engine that was restarted counts anew, so that what it had made is missing."""
+
+    def __init__(self) -> None:
+        self.ended = 0  # in finished turns
+        self._generated: dict[str, int] = {}
+        self._delivered = 0
+
+    def take(self, stats: Sequence[tuple[str, WorkerStats]], delivered: int) -> int:
+        """Since the last call."""
+        made = 0
+        for name, worker in stats:
+            before = self._generated.get(name, 0)
+            made += worker.generated - before if worker.generated >= before else worker.generated
+            self._generated[name] = worker.generated
+        aborted = max(0, made - (delivered - self._delivered))
+        self._delivered = delivered
+        ended, self.ended = self.ended, 0
+        return aborted + ended
+
+
+def longest(batch: Iterable[Trajectory]) -> dict[str, int]:
+    """Of each group, the tokens of its longest trajectory, in the order of the batch."""
+    found: dict[str, int] = {}
+    for trajectory in batch:
+        found[trajectory.group_id] = max(found.get(trajectory.group_id, 0), trajectory.generated_tokens)
+    return found
+
+
+def rules_of(config: Config, task: Task) -> RoundRules:
+    """The rules of a run. A task that goes through its data set again and again says its size as ``epoch_prompts``."""
+    settings, rounds = config.rollout, config.rollout.rounds
+    known = getattr(task, "epoch_prompts", 0)
+    return RoundRules(
+        settings.groups_per_step,
+        settings.group_size,
+        rounds.eta_prompts,
+        rounds.eta_responses,
+        known if rounds.epoch_prompts is None else rounds.epoch_prompts,
+        rounds.tries,
+        rounds.isolate_environments,
+        rounds.search,
+    )
+
+
+def lane_of(episodes: Sequence[Episode], now: float) -> str:
+    """What made a group late: whatever its unfinished members spent more of their time on."""
+    environment = generation = 0.0
+    for episode in episodes:
+        acted = sum(turn.environment_seconds for turn in episode.turns)
+        said = sum(turn.generate_seconds for turn in episode.turns)
+        rest = max(0.0, now - episode.started_at - acted - said)
+        environment += acted
+        generation += said
+        if episode.waiting_for in ("generation", "summary"):
+            generation += rest
+        elif episode.waiting_for.startswith(("environment", "start")):
+            environment += rest
+    return LANES[1] if environment > generation else LANES[0]

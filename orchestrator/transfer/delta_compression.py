@@ -1,0 +1,76 @@
+"""The codec that jobs use: :mod:`orchestrator.transfer.delta` behind the protocol's seam.
+
+Guarantees: what one side encodes the other applies bit for bit, or CorruptWeightsError is raised and the base is as it was;
+a shard whose encoding would not be smaller travels raw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from orchestrator.api import ConfigError
+from orchestrator.transfer import delta
+from orchestrator.transfer.bucket import Bytes
+from orchestrator.transfer.shard_codec import RAW
+from orchestrator.transfer.transfer_errors import CorruptWeightsError
+
+_PIECE = 1 << 16  # elements at a time where a shard travels raw
+
+
+class DeltaCodec:
+    """Implements :class:`orchestrator.transfer.shard_codec.Codec`. ``threads``: of one call.
+
+    ``compress_full``: full snapshots are entropy-coded, too, which costs time on both sides; else they travel raw.
+    """
+
+    def __init__(self, *, threads: int = 1, compress_full: bool = False) -> None:
+        if type(threads) is not int or threads < 1:
+            raise ConfigError("threads", threads, "must be an integer of 1 or more")
+        self._threads = threads
+        self._compress_full = compress_full
+
+    def encode(self, old: Bytes | None, new: Bytes, dtype: str) -> tuple[str, Bytes]:
+        if old is None and not self._compress_full:
+            return RAW, new
+        change = delta.encode(old, new, dtype, threads=self._threads)
+        return (RAW, new) if change.data.nbytes >= new.nbytes else (change.encoding, change.data)
+
+    def apply(self, encoding: str, data: Bytes, base: Bytes) -> Callable[[], None]:
+        try:
+            log = delta.apply(_opened(encoding, data), base, threads=self._threads)
+        except ConfigError as error:  # the header does not fit this shard
+            raise CorruptWeightsError("layout", str(error)) from error
+        return partial(delta.undo, log)
+
+    def edits(
+        self, encoding: str, data: Bytes, elements: int, width: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[delta.Edit]:
+        """What a stored shard of ``elements`` of ``width`` bytes does to its base, a piece at a time; RAW ones, too.
+
+        Only positions in ``[start, stop)``. Raises CorruptWeightsError, at the latest before what is damaged is yielded.
+        """
+        if encoding == RAW:
+            if data.nbytes != elements * width:
+                raise CorruptWeightsError("layout", f"{data.nbytes} B for {elements} elements of {width} B")
+            values = data.view(f"<u{width}") if data.ctypes.data % width == 0 else data.copy().view(f"<u{width}")
+            last = elements if stop is None else min(stop, elements)
+            for begin in range(max(start, 0), last, _PIECE):
+                piece = values[begin : min(begin + _PIECE, last)]
+                yield delta.Edit(np.arange(begin, begin + piece.size), piece, encoding)
+            return
+        opened = _opened(encoding, data)
+        if (opened.header.elements, opened.header.width) != (elements, width):
+            raise CorruptWeightsError("layout", f"{opened.header} for {elements} elements of {width} B")
+        yield from delta.edits(opened, start, stop)
+
+
+def _opened(encoding: str, data: Bytes) -> delta.Opened:
+    """Checked, once. Raises CorruptWeightsError."""
+    opened = delta.open_change(data)
+    if opened.header.encoding != encoding:
+        detail = f"a change of encoding {opened.header.encoding}, the manifest says {encoding}"
+        raise CorruptWeightsError("format", detail)
+    return opened

@@ -1,0 +1,135 @@
+"""Where the weights of one job travel: the one record that crosses from the orchestrator into the engines.
+
+A :class:`RelayEndpoint` is plain data (``to_dict`` / ``from_dict``, JSON- and msgpack-safe), checked when it is made. It
+says nothing about the epoch: that is in the metadata store, because it changes while the endpoint does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from orchestrator.api import ConfigError, MetadataStore, Relay, urls
+from orchestrator.transfer.memory_relay import MemoryMetadata, MemoryRelay
+
+MIB = 1 << 20
+SMALLEST_BUCKET_BYTES = 1024
+_JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")  # goes into object keys, whose separator is "/"
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+_KEY = re.compile(r"[0-9a-f]{64}")
+_MASTER = re.compile(r"[^\s:/]+:\d{1,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class RelayEndpoint:
+    """How to reach the relay of one job.
+
+    ``kind`` "mooncake": ``master`` is "host:port" of its mooncake_master. ``kind`` "fsspec": it is the URL of a folder or
+    prefix (file:///mnt/shared/relay, s3://bucket/relay) that all processes reach. ``kind`` "memory": it is any name; all
+    endpoints of one process with the same name share one in-memory relay. ``metadata`` is the path of a SQLite file, the
+    URL of a Redis server (without a password: each process has that in its environment), or "memory" (same rule). ``host``
+    is the address that a process is reached at; empty: that of the interface which leads to the master, on whatever machine
+    the process is. ``segment_bytes`` is what a publisher lends to the store, each of its ranks: room for
+    ``keep_versions + 1`` versions, or 0 when other processes lend it. Subscribers lend nothing. ``snapshot_every``: versions
+    travel as differences, with a full snapshot after so many; 0: always whole. ``codec_threads``: processor threads of each
+    rank that encode and apply differences; more help where the link is faster than one core scans (4 to 5 GB/s).
+    ``verify_key``: the Ed25519 public key of the job, in hexadecimal; then versions are signed, and nothing else is taken
+    (:mod:`orchestrator.transfer.manifest_signing`); empty: they are not.
+    """
+
+    job: str
+    kind: str = "mooncake"
+    master: str = ""
+    metadata: str = "memory"
+    protocol: str = "tcp"
+    host: str = ""
+    segment_bytes: int = 256 * MIB
+    bucket_bytes: int = 64 * MIB
+    keep_versions: int = 2
+    snapshot_every: int = 0
+    codec_threads: int = 1
+    verify_key: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("job", "kind", "master", "metadata", "protocol", "host", "verify_key"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"relay.{name}", getattr(self, name), "must be a string")
+        for name in ("segment_bytes", "bucket_bytes", "keep_versions", "snapshot_every", "codec_threads"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"relay.{name}", getattr(self, name), "must be an integer")
+        if not _JOB.fullmatch(self.job):
+            raise ConfigError("relay.job", self.job, "use 1 to 128 of A-Z a-z 0-9 . _ -")
+        if self.kind not in ("mooncake", "fsspec", "memory"):
+            raise ConfigError("relay.kind", self.kind, "must be 'mooncake', 'fsspec' or 'memory'")
+        if self.kind == "mooncake" and not _MASTER.fullmatch(self.master):
+            raise ConfigError("relay.master", self.master, "write it as host:port of the mooncake_master")
+        if self.kind == "fsspec" and not _URL.fullmatch(self.master):
+            raise ConfigError("relay.master", self.master, "write it as a URL, for instance file:///mnt/shared/relay")
+        if not self.metadata:
+            raise ConfigError(
+                "relay.metadata",
+                self.metadata,
+                "give the path of a SQLite file, the URL of a Redis server, or 'memory'",
+            )
+        if "://" in self.metadata and (mistake := urls.redis_mistake(self.metadata, allow_plain=True)):
+            raise ConfigError("relay.metadata", urls.without_password(self.metadata), mistake)
+        if self.segment_bytes < 0:
+            raise ConfigError("relay.segment_bytes", self.segment_bytes, "must be 0 (lend nothing) or more")
+        if self.bucket_bytes < SMALLEST_BUCKET_BYTES:
+            raise ConfigError("relay.bucket_bytes", self.bucket_bytes, f"must be at least {SMALLEST_BUCKET_BYTES}")
+        if self.keep_versions < 1:
+            raise ConfigError("relay.keep_versions", self.keep_versions, "must be at least 1")
+        if self.snapshot_every < 0:
+            raise ConfigError("relay.snapshot_every", self.snapshot_every, "must be 0 (no differences) or more")
+        if self.verify_key and not _KEY.fullmatch(self.verify_key):
+            raise ConfigError(
+                "relay.verify_key", self.verify_key, "is no Ed25519 public key in hexadecimal (64 digits)"
+            )
+        if self.codec_threads < 1:
+            raise ConfigError("relay.codec_threads", self.codec_threads, "must be 1 or more")
+
+    def to_dict(self) -> dict[str, str | int]:
+        """A plain dictionary; ``from_dict`` gives the same endpoint back."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RelayEndpoint:
+        """Strict: an unknown or missing key, or a wrong type, is a ConfigError."""
+        known = [field.name for field in fields(cls)]
+        for key in data:
+            if key not in known:
+                raise ConfigError(f"relay.{key}", data[key], f"no such key; known keys: {', '.join(known)}")
+        if "job" not in data:
+            raise ConfigError("relay.job", None, "is required")
+        return cls(**data)
+
+
+def open_relay(endpoint: RelayEndpoint, *, segment_bytes: int = 0) -> Relay:
+    """Connect to the relay, lending it ``segment_bytes`` of this process's memory (0: pure client).
+
+    Raises ConfigError when Mooncake or fsspec cannot be loaded, RelayError when the master does not answer.
+    """
+    if endpoint.kind == "memory":
+        return MemoryRelay.shared(endpoint.master)
+    if endpoint.kind == "fsspec":
+        from orchestrator.transfer.filesystem_relay import FsspecRelay
+
+        return FsspecRelay(endpoint.master)
+    from orchestrator.transfer.mooncake_relay import MooncakeRelay  # lazily: only who uses it needs a Mooncake variant
+
+    return MooncakeRelay(endpoint.master, host=endpoint.host, protocol=endpoint.protocol, segment_bytes=segment_bytes)
+
+
+def open_metadata(endpoint: RelayEndpoint) -> MetadataStore:
+    """Open the metadata store. Raises ConfigError when the file or server cannot be used, RelayError when it is away."""
+    if endpoint.metadata == "memory":
+        return MemoryMetadata.shared(endpoint.master)
+    if "://" in endpoint.metadata:
+        from orchestrator.transfer.redis_metadata import RedisMetadata  # lazily: only who uses it needs the client
+
+        return RedisMetadata(endpoint.metadata)
+    from orchestrator.transfer.sqlite_metadata import SqliteMetadata
+
+    return SqliteMetadata(endpoint.metadata)

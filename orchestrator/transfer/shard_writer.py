@@ -1,0 +1,115 @@
+"""One rank's part of one attempt: encodes shards, fills buckets, sends them off, and says what it wrote.
+
+Guarantees: an array is copied (or encoded) when it is given and may be reused after; buckets of one rank are those whose
+number is its rank modulo the number of ranks, so ranks never write the same key and need not speak to each other; none is
+written beyond what the head record says the attempt may have written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from orchestrator.api import Relay, RunError, ShardKey
+from orchestrator.transfer.bucket import BucketName, BucketWriter, Bytes, digest, room_for
+from orchestrator.transfer.bucket_sender import Pusher
+from orchestrator.transfer.job_head import Attempt
+from orchestrator.transfer.manifest import DTYPE_BYTES, Piece, Share, check_shard
+from orchestrator.transfer.registered_buffers import BufferPool
+from orchestrator.transfer.shard_codec import RAW, Codec
+from orchestrator.transfer.shard_routing import label
+from orchestrator.transfer.transfer_errors import RelayError
+
+
+class ShardWriter:
+    """Not reusable: one attempt, one rank. ``reserve``: asks for room up to a bucket, returns the attempt with it."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        pool: BufferPool,
+        job: str,
+        attempt: Attempt,
+        reserve: Callable[[Attempt, int], Attempt],
+        *,
+        bucket_bytes: int,
+        codec: Codec | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        signed: bool = False,
+    ) -> None:
+        self.attempt = attempt
+        self._pool = pool
+        self._job = job
+        self._reserve = reserve
+        self._bucket_bytes = bucket_bytes
+        self._codec = codec
+        self._ranks = ranks
+        self._signed = signed
+        self._bucket = rank  # the number of the one being filled
+        self._writer: BucketWriter | None = None
+        self._share = Share()
+        self._labels: set[str] = set()
+        self._pusher = Pusher(lambda key, data: store(relay, key, data))
+
+    def add(self, key: ShardKey, new: Bytes, old: Bytes | None = None) -> None:
+        """Write a shard (contiguous uint8). ``old``: its bytes in the base version. Raises RunError, or a push's error."""
+        name = label(key)
+        for array in (new,) if old is None else (new, old):
+            if array.dtype != "uint8" or array.ndim != 1 or not array.flags.c_contiguous:
+                raise RunError(f"tensor {name}: give its bytes as a contiguous one-dimensional uint8 array")
+        if name in self._labels:
+            raise RunError(f"tensor {name} was given twice")
+        self._labels.add(name)
+        try:
+            check_shard(key, new.nbytes)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        made = digest(new)
+        encoding, data = RAW, new
+        if self._codec is not None and key.dtype in DTYPE_BYTES:  # a reader must know how long a decoded shard is
+            encoding, data = self._codec.encode(old, new, key.dtype)
+        if self._writer is not None and not self._writer.fits(name, data.nbytes):
+            self._flush()
+        if self._writer is None:
+            size = max(self._bucket_bytes, room_for(name, data.nbytes))
+            self._writer = BucketWriter(self._pool.acquire(size)[:size])
+        offset = self._writer.add(name, data)
+        self._share.shards.append(replace(key, encoding=encoding, bucket=self._bucket))
+        stored = made if encoding == RAW else digest(data)
+        self._share.pieces.append(Piece(offset, data.nbytes, made, stored))
+
+    def finish(self) -> Share:
+        """All is on the relay, read back by size."""
+        self._flush()
+        self._pusher.finish()
+        return self._share
+
+    def abandon(self) -> None:
+        """Nothing more is written. Idempotent."""
+        self._writer = None
+        self._pusher.abandon()
+
+    def _flush(self) -> None:
+        if self._writer is None:
+            return
+        if self._bucket >= self.attempt.buckets:
+            self.attempt = self._reserve(self.attempt, self._bucket)
+        attempt, bucket = self.attempt, self._bucket
+        name = BucketName(self._job, attempt.epoch, attempt.version, attempt.kind, attempt.number, bucket)
+        sealed = self._writer.seal(name)
+        self._writer = None
+        self._share.buckets[bucket] = sealed.nbytes
+        if self._signed:
+            self._share.sha256[bucket] = hashlib.sha256(sealed).digest()
+        self._bucket += self._ranks
+        self._pusher.push(attempt.key(self._job, bucket), sealed)
+
+
+def store(relay: Relay, key: str, data: memoryview) -> None:
+    """Put, and look. Raises RelayError."""
+    relay.put(key, data)
+    found = relay.size(key)  # a store may acknowledge what it did not keep
+    if found != data.nbytes:
+        raise RelayError("not_stored", f"{key}: {data.nbytes} B written, {found} B found")

@@ -1,0 +1,131 @@
+"""Who holds which version: one record in the metadata store, kept by the subscribers, read by the collector.
+
+Guarantees: nobody compares clocks. A subscriber says only how long its word is good for and counts a beat with every word;
+the collector watches, on its own clock, whether the beat moves. So clocks may disagree by any amount, a subscriber that died
+is forgotten after its lease as the collector measures it, and a collector that starts anew gives everybody a whole lease.
+A lease only keeps objects from being collected: a subscriber whose lease ran out finds its way from a full snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from orchestrator.api import MetadataStore
+from orchestrator.transfer.retention import Holder
+from orchestrator.transfer.transfer_errors import CorruptWeightsError, RelayError
+
+FORMAT = 1
+CAS_TRIES = 64  # a lost compare-and-set means that somebody else's succeeded, so contention ends
+MAX_SUBSCRIBERS = 65536
+MAX_NAME = 256
+MAX_SECONDS = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A subscriber's last word. ``seconds``: how long it is good for, from when somebody sees it."""
+
+    epoch: int
+    holder: Holder
+    beat: int
+    seconds: int
+
+
+def leases_key(job: str) -> str:
+    """Where the record is in the metadata store."""
+    return f"rlc/{job}/subscribers"
+
+
+def say(metadata: MetadataStore, job: str, name: str, epoch: int, holder: Holder, seconds: int) -> None:
+    """Take or renew the lease of ``name``: two control messages. Raises RelayError."""
+
+    def change(leases: dict[str, Lease]) -> dict[str, Lease]:
+        before = leases.get(name)
+        if before is None and len(leases) >= MAX_SUBSCRIBERS:
+            raise RelayError("too_many_subscribers", f"job {job} has {len(leases)} subscribers")
+        return {**leases, name: Lease(epoch, holder, before.beat + 1 if before else 0, seconds)}
+
+    _update(metadata, job, change)
+
+
+def forget(metadata: MetadataStore, job: str, names: frozenset[str]) -> None:
+    """Drop leases. Raises RelayError."""
+    _update(metadata, job, lambda leases: {name: lease for name, lease in leases.items() if name not in names})
+
+
+def read(metadata: MetadataStore, job: str) -> dict[str, Lease]:
+    """All leases, dead ones included."""
+    present = metadata.get(leases_key(job))
+    return {} if present is None else decode(present[0])
+
+
+class LeaseWatch:
+    """The collector's view. ``clock``: seconds on a monotonic clock."""
+
+    def __init__(self, metadata: MetadataStore, job: str, clock: Callable[[], float]) -> None:
+        self._metadata = metadata
+        self._job = job
+        self._clock = clock
+        self._seen: dict[str, tuple[Lease, float]] = {}  # the last word, and when it was first seen here
+
+    def live(self, epoch: int) -> list[Holder]:
+        """What the live subscribers of an epoch hold; leases that ran out are dropped from the record."""
+        now = self._clock()
+        leases = read(self._metadata, self._job)
+        seen = {name: (lease, self._since(name, lease, now)) for name, lease in leases.items()}
+        dead = frozenset(name for name, (lease, since) in seen.items() if now - since > lease.seconds)
+        self._seen = {name: item for name, item in seen.items() if name not in dead}
+        if dead:
+            words = {name: leases[name] for name in dead}
+            # One that speaks in this very moment stays.
+            _update(self._metadata, self._job, lambda now: {n: word for n, word in now.items() if words.get(n) != word})
+        return [lease.holder for lease, _ in self._seen.values() if lease.epoch == epoch]
+
+    def _since(self, name: str, lease: Lease, now: float) -> float:
+        before, since = self._seen.get(name, (None, now))
+        return since if before == lease else now
+
+
+def encode(leases: dict[str, Lease]) -> bytes:
+    """The value that is stored."""
+    rows = {
+        name: [lease.epoch, lease.holder.version, lease.holder.fetching, lease.beat, lease.seconds]
+        for name, lease in leases.items()
+    }
+    packed: bytes = msgpack.packb({"format": FORMAT, "leases": rows})
+    return packed
+
+
+def decode(value: bytes) -> dict[str, Lease]:
+    """Strict: anything unexpected is a CorruptWeightsError."""
+    try:
+        data: dict[str, Any] = msgpack.unpackb(value)
+        if data["format"] != FORMAT:
+            raise CorruptWeightsError("format", f"lease record format {data['format']!r}, this version reads {FORMAT}")
+        rows = data["leases"]
+        if not isinstance(rows, dict) or len(rows) > MAX_SUBSCRIBERS:
+            raise ValueError("no leases, or too many")
+        leases: dict[str, Lease] = {}
+        for name, (epoch, version, fetching, beat, seconds) in rows.items():
+            numbers = (epoch, version, fetching, beat, seconds)
+            if not isinstance(name, str) or any(type(number) is not int for number in numbers):
+                raise ValueError(f"bad lease of {name!r:.100}")
+            leases[name] = Lease(epoch, Holder(version, fetching), beat, max(0, min(seconds, MAX_SECONDS)))
+        return leases
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        raise CorruptWeightsError("format", f"the lease record cannot be read: {error!r}") from error
+
+
+def _update(metadata: MetadataStore, job: str, change: Callable[[dict[str, Lease]], dict[str, Lease]]) -> None:
+    key = leases_key(job)
+    for _ in range(CAS_TRIES):
+        present = metadata.get(key)
+        before = {} if present is None else decode(present[0])
+        after = change(before)
+        if after == before or metadata.compare_and_set(key, encode(after), 0 if present is None else present[1]):
+            return
+    raise RelayError("metadata_contention", f"{key} changed {CAS_TRIES} times under a compare-and-set")

@@ -1,0 +1,1 @@
+"""Programs of the checkout; not part of the wheel."""

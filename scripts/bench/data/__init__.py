@@ -1,0 +1,1 @@
+"""How the packed data sets of the benchmarks were recorded."""

@@ -1,0 +1,1 @@
+"""Benchmarks of one mechanism each: overheads, pauses, bytes, soaks."""

@@ -1,0 +1,141 @@
+"""How long one routing decision takes with 4,096 trajectories in flight over 64 workers: 99th percentile, in milliseconds.
+
+The production router (:mod:`orchestrator.policies.routing.turn_routing`), alone, with the wall clock around each
+decision: a turn asks, and is sent or queued. Cases: no caps; ROSE's cap of 16 on dedicated workers, which 3,072 turns
+wait behind; the same in two hardware classes with task affinity and 32 borrowed workers beside; the baselines. Between
+two decisions, untimed, a turn of some worker ends and its trajectory's environment steps; what its slot then admits is
+a decision as well. The value is the p99 of the slowest case. Trajectories never end here and are all alike, so
+``prefix_kept`` (turns that went back to the worker of the turn before) compares the rules, and is no forecast for a
+workload.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import random
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.policies.routing.turn_routing import CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN, Seat, TurnRouter
+from orchestrator.run_folder import describe_machine
+
+NAME = "routing"
+TRAJECTORIES, WORKERS = 4096, 64
+_BAR = 0.2  # ms
+_PAPER = 10.0  # ms, at most: ROSE 6.4
+_FULL, _QUICK = 400_000, 60_000  # decisions a case
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fleet, its rule, and the tasks that run on it."""
+
+    name: str
+    seats: Sequence[Seat]
+    rule: str = CACHE_AFFINE
+    tasks: Sequence[str] = ("t",)
+    affinity: tuple[tuple[str, str], ...] = ()
+
+
+_CAPPED = [Seat(cap=16)] * WORKERS
+_MIXED = [Seat("H800", 16)] * 16 + [Seat("H20", 16)] * 16 + [Seat("H20", 16, borrowed=True)] * 32
+_TASKS = ("FrozenLake", "maths", "code")
+CASES = (
+    Case("cache-affine, no caps", [Seat()] * WORKERS),
+    Case("cache-affine, cap 16", _CAPPED),
+    Case("cache-affine, two classes, half borrowed", _MIXED, CACHE_AFFINE, _TASKS, (("FrozenLake", "H800"), ("default", "H20"))),
+    Case("least-loaded, cap 16", _CAPPED, LEAST_LOADED),
+    Case("round-robin, cap 16", _CAPPED, ROUND_ROBIN),
+)  # fmt: skip
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    seed = zlib.crc32(nonce.encode())
+    rows = [measure(case, _QUICK if quick else _FULL, seed) for case in CASES]
+    value = max(row["p99_ms"] for row in rows)
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": value,
+        "unit": "ms, p99 of one routing decision, slowest case",
+        "reference": "overhead of the rollout scheduler, at most (ROSE 6.4, paper)",
+        "reference_value": _PAPER,
+        "bar": f"<= {_BAR:g} ms",
+        "holds": value <= _BAR,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            "trajectories": TRAJECTORIES,
+            "workers": WORKERS,
+            "cases": rows,
+            "samples": sum(row["decisions"] for row in rows),
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid()],
+            "nonce": nonce,
+        },
+    }
+
+
+def measure(case: Case, decisions: int, seed: int) -> dict[str, Any]:
+    """Times of ``decisions`` decisions in the steady state of 4,096 trajectories that each wait or run."""
+    draw = random.Random(seed)
+    router = TurnRouter(case.seats, case.rule, affinity=dict(case.affinity))
+    for worker in range(len(case.seats)):
+        router.open(worker)
+    running: list[str] = []
+    for number in range(TRAJECTORIES):
+        router.ask(f"{number}/0", str(number), case.tasks[number % len(case.tasks)])
+    while (granted := router.grant()) is not None:
+        running.append(granted[0])
+    times: list[int] = []
+    kept = moved = 0
+    last = {request.partition("/")[0]: -1 for request in running}
+    clock = time.perf_counter_ns
+    collecting = gc.isenabled()
+    gc.disable()  # a collection is a pause of the process, not of a decision; the orchestrator's own are in event-loop delay
+    try:
+        while len(times) < decisions:
+            place = draw.randrange(len(running))
+            request, running[place] = running[place], running[-1]
+            running.pop()
+            trajectory, _, turn = request.partition("/")
+            following, task = f"{trajectory}/{int(turn) + 1}", case.tasks[int(trajectory) % len(case.tasks)]
+            router.leave(request)
+            begun = clock()
+            router.ask(following, trajectory, task)
+            granted = router.grant()
+            times.append(clock() - begun)
+            while granted is not None:
+                name, worker = granted
+                running.append(name)
+                owner = name.partition("/")[0]
+                if (before := last.get(owner, -1)) >= 0:
+                    kept, moved = kept + (before == worker), moved + (before != worker)
+                last[owner] = worker
+                begun = clock()
+                granted = router.grant()
+                if granted is not None:
+                    times.append(clock() - begun)
+    finally:
+        if collecting:
+            gc.enable()
+    times.sort()
+    return {
+        "case": case.name,
+        "decisions": len(times),
+        "p50_ms": times[len(times) // 2] / 1e6,
+        "p99_ms": times[len(times) * 99 // 100] / 1e6,
+        "p999_ms": times[len(times) * 999 // 1000] / 1e6,
+        "max_ms": times[-1] / 1e6,
+        "running": len(running),
+        "queued": router.queued,
+        "prefix_kept": round(kept / max(1, kept + moved), 4),
+    }

@@ -1,0 +1,276 @@
+"""Rollout time of batch-level over trajectory-level environments (RollArt figure 5), as environments' times vary more.
+
+Real vLLM in a Ray actor, the production proxy and environment managers; the environments are twins that sleep: a time for each
+turn from a Gaussian of mean 0.5 s and a standard deviation of 0.1 to 1.0 of it, cut off at 0 (RollArt 7.3: mean 10 s). Both
+ways play the same episodes (times drawn by episode and turn), on the same engine, one after the other; batch-level is
+the production code of ``run.mode = "sync"``. Each repetition goes through all deviations, both ways in turn; medians.
+The paper's figure 11b takes whole training steps; here the time of a rollout is taken, without training.
+
+``python -m scripts.bench.micro.trajectory_vs_batch FOLDER --next`` makes one repetition that is missing in FOLDER and ends, with
+exit code 3 when none is; ``--result`` prints the figure from what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from orchestrator.api import Observation, Prompt, RunError, Sampling, StepResult, Trajectory
+from orchestrator.config import parse_config
+from orchestrator.environments.lockstep import Lockstep
+from orchestrator.envs import EnvManager, Episode
+from orchestrator.events import EventLog, MemorySink
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.run_folder import describe_machine
+from orchestrator.runtime.engine_actors import Actor, RayWorker
+from orchestrator.runtime.real_run import WORKER_CLASS, start_ray
+
+NAME = "trajectory-vs-batch"
+PAPER = {0.1: 1.23, 1.0: 2.27}  # RollArt 7.3, R2: the ends; the values between are only drawn
+_MODEL = "scripts.bench.probes.vllm.recompute_probe:write_tiny_qwen3"
+_VOCABULARY = 64  # of that model
+_REPETITIONS = 3
+_FIRST, _LATER, _SAID = 16, 8, 4  # tokens: first observation, those after it, an answer
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is played. Seconds; ``deviations`` are shares of the mean."""
+
+    trajectories: int
+    turns: int
+    mean: float
+    deviations: tuple[float, ...]
+
+
+_FULL = Load(128, 16, 0.5, (0.1, 0.5, 1.0))
+_QUICK = Load(48, 6, 0.2, (0.1, 1.0))
+
+
+class SleepingTask:
+    """Environments of which only the time differs."""
+
+    name = "sleeping"
+    vocabulary: Sequence[str] = tuple(f"w{number}" for number in range(_VOCABULARY))
+    pad_id, end_id = 0, 1
+    max_response_tokens = _SAID
+
+    def __init__(self, load: Load, deviation: float, seed: int) -> None:
+        self.load = load
+        self.deviation = deviation
+        self.seed = seed
+        self.max_turns = load.turns
+        self.max_context_tokens = _FIRST + load.turns * (_LATER + _SAID)
+
+    def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
+        """As many as there are trajectories."""
+        return (Prompt(f"{seed}-{number}", self.name, number, "") for number in range(self.load.trajectories))
+
+    def environment(self) -> SleepingEnvironment:
+        """See the protocol."""
+        return SleepingEnvironment(self)
+
+
+class SleepingEnvironment:
+    """One episode of a fixed number of turns."""
+
+    version = "sleeping-1"
+
+    def __init__(self, task: SleepingTask) -> None:
+        self._task = task
+        self._turn = 0
+        self._draw = random.Random(0)
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """See the protocol. Takes no time: both ways begin alike."""
+        self._draw = random.Random(f"{self._task.seed}/{self._task.deviation}/{prompt.seed}")
+        return Observation(tuple(self._draw.randrange(2, _VOCABULARY) for _ in range(_FIRST)))
+
+    async def step(self, action_ids: tuple[int, ...]) -> StepResult:
+        """See the protocol."""
+        load = self._task.load
+        self._turn += 1
+        await asyncio.sleep(max(0.0, self._draw.gauss(load.mean, self._task.deviation * load.mean)))
+        seen = tuple(self._draw.randrange(2, _VOCABULARY) for _ in range(_LATER))
+        return StepResult(Observation(seen), 0.0, self._turn == load.turns)
+
+    async def close(self) -> None:
+        """See the protocol."""
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Raises RunError when the engine does not start, or a trajectory fails."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    load = _QUICK if quick else _FULL
+    rows = repetitions(load, range(1 if quick else _REPETITIONS))
+    return result(rows, quick, {"started": begun, "nonce": nonce})
+
+
+def repetitions(load: Load, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Some of them, on one engine. Each as {repetition, deviation, way, seconds, ...}."""
+    import ray
+
+    config = parse_config({"ray": {"cpus": 2}})
+    start_ray(config)
+    try:
+        with tempfile.TemporaryDirectory(prefix="rl-coserve-bench-") as folder:
+            return asyncio.run(_measure(load, numbers, Path(folder)))
+    finally:
+        ray.shutdown()
+
+
+async def _measure(load: Load, numbers: Sequence[int], model: Path) -> list[dict[str, Any]]:
+    maker = Actor("model", {})
+    maker.start()
+    try:
+        await maker.ask("function", _MODEL, {"folder": model, "seed": 0})
+    finally:
+        maker.kill()
+    length = _FIRST + load.turns * (_LATER + _SAID) + _LATER
+    arguments = {"model": str(model), "max_num_seqs": load.trajectories, "max_model_len": length, "threads": 1}
+    worker = RayWorker("vllm-0", WORKER_CLASS, arguments, {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    try:
+        await worker.start()
+        await _rollout(Load(load.trajectories, 2, 0.01, ()), worker, 0.1, -1, batch=False)  # warm
+        rows = []
+        for number in numbers:
+            for place, deviation in enumerate(load.deviations):
+                ways = (False, True) if (number + place) % 2 else (True, False)
+                for batch in ways:
+                    rows.append(await _rollout(load, worker, deviation, number, batch=batch))
+        return rows
+    finally:
+        await worker.close()
+
+
+async def _rollout(load: Load, worker: RayWorker, deviation: float, number: int, *, batch: bool) -> dict[str, Any]:
+    """Play all trajectories once, to the end of the last."""
+    task = SleepingTask(load, deviation, number)
+    loop = asyncio.get_running_loop()
+    failed: list[BaseException] = []
+    proxy = LLMProxy(
+        [worker], EventLog(MemorySink(), loop.time), stall_timeout=120.0, restarts=0, on_fatal=failed.append
+    )
+    steps = Lockstep()
+    environments = EnvManager(
+        task,
+        proxy,
+        step_timeout=60.0,
+        trajectory_timeout=600.0,
+        is_stale=lambda first: False,
+        lockstep=steps if batch else None,
+    )
+    sampling = Sampling(_SAID, 1.0, stop_token_ids=())
+    way = "batch" if batch else "trajectory"
+    prompts = list(task.prompts("train", number))
+    episodes = [Episode(f"{way}-{deviation}-{number}-{at}", "g", prompt, 0.0) for at, prompt in enumerate(prompts)]
+    for episode in episodes:
+        steps.enter(episode.id)
+
+    async def play(episode: Episode) -> Trajectory:
+        try:
+            await environments.play(episode, sampling)
+        finally:
+            steps.leave(episode.id)
+        return episode.trajectory(0.0)
+
+    proxy.start()
+    begun = loop.time()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(play(episode)) for episode in episodes]
+        seconds = loop.time() - begun
+    finally:
+        await proxy.close()
+    if failed:
+        raise RunError(str(failed[0]))
+    turns = [turn for played in tasks for turn in played.result().turns]
+    return {
+        "repetition": number,
+        "deviation": deviation,
+        "way": way,
+        "seconds": round(seconds, 3),
+        "turns": len(turns),
+        "tokens": sum(len(turn.action_ids) for turn in turns),
+        "generate_seconds_mean": round(sum(turn.generate_seconds for turn in turns) / len(turns), 4),
+        "environment_seconds_mean": round(sum(turn.environment_seconds for turn in turns) / len(turns), 4),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> dict[str, Any]:
+    """The figure from finished repetitions."""
+    table = []
+    for deviation in sorted({row["deviation"] for row in rows}):
+        ours = {
+            way: [r["seconds"] for r in rows if (r["deviation"], r["way"]) == (deviation, way)]
+            for way in ("batch", "trajectory")
+        }
+        ratios = [slow / fast for slow, fast in zip(ours["batch"], ours["trajectory"], strict=True)]
+        table.append(
+            {
+                "deviation": deviation,
+                "batch_seconds": median(ours["batch"]),
+                "trajectory_seconds": median(ours["trajectory"]),
+                "ratio": round(median(ratios), 3),
+                "ratios": [round(ratio, 3) for ratio in ratios],
+                "paper": PAPER.get(deviation),
+            }
+        )
+    ends = [(row["ratio"], row["paper"]) for row in table if row["paper"] is not None]
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": table[-1]["ratio"],
+        "unit": "rollout time of batch-level over trajectory-level environments, at a deviation of the mean's size",
+        "reference": "the same, of training steps (RollArt figure 11b, paper)",
+        "reference_value": PAPER[1.0],
+        "bar": "same curve or above: 1.23 at a tenth, 2.27 at 1",
+        "holds": not quick and len(ends) == len(PAPER) and all(ratio >= paper for ratio, paper in ends),
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            "load": vars(_QUICK if quick else _FULL),
+            "tokens": {"first": _FIRST, "later": _LATER, "answer": _SAID},
+            "table": table,
+            "rows": rows,
+            "samples": len(rows),
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid()],
+            **detail,
+        },
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.micro.trajectory_vs_batch", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--next", action="store_true")
+    parser.add_argument("--result", action="store_true")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    files = [options.folder / f"repetition-{number}.json" for number in range(_REPETITIONS)]
+    missing = [number for number, file in enumerate(files) if not file.exists()]
+    if options.next and missing:
+        rows = repetitions(_FULL, missing[:1])
+        files[missing[0]].write_text(json.dumps(rows) + "\n", encoding="utf-8")
+    if options.result:
+        rows = [row for file in files if file.exists() for row in json.loads(file.read_text(encoding="utf-8"))]
+        print(json.dumps(result(rows, False, {"in_parts": True}), indent=1, sort_keys=True))
+    return 3 if options.next and not missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

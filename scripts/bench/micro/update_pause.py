@@ -1,0 +1,48 @@
+"""Pause of in-flight requests in a weight update over a 1 Gbit/s link, over the same with the transfer not overlapped.
+
+Real engine, a model of about 64 MB, ``scripts.bench.probes.vllm.update_probe`` in a process of its own. The pause is
+the time from SUSPEND until RESUME took effect; the longest gap between two tokens of a request, which holds the
+recomputation of its KV too, stands in the detail. The reference is abort, update, resubmit: what it loses in tokens.
+The link is an in-memory relay whose reader sleeps as long as the bytes would take.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+from orchestrator.run_folder import describe_machine
+from scripts.bench.probes.probe_run import run_probe
+
+NAME = "update-pause"
+_BAR = 0.1
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Raises RunError when the probe fails."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    probe = run_probe("update", ["--rounds", "1" if quick else "15"])
+    ways = probe["ways"]
+    ratio = ways["overlapped"]["pause_ms"] / ways["blocking"]["pause_ms"]
+    lost = ways["overlapped"]["tokens_lost"] + ways["blocking"]["tokens_lost"]
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": ratio,
+        "unit": "pause over the pause with the transfer not overlapped",
+        "reference": "tokens lost by abort and resubmit, for each update",
+        "reference_value": ways["resubmit"]["tokens_lost"],
+        "bar": f"<= {_BAR}, 0 tokens lost",
+        "holds": ratio <= _BAR and lost == 0 and ways["overlapped"]["spanning"] > 0,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            **probe,
+            "samples": probe["rounds"],
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid(), int(probe["pid"])],
+            "nonce": nonce,
+        },
+    }

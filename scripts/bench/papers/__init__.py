@@ -1,0 +1,1 @@
+"""Benchmarks that answer to a figure of the papers."""

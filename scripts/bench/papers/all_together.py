@@ -1,0 +1,331 @@
+"""Simulated throughput with the policies of all papers together over the best single paper's set, on the same workload and GPUs.
+
+Three workloads, each as its paper prints its own evaluation: RollArt's (``rollart.toml``: four tasks, 8B, 96 H800 and 32 H20),
+RollPacker's (``rollpacker.toml``: 14B, responses to 16k, 32 H800) and ROSE's (``rose.toml``: FrozenLake, 8B, 16 H800). Beside
+each stand as many serving GPUs as the run has of its own, as in ROSE's setup (16 beside 16), with its load an engine; ROSE's set
+may borrow them, and all together. A single set has what its paper has, on all of the run's own GPUs: sets whose rollout and
+training take turns have all of them for both, the others split them in three ways. ROSE's has its transfer of differences (6.3:
+7 s for 8B across clusters), RollArt's its relay (table 4) where two classes of GPUs are two clusters. Each set is tuned over
+three to nine settings of what its paper leaves open (:func:`settings`), all together over seven of the same (splits, rounds or
+not, degrees), and compared at its best. Caps on requests are ROSE's 16 in three of its settings; elsewhere there are none, also
+on borrowed engines: the paper calls them workload-dependent (4.3), and what protects serving is admission and budgets. At 16,
+which fits its own 8B at 32k, the borrowed engines of RollPacker's workload would stand at 16 sequences of the 77 that are theirs.
+
+Throughput is trained tokens a second after the first steps, which fill the pipeline. The value is the least of the three
+workloads. ``detail`` has, for each, what the trainer could do at most if nothing but it took time (``training_binds_at``): no set
+can be above it; and what each paper's policies add on top of the best single set, one after the other (``ladder``), on the
+split of the GPUs that is best for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config
+from orchestrator.policies.parallelism.parallel_degrees import allocate_loads
+from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
+from orchestrator.sim.paper_setups import Measured, measure, scenario
+from orchestrator.sim.simulated_cluster import trainer_costs
+from orchestrator.sim.simulated_forecasts import SimRates
+from scripts.bench.papers.heddle import DEGREES, MARGIN, known_loads
+from scripts.bench.papers.simulated import frame, now, row
+
+NAME = "all-together"
+BAR = 1.15
+SETS = ("RollArt", "RollPacker", "Heddle", "ROSE", "all")
+_QUICK = {  # settings that --quick plays
+    "RollArt": ("redundancy 1.5, 64 GPUs train",),
+    "RollPacker": ("in turn, eta 1.25",),
+    "Heddle": ("degrees cut",),
+    "ROSE": ("one-off, 64 GPUs train",),
+    "all": ("async, degrees cut, 64 GPUs train",),
+}
+_RATE = 1.5 / 16  # of ROSE's serving load, an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A paper's evaluation, played in an n-th (``scale``). ``gpus``: class -> how many, before it is scaled; ``splits``: how many
+    of the H800 train, where they do nothing else; ``ranks``: of an engine."""
+
+    scenario: str
+    scale: int
+    gpus: Mapping[str, int]
+    splits: tuple[int, ...]
+    ranks: int = 1
+    given: tuple[str, ...] = ()
+    serving: tuple[str, ...] = ()
+    affinity: Mapping[str, str] = field(default_factory=dict)  # task -> class
+
+    def workers(self, training: int = 0) -> tuple[str, ...]:
+        """Overrides: what generates when so many H800 train; 0: all do both in turn."""
+        left = {name: (count - (training if name == "H800" else 0)) // self.ranks for name, count in self.gpus.items()}
+        trainer = training or sum(self.gpus.values())
+        fleet = ", ".join(f"{name}={count}" for name, count in left.items())
+        found = (f"rollout.workers={sum(left.values())}", f"sim.trainer_gpus={trainer}")
+        return (*found, f"sim.fleet={{{fleet}}}") if len(left) > 1 else found
+
+    def borrowed(self) -> tuple[str, ...]:
+        """Overrides: the serving GPUs are there to be borrowed."""
+        engines = sum(self.gpus.values()) // self.ranks // self.scale
+        found = (f"sim.borrowed.workers={engines}", f"sim.borrowed.serving={engines}")
+        return (*found, f"sim.borrowed.speed={_RATE * engines}", "sim.borrowed.device=H800", *self.serving)
+
+
+_ROSE_TASK = "sim.tasks.frozenlake"
+WORKLOADS = {
+    "RollArt": Workload(
+        "rollart",
+        16,
+        {"H800": 96, "H20": 32},
+        (48, 64, 80),
+        affinity={"gem-math": "H20", "gem-game": "H20", "frozenlake": "H800", "webshop": "H800"},
+    ),
+    "RollPacker": Workload(
+        "rollpacker",
+        2,
+        {"H800": 32},
+        (8, 16, 24),
+        ranks=2,
+        given=("trainer.tensor_parallel=4", "trainer.data_parallel=2", "rollout.environments=2048"),
+        serving=("sim.borrowed.model=Qwen3-14B",),  # "similarly sized" models are served (ROSE 6)
+    ),
+    "ROSE": Workload(
+        "rose",
+        4,
+        {"H800": 16},
+        (4, 8, 12),
+        given=(f"sim.trainer_serial_seconds={TRAIN_SERIAL_SECONDS}", "rollout.environments=512"),
+    ),
+}
+_PREDICT = (
+    "rollout.prediction.enabled=true",
+    "rollout.placement.enabled=true",
+    "rollout.placement.prefill_seconds=0.0005",
+    "rollout.kv_transfer.enabled=true",
+)
+_NO_CAPS = ("rollout.routing.cap=0", "rollout.routing.served_cap=0")  # ROSE 4.3: they depend on the workload
+_CAPS = ("rollout.routing.cap=16", "rollout.routing.served_cap=16")  # ROSE, appendix A
+_ANYWHERE = "rollout.routing.affinity={}"
+_DIFFERENCES = ("sim.push_gb_s=0", "sim.pull_gb_s=2.34")  # ROSE 6.3: a version in 7 s
+_TURNS = ("run.mode=sync_plus", "rollout.alpha=0")
+_ASYNC = ("run.mode=async", "rollout.alpha=1", "sim.reward_slots=0")
+_ONE_OFF = ("run.mode=one_off", "rollout.alpha=1")
+_SCHEDULED = "reward.timeout=adaptive"
+_STREAM = "trainer.stream=true"
+_REDUNDANT = "rollout.redundant_groups=1.5"
+_MORE = "rollout.environments=2048"  # a short round starts more
+
+
+def _rounds(eta: float) -> tuple[str, ...]:
+    return ("rollout.rounds.enabled=true", f"rollout.rounds.eta_prompts={eta}", f"rollout.rounds.eta_responses={eta}")
+
+
+def _streamed(where: Workload) -> tuple[str, ...]:
+    """Streaming on devices that are freed within the step, where those of a replica are whole workers of one class."""
+    if len(where.gpus) > 1:
+        return ("trainer.stream=true",)
+    return ("trainer.stream=true", "rollout.colocation.enabled=true", "rollout.weights=relay")
+
+
+def _degrees(where: Workload, given: Sequence[str], affine: bool) -> tuple[str, ...]:
+    """Overrides: unequal degrees of the run's own GPUs, as Heddle's resource manager cuts them, in each class for its tasks."""
+    config = scenario(where.scenario, given, where.scale)
+    classes = config.sim.fleet or {"": config.rollout.workers}
+    number = config.rollout.groups_per_step * config.rollout.group_size
+    rates, found, fleet = SimRates(config), list[int](), list[str]()
+    for name, workers in classes.items():
+        here = {task for task, wanted in where.affinity.items() if wanted == name} if affine else set(config.sim.tasks)
+        expected = max(1, number * len(here) // len(config.sim.tasks))
+        known = known_loads(_only(where, given, here) if affine else config, expected)
+        kinds = {degree: rates.of(name, degree) for degree in DEGREES if degree <= workers * where.ranks}
+        devices = workers * where.ranks
+        server = 8 if devices < 8 else math.gcd(devices, 8)
+        chosen = allocate_loads(known, devices, kinds, per_server=server, margin=MARGIN).degrees
+        found += chosen
+        fleet.append(f"{name}={len(chosen) * where.scale}")
+    overrides = [f"rollout.workers={len(found) * where.scale}", f"sim.degrees={found}"]
+    return (*overrides, f"sim.fleet={{{', '.join(fleet)}}}") if config.sim.fleet else tuple(overrides)
+
+
+def _only(where: Workload, given: Sequence[str], tasks: set[str]) -> Config:
+    others = [name for name in where.affinity if name not in tasks]
+    return scenario(where.scenario, [*given, *(f"sim.tasks.{name}.weight=1e-9" for name in others)], where.scale)
+
+
+def settings(name: str, where: Workload) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is on in a set, in three to nine settings of what its paper leaves open; all together in seven."""
+    anywhere = (_ANYWHERE,) if where.affinity else ()
+    splits = [(f"{gpus} GPUs train", where.workers(gpus)) for gpus in where.splits]
+    if name == "RollArt":
+        for groups, (text, split) in itertools.product((1.0, 1.5), splits):
+            yield f"redundancy {groups}, {text}", (*_ASYNC, *_NO_CAPS, f"rollout.redundant_groups={groups}", *split)
+    elif name == "RollPacker":
+        rounds = (*anywhere, *_NO_CAPS, _SCHEDULED, _MORE)
+        for eta in (1.25, 1.5, 2.0):
+            yield f"in turn, eta {eta}", (*rounds, *_TURNS, *_streamed(where), *where.workers(), *_rounds(eta))
+        for text, split in splits:  # its 6.7
+            yield f"one-off, {text}", (*rounds, *_ONE_OFF, *_rounds(1.25), *split)
+    elif name == "Heddle":
+        whole = (*_TURNS, *anywhere, *_NO_CAPS, *_PREDICT, *where.workers())
+        cuts = (("equal", ()), ("wider", tuple(_widened(where))), ("cut", _degrees(where, whole, affine=False)))
+        for text, how in cuts:  # its certainty, 0.25 for 0.5: at most 7 % less on RollArt's workload
+            yield f"degrees {text}", (*whole, *how)
+    elif name == "ROSE":
+        areal = ("run.mode=areal", "rollout.alpha=1", *_NO_CAPS)
+        modes = (("one-off, caps", (*_ONE_OFF, *_CAPS)), ("one-off", (*_ONE_OFF, *_NO_CAPS)), ("areal", areal))
+        for (kind, mode), (text, split) in itertools.product(modes, splits):
+            yield f"{kind}, {text}", (*anywhere, *mode, *_DIFFERENCES, *where.borrowed(), *split)
+    else:
+        every = (*_NO_CAPS, *_PREDICT, _SCHEDULED, _STREAM, "sim.reward_slots=0", *_DIFFERENCES, *where.borrowed())
+        for text, split in splits:
+            flowing = (*every, *_ASYNC, _REDUNDANT, *split)
+            yield f"async, degrees equal, {text}", flowing
+            yield f"async, degrees cut, {text}", (*flowing, *_degrees(where, flowing, affine=bool(where.affinity)))
+        for text, split in splits[1:2]:
+            predicted = (*_rounds(1.25), "rollout.rounds.predict=progressive", _MORE)
+            yield f"one-off, rounds, {text}", (*every, *_ONE_OFF, *predicted, *split)
+
+
+def ladder(where: Workload, training: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """From RollArt's set to all in the asynchronous mode, one paper's policies after the other."""
+    given: tuple[str, ...] = (*_ASYNC, *_NO_CAPS, _REDUNDANT, *where.workers(training))
+    yield "RollArt's set", given
+    for name, more in (
+        ("+ ROSE's transfer of differences", _DIFFERENCES),
+        ("+ ROSE's borrowed GPUs", where.borrowed()),
+        ("+ RollPacker's streaming and timeouts", (_STREAM, _SCHEDULED)),
+        ("+ Heddle's prediction, priorities, placement", _PREDICT),
+    ):
+        given += more
+        yield name, given
+
+
+def _widened(where: Workload) -> Iterator[str]:
+    """Overrides: engines of twice the ranks."""
+    scaled = {
+        name: max(1, count // where.scale // where.ranks // 2) * where.scale for name, count in where.gpus.items()
+    }
+    yield f"rollout.workers={sum(scaled.values())}"
+    yield f"sim.tensor_parallel={2 * where.ranks}"
+    if len(scaled) > 1:
+        yield f"sim.fleet={{{', '.join(f'{name}={count}' for name, count in scaled.items())}}}"
+
+
+def played(where: Workload, setting: str, given: Sequence[str], steps: int, seed: int) -> Measured:
+    """One run. Raises ConfigError, SimulationFailed."""
+    all_given = (f"run.steps={steps}", f"run.seed={seed}", *where.given, *given)
+    try:
+        return measure(scenario(where.scenario, all_given, where.scale))
+    except ConfigError as error:
+        raise ConfigError(NAME, setting, str(error)) from error
+
+
+def _row(one: Measured) -> dict[str, Any]:
+    users = one.result.summary.get("borrowed", {})
+    return {
+        "tokens_per_s": one.throughput,
+        "step_seconds": one.step_seconds,
+        "train_seconds": one.train_seconds,
+        "stale_a_step": one.staleness_aborts,
+        **({"borrowed_tokens": users["generated"], "ttft_late": users["ttft_late"]} if users else {}),
+    }
+
+
+def binds_at(where: Workload, given: Sequence[str], tokens: float) -> float:
+    """Tokens a second if the trainer were never waited for: it trains a step's ``tokens``, publishes, and begins the next."""
+    config = scenario(where.scenario, (*where.given, *given), where.scale)
+    number = config.rollout.groups_per_step * config.rollout.group_size
+    costs = trainer_costs(config)
+    seconds = costs.train([int(tokens / config.sim.grain / number)] * number) + costs.publish_seconds
+    return tokens / seconds
+
+
+def compared(name: str, where: Workload, steps: int, seeds: Sequence[int], quick: bool) -> dict[str, Any]:
+    """All sets on a workload: each in its settings, the best of each, the gain, what binds. Raises SimulationFailed."""
+    table: dict[str, dict[str, Any]] = {}
+    best: dict[str, float] = {}
+    binds: dict[str, float] = {}
+    for chosen in SETS:
+        for setting, given in settings(chosen, where):
+            if quick and setting not in _QUICK[chosen]:
+                continue
+            runs = [played(where, f"{chosen}, {setting}", given, steps, seed) for seed in seeds]
+            mean = sum(one.throughput for one in runs) / len(runs)
+            found = {**_row(runs[0]), "tokens_per_s": mean, "by_seed": [one.throughput for one in runs]}
+            table.setdefault(chosen, {})[setting] = found
+            if mean > best.get(chosen, 0.0):
+                best[chosen], binds[chosen] = mean, binds_at(where, given, runs[0].tokens)
+    single = max((one for one in SETS if one != "all"), key=lambda one: best[one])
+    whole = max(table["all"], key=lambda one: float(table["all"][one]["tokens_per_s"]))
+    training = next(gpus for gpus in where.splits if whole.endswith(f", {gpus} GPUs train"))
+    found_ladder = [
+        {"policies": step, **_row(played(where, step, given, steps, seeds[0]))}
+        for step, given in ([] if quick else ladder(where, training))
+    ]
+    return {
+        "scale": where.scale,
+        "best_single": single,
+        "tokens_per_s": best,
+        "gain": best["all"] / best[single],
+        "training_binds_at": binds,
+        "sets": table,
+        "ladder": found_ladder,
+        "rows": [
+            row(
+                f"{name}'s workload: all policies over {one}'s set",
+                "not printed",
+                0.0,
+                1e9,
+                best["all"] / best[one],
+                "ours",
+            )
+            for one in SETS
+            if one != "all"
+        ],
+    }
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Simulate; the full run plays the workloads in processes of their own. Raises SimulationFailed."""
+    begun = now()
+    steps, seeds = (4, (0,)) if quick else (5, (0,))
+    if quick:
+        found = {"RollArt": compared("RollArt", WORKLOADS["RollArt"], steps, seeds, quick)}
+    else:
+        with ProcessPoolExecutor(len(WORKLOADS), mp_context=get_context("spawn")) as pool:
+            asked = {name: pool.submit(compared, name, one, steps, seeds, quick) for name, one in WORKLOADS.items()}
+            found = {name: future.result() for name, future in asked.items()}
+    return result_of(found, quick, nonce, begun)
+
+
+def result_of(found: Mapping[str, Any], quick: bool, nonce: str, begun: str) -> dict[str, Any]:
+    """The figure, of what :func:`compared` found of each workload."""
+    least = min(found, key=lambda name: float(found[name]["gain"]))
+    value = float(found[least]["gain"])
+    return frame(
+        NAME,
+        value,
+        f"throughput of all policies together over the best single paper's set, the least of the workloads ({least}'s)",
+        "none: the papers were built one by one",
+        1.0,
+        f"> {BAR}",
+        value > BAR,
+        {
+            "scales": {name: one["scale"] for name, one in found.items()},
+            "best_single": {name: one["best_single"] for name, one in found.items()},
+            "gains": {name: one["gain"] for name, one in found.items()},
+            "workloads": found,
+            "rows": [line for one in found.values() for line in one["rows"]],
+        },
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )

@@ -1,0 +1,164 @@
+"""Rollout time of an epoch with short and long rounds, over plain rounds: real vLLM, response lengths of a production trace.
+
+Tail batching (RollPacker 3, eta 1.25 on both) against plain rounds in mode ``sync_plus``, the same 160 prompts each trained
+once, in turns on one engine (:mod:`scripts.bench.papers.tail_batching_probe`). The value is the median over pairs of the
+processor seconds of all rollouts of an epoch. The detail holds wall seconds, tokens thrown away, every round, and the same
+workload in the simulator, whose two costs of a step are fitted to this engine's steps and to nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import RunError
+from orchestrator.run_folder import describe_machine
+from orchestrator.sim.simulated_run import simulate
+from scripts.bench.papers.tail_batching_scenario import ETA, PROMPTS, RESPONSES, lengths, scenario, traces
+
+NAME = "tail-batching"
+_PAIRS, _LIMIT = 6, 200.0
+_ETAS = (1.1, 1.25, 1.4, 1.5)
+_MODEL = "scripts.bench.probes.vllm.recompute_probe:write_tiny_qwen3"
+PAPER = {
+    "end to end over veRL, tail batching alone (table 2): 7B/8k, 14B/16k, 32B/32k": [1.30, 1.48, 2.21],
+    "rollout, average over short and long rounds (6.3), at best": 3.9,
+    "rollout of short rounds, 32B/32k (6.2), at best": 7.8,
+}
+
+
+def run(quick: bool, nonce: str) -> dict[str, Any]:
+    """Measure. Raises RunError when the engine fails."""
+    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    probe = _probe(1 if quick else _PAIRS, 30.0 if quick else _LIMIT)
+    ways = {tail: [epoch for epoch in probe["epochs"] if epoch["tail"] is tail] for tail in (False, True)}
+    ratios = {clock: _ratios(ways, clock) for clock in ("processor", "wall")}
+    simulated = {name: simulated_epoch(probe["step_cost"], tail) for name, tail in (("plain", False), ("tail", True))}
+    value = statistics.median(ratios["processor"])
+    violations = [line for epoch in probe["epochs"] for line in epoch["violations"]]
+    complete = not violations and all(epoch["epochs"] == 1 for epoch in probe["epochs"])
+    return {
+        "name": NAME,
+        "kind": "real",
+        "value": value,
+        "unit": "seconds of rollout for an epoch, over those of plain rounds",
+        "reference": "the simulator on the same workload, its step cost fitted to this engine",
+        "reference_value": simulated["tail"]["seconds"] / simulated["plain"]["seconds"],
+        "bar": "< 1, each prompt trained once",
+        "holds": value < 1 and complete,
+        **describe_machine(),
+        "detail": {
+            "quick": quick,
+            "prompts": len(lengths()["prompts"]),
+            "lengths": {key: text for key, text in lengths().items() if key != "prompts"},
+            "p0": PROMPTS,
+            "r0": RESPONSES,
+            "eta": ETA,
+            "ratios": ratios,
+            "plain": _summary(ways[False]),
+            "tail": _summary(ways[True]),
+            "simulated": simulated,
+            "simulated_speedups_by_eta": {} if quick else swept(probe["step_cost"]),
+            "step_cost": probe["step_cost"],
+            "paper_speedups": PAPER,
+            "violations": violations,
+            "epochs": probe["epochs"],
+            "samples": len(ratios["processor"]),
+            "started": begun,
+            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
+            "pids": [os.getpid(), probe["pid"]],
+            "nonce": nonce,
+        },
+    }
+
+
+def _probe(pairs: int, limit: float) -> dict[str, Any]:
+    """The real part. ``limit``: seconds after which no pair is begun."""
+    with tempfile.TemporaryDirectory(prefix="rl-coserve-tail-") as folder:
+        module, _, name = _MODEL.partition(":")
+        getattr(importlib.import_module(module), name)(Path(folder), 0)
+        command = [sys.executable, "-m", "scripts.bench.papers.tail_batching_probe", folder]
+        done = subprocess.run(
+            [*command, "--pairs", str(pairs), "--limit", str(limit)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=4 * limit + 300,
+        )
+    if done.returncode != 0:
+        raise RunError(f"the probe of {NAME} ended with exit code {done.returncode}: {done.stderr[-800:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _ratios(ways: dict[bool, list[dict[str, Any]]], clock: str) -> list[float]:
+    """Of each pair, tail over plain."""
+    return [tail[clock] / plain[clock] for plain, tail in zip(ways[False], ways[True], strict=True)]
+
+
+def _summary(epochs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the epochs of one way."""
+    prompts = len(lengths()["prompts"])
+    kinds = dict.fromkeys(item["kind"] for epoch in epochs for item in epoch["rounds"])
+    mean = {
+        kind: statistics.mean(item["processor"] for epoch in epochs for item in epoch["rounds"] if item["kind"] == kind)
+        for kind in kinds
+    }
+    wasted = statistics.median(1 - epoch["tokens_trained"] / epoch["tokens_made"] for epoch in epochs)
+    return {
+        "processor_seconds_a_prompt": statistics.median(epoch["processor"] for epoch in epochs) / prompts,
+        "wall_seconds_a_prompt": statistics.median(epoch["wall"] for epoch in epochs) / prompts,
+        "processor_seconds_a_round": mean,
+        "tokens_trained": statistics.median(epoch["tokens_trained"] for epoch in epochs),
+        "tokens_thrown_away": statistics.median(epoch["tokens_made"] - epoch["tokens_trained"] for epoch in epochs),
+        "share_thrown_away": wasted,
+    }
+
+
+def swept(cost: list[tuple[int, float]]) -> dict[str, dict[str, float]]:
+    """As RollPacker's figure 12: speculation in prompts alone, in responses alone, and in both. Speedup of an epoch's rollouts
+    over plain rounds, by eta; simulated."""
+    plain = simulated_epoch(cost, False)["seconds"]
+    ways = {"prompts": (1, 0), "responses": (0, 1), "both": (1, 1)}
+    found: dict[str, dict[str, float]] = {}
+    for name, (prompts, responses) in ways.items():
+        for eta in _ETAS:
+            given = [f"rollout.rounds.eta_prompts={eta if prompts else 1.0}"]
+            given.append(f"rollout.rounds.eta_responses={eta if responses else 1.0}")
+            seconds = simulated_epoch(cost, True, *given)["seconds"]
+            found.setdefault(name, {})[str(eta)] = round(plain / seconds, 3)
+    return found
+
+
+def fitted(cost: list[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds a step, seconds a sequence in it): least squares over (sequences, seconds a step)."""
+    xs, ys = [float(count) for count, _ in cost], [seconds for _, seconds in cost]
+    middle, level = statistics.mean(xs), statistics.mean(ys)
+    slope = sum((x - middle) * (y - level) for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
+    return max(1e-6, level - slope * middle), max(0.0, slope)
+
+
+def simulated_epoch(cost: list[tuple[int, float]], tail: bool, *overrides: str) -> dict[str, Any]:
+    """The same epoch in virtual time."""
+    step, sequence = fitted(cost)
+    given = (f"sim.decode_seconds_per_step={step!r}", f"sim.decode_seconds_per_sequence={sequence!r}")
+    result = simulate(scenario(*given, *overrides, tail=tail), traces=traces())
+    events = [json.loads(line) for line in result.events.decode().splitlines()]
+    rounds = [event for event in events if event["kind"] == "round"]
+    rollouts = [event["end"] - event["start"] for event in events if event.get("stage") == "get_batch"]
+    return {
+        "seconds": sum(rollouts),
+        "rounds": [round(seconds, 4) for seconds in rollouts],
+        "tokens_trained": sum(event["tokens"] for event in events if event["kind"] == "step"),
+        "tokens_thrown_away": sum(event["thrown_away"] for event in rounds),
+        "decode_seconds_per_step": step,
+        "decode_seconds_per_sequence": sequence,
+    }

@@ -1,0 +1,1 @@
+"""Probes of Megatron-Core and of the plugin in it."""

@@ -1,0 +1,1 @@
+"""Probes of vLLM and of the plugin in it."""

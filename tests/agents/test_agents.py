@@ -1,0 +1,591 @@
+"""The OpenAI-compatible endpoint: what agents ask becomes trajectories, token for token. Real HTTP; the policy is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.agents import openai_protocol
+from orchestrator.agents.agent_session import Bounds, Session
+from orchestrator.agents.chat_template import Message, ModelChat, VocabularyChat
+from orchestrator.agents.conversation import Conversation
+from orchestrator.agents.openai_endpoint import Door, Gateway
+from orchestrator.agents.tool_calls import calls_in
+from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, Trajectory, Turn
+from orchestrator.envs import StaleTrajectory
+
+T = TypeVar("T")
+CHAT = VocabularyChat()
+BOUNDS = Bounds(max_turns=12, max_response_tokens=16, max_context_tokens=8000)
+
+
+class ScriptedPolicy:
+    """Says what it is told to, ended; remembers every request. Another weight version with every answer."""
+
+    def __init__(self, *says: str, wait: asyncio.Event | None = None) -> None:
+        self.says, self.wait = list(says), wait
+        self.requests: list[GenerationRequest] = []
+        self.completions: list[Completion] = []
+        self.aborted = 0
+
+    async def generate(self, request: GenerationRequest, turns: Sequence[Turn] = ()) -> Completion:
+        self.requests.append(request)
+        said = self.says[len(self.requests) - 1] if len(self.requests) <= len(self.says) else f"{len(self.requests)}"
+        if self.wait is not None:
+            try:
+                await self.wait.wait()
+            except asyncio.CancelledError:
+                self.aborted += 1
+                raise
+        ids = (*CHAT.encode(said), CHAT.end_id)[: request.sampling.max_tokens]
+        logprobs = tuple(-(index + 1) / 8 for index in range(len(ids)))
+        reason = "stop" if ids[-1] == CHAT.end_id else "length"
+        done = Completion(request.request_id, ids, logprobs, ((len(self.completions), len(ids)),), reason)
+        self.completions.append(done)
+        return done
+
+
+def session_of(
+    policy: ScriptedPolicy, bounds: Bounds = BOUNDS, stale: Callable[[int], bool] = lambda _: False
+) -> Session:
+    request = GenerationRequest("", "t0", 0, (), Sampling(16, stop_token_ids=(CHAT.end_id,)), "agent", group_id="g0")
+    return Session(CHAT, request, bounds, policy.generate, stale, StaleTrajectory)
+
+
+def trajectory(session: Session) -> Trajectory:
+    turns = tuple(session.conversation.turns(1.0, True))
+    return Trajectory("t0", "g0", "agent", Prompt("k", "agent", 0, ""), turns, 1.0, "v", 0, False)
+
+
+@asynccontextmanager
+async def served(session: Session, body_bytes: int = 1 << 16) -> AsyncIterator[tuple[Door, aiohttp.ClientSession]]:
+    gateway = Gateway(body_bytes=body_bytes)
+    async with gateway.open(session) as door, aiohttp.ClientSession() as client:
+        yield door, client
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", int(door.url.split(":")[2].split("/")[0]))
+
+
+async def post(
+    door: Door, client: aiohttp.ClientSession, body: Any, path: str = "/chat/completions", key: str | None = None
+) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {door.key if key is None else key}"}
+    async with client.post(f"{door.url}{path}", json=body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+def with_server(
+    policy: ScriptedPolicy,
+    scenario: Callable[[Door, aiohttp.ClientSession], Coroutine[Any, Any, T]],
+    bounds: Bounds = BOUNDS,
+    stale: Callable[[int], bool] = lambda _: False,
+    body_bytes: int = 1 << 16,
+) -> tuple[T, Session]:
+    async def run() -> tuple[T, Session]:
+        session = session_of(policy, bounds, stale)
+        async with served(session, body_bytes) as (door, client):
+            return await scenario(door, client), session
+
+    return asyncio.run(run())
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+# ------------------------------------------------------------------------------------------------ token in, token out
+
+
+def test_a_conversation_over_http_is_one_context_of_exactly_the_generated_ids() -> None:
+    policy = ScriptedPolicy("hello", "more", "enough")
+
+    async def talk(door: Door, client: aiohttp.ClientSession) -> list[str]:
+        messages: list[Any] = [{"role": "system", "content": "be short"}, user("hi")]
+        heard = []
+        for text in ("and?", "so?", ""):
+            status, body = await post(door, client, {"model": "gpt-anything", "messages": messages})
+            assert status == 200, body
+            assert body["model"] == "gpt-anything"
+            choice = body["choices"][0]
+            assert choice["finish_reason"] == "stop"
+            heard.append(choice["message"]["content"])
+            messages += [choice["message"], user(text)]
+        return heard
+
+    heard, session = with_server(policy, talk)
+    assert heard == ["hello", "more", "enough"]
+    made = trajectory(session)
+    assert [turn.action_ids for turn in made.turns] == [done.token_ids for done in policy.completions]
+    assert [turn.logprobs for turn in made.turns] == [done.logprobs for done in policy.completions]
+    assert made.versions == ((0, 6), (1, 5), (2, 7))
+    assert len(made.contexts) == 1
+    for before, after in zip(policy.requests, policy.requests[1:], strict=False):
+        answer = policy.completions[policy.requests.index(before)].token_ids
+        assert after.token_ids[: len(before.token_ids) + len(answer)] == (*before.token_ids, *answer)
+    assert made.token_ids == (*policy.requests[-1].token_ids, *policy.completions[-1].token_ids)
+    assert made.turns[-1].reward == 1.0
+
+
+def test_an_official_client_streams_and_reads_errors() -> None:
+    openai = pytest.importorskip("openai")
+    policy = ScriptedPolicy("hello there", '<tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>', "seen")
+    bounds = Bounds(12, 96, 4000)
+
+    async def talk(door: Door, _: aiohttp.ClientSession) -> None:
+        client = openai.AsyncOpenAI(base_url=door.url, api_key=door.key, max_retries=0)
+        messages: list[Any] = [user("hi")]
+        stream = await client.chat.completions.create(
+            model="policy", messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert (said, chunks[-1].usage.completion_tokens) == ("hello there", 12)
+        messages += [{"role": "assistant", "content": said}, user("look at 3")]
+        tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=tools, logprobs=True, max_completion_tokens=96
+        )
+        call = answer.choices[0].message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": 3})
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
+        messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "a cat"}]
+        answer = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
+        assert answer.choices[0].message.content == "seen"
+        plain = await client.completions.create(model="policy", prompt="once", max_tokens=4, logprobs=0)
+        assert len(plain.choices[0].logprobs.tokens) == len(plain.choices[0].logprobs.token_logprobs)
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="policy", messages=messages, temperature=3)
+        assert refused.value.param == "temperature"
+        with pytest.raises(openai.AuthenticationError):
+            await openai.AsyncOpenAI(base_url=door.url, api_key="x", max_retries=0).models.list()
+        await client.close()
+
+    _, session = with_server(policy, talk, bounds)
+    made = trajectory(session)
+    # Tools came in at the second turn, so that the head of the prompt is another: a context of its own, as is the plain one.
+    assert [part.turns[0].context and part.turns[0].context.reason for _, part in made.contexts] == [
+        None,
+        "edited",
+        "edited",
+    ]
+    assert [len(part.turns) for _, part in made.contexts] == [1, 2, 1]
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["on", "on", "on", "again", "edit", "restart", "back"]), st.text("ab <>", max_size=6)),
+    max_size=9,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(OPERATIONS, st.lists(st.text("xyz ?", max_size=20), min_size=10, max_size=10))
+def test_the_prefix_property_holds_whatever_an_agent_does_to_its_history(
+    operations: list[tuple[str, str]], says: list[str]
+) -> None:
+    """Each context is what its last request showed and its answer; each generated token is trained once."""
+    policy = ScriptedPolicy(*says)
+
+    async def play() -> Session:
+        session = session_of(policy, Bounds(20, 16, 4000))
+        history: list[dict[str, Any]] = [user("go")]
+        for index, (what, text) in enumerate([("on", ""), *operations]):
+            answered, _ = await session.chat(openai_protocol.chat_asked({"messages": history}))
+            body = openai_protocol.chat_body(openai_protocol.chat_asked({"messages": history}).asked, answered, 0)
+            heard = {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
+            match what:
+                case "on":
+                    history = [*history, heard, user(text)]
+                case "again":
+                    history = [*history, heard, user(text)] if index == 0 else history
+                case "edit":
+                    history = [*history, {"role": "assistant", "content": f"no {text}"}, user(text)]
+                case "restart":
+                    history = [user(f"anew {text}")]
+                case "back":
+                    history = history[:1]
+        return session
+
+    made = trajectory(asyncio.run(play()))
+    by_answer = {(done.token_ids, done.logprobs, done.versions): done for done in policy.completions}
+    assert sorted((turn.versions, turn.action_ids, turn.logprobs) for turn in made.turns) == sorted(
+        (done.versions, done.token_ids, done.logprobs) for done in policy.completions
+    )
+    shown = {(*r.token_ids, *d.token_ids) for r, d in zip(policy.requests, policy.completions, strict=True)}
+    for _, part in made.contexts:
+        ids = part.token_ids
+        assert ids in shown, "a context is what one request showed and what was answered"
+        assert len(ids) == len(part.loss_mask) == len(part.logprobs)
+        past = 0
+        for turn in part.turns:  # every turn's prompt is the prompt and answer before it, and something new
+            past += len(turn.context.token_ids) if turn.context is not None else 0
+            past += len(turn.observation_ids) + len(turn.action_ids)
+            assert ids[:past] in shown
+            assert ids[past - len(turn.action_ids) : past] == turn.action_ids
+            assert (turn.action_ids, turn.logprobs, turn.versions) in by_answer
+    assert sum(map(sum, (part.loss_mask for _, part in made.contexts))) == sum(
+        len(done.token_ids) for done in policy.completions
+    )
+    assert made.first_version == 0, "the oldest weights are measured from, whatever came back first"
+
+
+def test_two_that_go_on_from_one_answer_share_its_ids_and_it_is_trained_once() -> None:
+    policy = ScriptedPolicy("root", "left", "right")
+
+    async def fork() -> Session:
+        session = session_of(policy)
+        first = [user("go")]
+        await session.chat(openai_protocol.chat_asked({"messages": first}))
+        said = {"role": "assistant", "content": "root"}
+        both = [session.chat(openai_protocol.chat_asked({"messages": [*first, said, user(t)]})) for t in ("l", "r")]
+        await asyncio.gather(*both)
+        return session
+
+    made = trajectory(asyncio.run(fork()))
+    (_, straight), (_, branch) = made.contexts
+    root = (*policy.requests[0].token_ids, *policy.completions[0].token_ids)
+    assert straight.token_ids[: len(root)] == branch.token_ids[: len(root)] == root
+    start = branch.turns[0].context
+    assert start is not None
+    assert (start.reason, start.token_ids) == ("branched", root)
+    assert branch.loss_mask[: len(root)] == (0,) * len(root)
+
+
+def test_the_context_with_the_oldest_weights_comes_first_whatever_came_back_first() -> None:
+    conversation = Conversation(CHAT)
+    for text, version in (("new", 3), ("old", 2), ("newer", 4)):
+        opening = conversation.chat([Message("user", text)], "")
+        ids = (*CHAT.encode(text), CHAT.end_id)
+        done = Completion("r", ids, (0.0,) * len(ids), ((version, len(ids)),), "stop")
+        conversation.add(opening, done, Message("assistant", text), "", 0.0, 0.0)
+    turns = conversation.turns(0.5, True)
+    assert [turn.versions[0][0] for turn in turns] == [2, 3, 4]
+    assert [turn.context and turn.context.reason for turn in turns] == [None, "edited", "edited"]
+    assert [turn.reward for turn in turns] == [0.0, 0.0, 0.5]
+
+
+def test_several_choices_are_branches_of_one_prompt() -> None:
+    policy = ScriptedPolicy("one", "two", "three")
+
+    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+        return await post(door, client, {"messages": [user("go")], "n": 3})
+
+    (status, body), session = with_server(policy, talk)
+    assert status == 200
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["one", "two", "three"]
+    assert len(trajectory(session).contexts) == 3
+    assert len({request.token_ids for request in policy.requests}) == 1
+    assert len({request.request_id for request in policy.requests}) == 3
+
+
+def test_a_stop_text_ends_the_answer_where_openai_ends_it_and_nothing_behind_it_is_kept() -> None:
+    policy = ScriptedPolicy("yes END and so on")
+
+    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+        return await post(door, client, {"messages": [user("go")], "stop": ["END"]})
+
+    (_, body), session = with_server(policy, talk)
+    assert body["choices"][0]["message"]["content"] == "yes "
+    assert body["choices"][0]["finish_reason"] == "stop"
+    made = trajectory(session)
+    assert made.turns[0].action_ids == policy.completions[0].token_ids[:7]
+    assert made.turns[0].versions == ((0, 7),)
+
+
+def test_plain_completions_go_on_from_text_and_from_ids() -> None:
+    policy = ScriptedPolicy("b", "c", "e")
+
+    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+        _, first = await post(door, client, {"prompt": "a"}, "/completions")
+        await post(door, client, {"prompt": f"a{first['choices'][0]['text']} more"}, "/completions")
+        ids = [*policy.requests[-1].token_ids, *policy.completions[-1].token_ids, *CHAT.encode("!")]
+        status, _ = await post(door, client, {"prompt": ids}, "/completions")
+        assert status == 200
+
+    _, session = with_server(policy, talk)
+    assert len(trajectory(session).contexts) == 1
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "messages"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"messages": [user("x")], "top_k": 3}, 400, "top_k"),
+        ({"messages": [user("x")], "logit_bias": {"1": 2}}, 400, "logit_bias"),
+        ({"messages": [user("x")], "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"messages": [user("x")], "tool_choice": "required"}, 400, "tool_choice"),
+        ({"messages": [user("x")], "n": 17}, 400, "n"),
+        ({"messages": [user("x")], "max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": [user("x")], "stream": "yes"}, 400, "stream"),
+        ({"messages": [user("x")], "stop": ["a", "b", "c", "d", "e"]}, 400, None),
+        ([], 400, None),
+    ],
+)
+def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(
+    body: Any, status: int, param: str | None
+) -> None:
+    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+        return await post(door, client, body)
+
+    (found, error), session = with_server(ScriptedPolicy(), talk)
+    assert found == status, error
+    assert set(error["error"]) == {"message", "type", "param", "code"}
+    assert param is None or error["error"]["param"] == param
+    assert session.conversation.answers == []
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    neutral = {"frequency_penalty": 0, "top_logprobs": None, "user": "me", "seed": 4, "metadata": {}, "logit_bias": {}}
+
+    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+        return await post(door, client, {"messages": [user("x")], **neutral, "response_format": {"type": "text"}})
+
+    policy = ScriptedPolicy()
+    (status, body), _ = with_server(policy, talk)
+    assert status == 200, body
+    assert policy.requests[0].sampling.seed is None, "one seed would make all members of a group say the same"
+
+
+def test_a_key_that_is_none_opens_nothing_and_no_body_is_read() -> None:
+    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+        for key in ("", "x", "rl-1-", f"{door.key}x", door.key[:-1], "rl-2-" + door.key[5:], door.key.upper()):
+            status, body = await post(door, client, {"messages": "x" * (1 << 20)}, key=key)
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        async with client.get(f"{door.url}/models") as answer:
+            assert answer.status == 401
+        root = door.url.removesuffix("/v1")
+        async with client.get(f"{root}/k/{door.key}/v1/models") as answer:  # for programs that take a URL only
+            assert answer.status == 200
+        async with client.get(f"{root}/k/{door.key}x/v1/models") as answer:
+            assert answer.status == 401
+        async with client.get(f"{root}/nothing") as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
+
+    policy = ScriptedPolicy()
+    with_server(policy, talk)
+    assert policy.requests == []
+
+
+def test_a_body_over_the_limit_is_refused_announced_or_not() -> None:
+    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+        status, body = await post(door, client, {"messages": [user("x" * (1 << 17))]})
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(20):
+                yield b" " * 8192
+
+        headers = {"Authorization": f"Bearer {door.key}"}
+        async with client.post(f"{door.url}/chat/completions", data=pieces(), headers=headers) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (413, "body_too_large")
+        status, body = await post(door, client, {"messages": [user("x")]})
+        assert status == 200
+
+    with_server(ScriptedPolicy(), talk)
+
+
+def test_a_client_that_goes_away_aborts_what_it_asked_for_and_leaves_no_turn() -> None:
+    async def run() -> tuple[ScriptedPolicy, Session]:
+        policy = ScriptedPolicy("late", "in time", wait=asyncio.Event())
+        session = session_of(policy)
+        assert policy.wait is not None
+        async with served(session) as (door, client):
+            asked = asyncio.create_task(post(door, client, {"messages": [user("x")], "n": 2}))
+            while len(policy.requests) < 2:
+                await asyncio.sleep(0.01)
+            asked.cancel()
+            async with asyncio.timeout(5):
+                while policy.aborted < 2:
+                    await asyncio.sleep(0.01)
+            policy.wait.set()
+            status, _ = await post(door, client, {"messages": [user("x")]})
+            assert status == 200
+        return policy, session
+
+    policy, session = asyncio.run(run())
+    assert policy.aborted == 2
+    assert [turn.action_ids for turn in trajectory(session).turns] == [policy.completions[0].token_ids]
+
+
+def test_limits_of_turns_and_context_are_errors_that_no_client_retries() -> None:
+    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+        status, body = await post(door, client, {"messages": [user("x" * 200)]})
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        for _ in range(2):
+            status, _ = await post(door, client, {"messages": [user("x")]})
+            assert status == 200
+        status, body = await post(door, client, {"messages": [user("x")]})
+        assert (status, body["error"]["code"]) == (403, "turn_limit_reached")
+
+    _, session = with_server(ScriptedPolicy(), talk, Bounds(2, 8, 100))
+    assert session.truncated
+
+
+def test_a_trajectory_that_gets_too_stale_ends_at_its_next_request() -> None:
+    policy = ScriptedPolicy()
+
+    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+        await post(door, client, {"messages": [user("x")]})
+        return await post(door, client, {"messages": [user("x")]})
+
+    (status, body), session = with_server(policy, talk, stale=lambda first: first == 0)
+    assert (status, body["error"]["code"]) == (403, "trajectory_over")
+    assert isinstance(session.broken.exception(), StaleTrajectory)
+    assert len(policy.requests) == 1
+
+
+def test_an_engine_that_fails_ends_the_trajectory_with_the_cause() -> None:
+    class Failing(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest, turns: Sequence[Turn] = ()) -> Completion:
+            return Completion(request.request_id, (), (), (), "error", error="CUDA out of memory")
+
+    async def talk(door: Door, client: aiohttp.ClientSession) -> Any:
+        return await post(door, client, {"messages": [user("x")]})
+
+    (status, _), session = with_server(Failing(), talk)
+    assert status == 403
+    assert "engine_out_of_memory" in str(session.broken.exception())
+
+
+def test_an_answer_that_takes_too_long_is_a_timeout_in_their_form() -> None:
+    async def run() -> tuple[int, Any]:
+        policy = ScriptedPolicy(wait=asyncio.Event())
+        async with served(session_of(policy, Bounds(4, 8, 100, seconds=0.1))) as (door, client):
+            return await post(door, client, {"messages": [user("x")]})
+
+    status, body = asyncio.run(run())
+    assert (status, body["error"]["code"]) == (504, "timeout")
+
+
+def test_temperature_is_the_runs_unless_the_task_leaves_it_to_the_agent() -> None:
+    async def talk(door: Door, client: aiohttp.ClientSession) -> None:
+        await post(door, client, {"messages": [user("x")], "temperature": 0.25, "top_p": 0.5, "max_tokens": 3})
+
+    for own, expected in ((False, (1.0, 1.0)), (True, (0.25, 0.5))):
+        policy = ScriptedPolicy()
+        with_server(policy, talk, Bounds(4, 8, 100, own_sampling=own))
+        sampling = policy.requests[0].sampling
+        assert ((sampling.temperature, sampling.top_p), sampling.max_tokens) == (expected, 3)
+
+
+# ------------------------------------------------------------------------------------------------------ chat templates
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "{% set content = message.content %}"
+    # As Qwen3: reasoning is shown in the last answer only.
+    "{% if message.role == 'assistant' and not loop.last and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with merges, and a template that drops reasoning: both ways to break a prefix."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<|pad|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator(["the cat sat on the mat, and then the other cat sat there too"] * 20, trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_a_models_own_template_never_tokenizes_an_answer_again(tokenizer_folder: Path) -> None:
+    chat = ModelChat(str(tokenizer_folder))
+    chance = random.Random(1)
+    for _ in range(60):
+        conversation, messages = Conversation(chat), [Message("user", "the cat")]
+        previous: tuple[int, ...] = ()
+        for turn in range(3):
+            opening = conversation.chat(messages, "")
+            assert opening.token_ids[: len(previous)] == previous
+            # Any ids, not those that the tokenizer would choose; now and then cut off, with reasoning, or not UTF-8.
+            ids = [chance.randrange(3, len(chat.vocabulary)) for _ in range(chance.randrange(1, 9))]
+            ids += chat.encode("</think>") if chance.random() < 0.5 else ()
+            ended = chance.random() < 0.7
+            ids += [chat.end_id] if ended else []
+            done = Completion("r", tuple(ids), (0.0,) * len(ids), ((0, len(ids)),), "stop" if ended else "length")
+            said = Message("assistant", chat.text(ids))
+            previous = conversation.add(opening, done, said, "", 0.0, 0.0).token_ids
+            messages = [*messages, said, Message("user", f"and then {turn}")]
+        last = conversation.chat(messages, "").token_ids
+        assert last[: len(previous)] == previous
+        behind = last[len(previous) :]
+        close = () if done.token_ids[-1] == chat.end_id else (chat.end_id,)
+        assert behind == (*close, *chat.encode("\n<|im_start|>user\nand then 2<|im_end|>\n<|im_start|>assistant\n"))
+
+
+def test_a_models_own_template_serves_several_requests_of_one_agent_at_once(tokenizer_folder: Path) -> None:
+    chat = ModelChat(str(tokenizer_folder))
+
+    async def run() -> list[str]:
+        policy = ScriptedPolicy()
+        session = session_of(policy)
+        session.chat_format = session.conversation._chat = chat
+        wanted = [openai_protocol.chat_asked({"messages": [user(f"the cat {n} " * 200)]}) for n in range(12)]
+        answers = await asyncio.gather(*(session.chat(each) for each in wanted))
+        shown = {request.token_ids for request in policy.requests}
+        assert shown == {chat.whole(each.messages, "") for each in wanted}
+        return [answered.choices[0].reason for answered, _ in answers]
+
+    assert asyncio.run(run()) == ["stop"] * 12
+
+
+def test_where_the_answer_is_what_the_tokenizer_would_write_the_prompt_is_the_templates_own(
+    tokenizer_folder: Path,
+) -> None:
+    chat = ModelChat(str(tokenizer_folder))
+    conversation, messages = Conversation(chat), [Message("user", "the cat")]
+    tools = '[{"function":{"name":"look"},"type":"function"}]'
+    for text in ("sat there", "on the mat"):
+        opening = conversation.chat(messages, tools)
+        assert opening.token_ids == chat.whole(messages, tools)
+        ids = (*chat.encode(text), chat.end_id)
+        said = Message("assistant", text)
+        conversation.add(opening, Completion("r", ids, (0.0,) * len(ids), ((0, len(ids)),), "stop"), said, "", 0, 0)
+        messages = [*messages, said, Message("user", "and?")]
+    assert conversation.chat(messages, tools).token_ids == chat.whole(messages, tools)
+
+
+def test_a_folder_without_a_tokenizer_or_a_template_is_one_error(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=r"task\.agent\.tokenizer"):
+            ModelChat(str(folder))
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<tool_call>[]</tool_call>"]
+)
+def test_a_call_that_is_malformed_is_text(text: str) -> None:
+    assert calls_in(text, "c") == (text, [])

@@ -1,0 +1,326 @@
+"""Figures that pages quote are those of the files in ``docs/results``: one that is measured again is told where it is quoted.
+
+Held are the README's table of what was measured and the row "measured" of each feature's page, digit by digit; what the page
+of results begins each row with; and the figures that recipes give. A line of :data:`QUOTES` is a page, what it says with ``{}``
+for each figure, the file, and where in it the figures are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FEATURES = sorted(path.stem for path in ROOT.glob("docs/*.md") if "| in short |" in path.read_text(encoding="utf-8"))
+# What a row says of its conditions, not of what was found.
+CONDITIONS = re.compile(
+    r"\(?paper: [^)]*|2 cores of an AMD EPYC|two cores|vLLM 0\.32\.0 CPU|Megatron-Core 0\.16\.1 and 0\.19\.2|"
+    r"[Pp]99|alpha 1 and 2|\b1 GiB|\]\([^)]*\)|`[^`]*`|\bSmolLM2-135M|bar 2\b|80 steps"
+)
+Figures = Callable[[Any], tuple[float, ...]]
+
+
+def value(found: Any) -> tuple[float, ...]:
+    return (found["value"],)
+
+
+def level_ratios(found: Any) -> tuple[float, ...]:
+    """Batch-level over trajectory-level, by deviation of the environments' times."""
+    return tuple(row["ratio"] for row in found["detail"]["table"])
+
+
+def moves(*tokens: int) -> Figures:
+    """Moving so many tokens of KV over computing them."""
+
+    def ratios(found: Any) -> tuple[float, ...]:
+        rows = {row["tokens"]: row["move"] / row["recompute"] for row in found["detail"]["rows"]}
+        return tuple(rows[count] for count in tokens)
+
+    return ratios
+
+
+def update_pause(found: Any) -> tuple[float, ...]:
+    overlapped = found["detail"]["ways"]["overlapped"]
+    return (overlapped["pause_ms"], overlapped["bytes"] / 1e6)
+
+
+def sparse(density: float) -> Figures:
+    """Bytes a changed weight, the larger of the two models."""
+    return lambda found: (max(row["bytes_per_change"] for row in found["detail"]["rows"] if row["density"] == density),)
+
+
+def two_schedulers(found: Any) -> tuple[float, ...]:
+    ladder = found["detail"]["ladder"]
+    steps = {model: {name: row["step_seconds"] for name, row in rows.items()} for model, rows in ladder.items()}
+    return tuple(steps[m]["veRL"] / steps[m]["+ reward scheduler"] for m in ("7B/8k", "14B/16k", "32B/32k"))
+
+
+def heddle(found: Any) -> tuple[float, ...]:
+    """Over the best router, and over the hybrid one with the same degrees: the least of the three agents."""
+    rows = {row["what"]: row["simulated"] for agent in found["detail"]["agents"].values() for row in agent["rows"]}
+    same = [rows[f"{agent}: ours over hybrid, our degrees"] for agent in found["detail"]["agents"]]
+    return (found["value"], min(same))
+
+
+def borrowed(found: Any) -> tuple[float, ...]:
+    """With 4, 8, 16 devices: under ROSE's rule, then spread by utilization."""
+    rules = [found["detail"]["rules"][rule]["speed_up"] for rule in ("dedicated-first", "least-utilized")]
+    return tuple(speed_up[devices] for speed_up in rules for devices in ("4", "8", "16"))
+
+
+def admission(found: Any) -> tuple[float, ...]:
+    dual, none = found["detail"]["modes"]["dual"], found["detail"]["modes"]["none"]
+    late = (dual["late"], dual["requests"], none["late"])
+    return (*late, dual["ttft_p99_over_alone"], dual["tpot_p99_over_alone"])
+
+
+def stream_steps(found: Any) -> tuple[float, ...]:
+    return (found["value"], *found["detail"]["ratios"])
+
+
+def single_sets(found: Any) -> tuple[float, ...]:
+    return tuple(found["detail"]["gains"][paper] for paper in ("RollArt", "ROSE", "RollPacker"))
+
+
+def kills(found: Any) -> tuple[float, ...]:
+    kinds = found["detail"]["kinds"].values()
+    seconds = [kind["median_seconds"] for kind in kinds]
+    return (found["value"], sum(kind["kills"] for kind in kinds), min(seconds), max(seconds))
+
+
+def environment_kill(found: Any) -> tuple[float, ...]:
+    return (found["detail"]["kinds"]["environment worker"]["median_seconds"],)
+
+
+def routing(found: Any) -> tuple[float, ...]:
+    kept = {case["case"]: 100 * case["prefix_kept"] for case in found["detail"]["cases"]}
+    return (found["value"], kept["cache-affine, cap 16"], kept["least-loaded, cap 16"])
+
+
+def parity(found: Any) -> tuple[float, ...]:
+    table = {row["variant"]: row for row in found["detail"]["table"]}
+    return (table["tail batching"]["difference"]["value"],)
+
+
+def link_seconds(found: Any) -> tuple[float, ...]:
+    """Of the whole of Qwen3-8B as a difference of 1 %, over 1, 5 and 20 Gbps."""
+    rows = [row for row in found["detail"]["rows"] if (row["model"], row["method"]) == ("qwen3-8b", "ours")]
+    seconds = {
+        row["gbps"]: row["whole_model_seconds"] for row in rows if row["density"] == 0.01 and not row["one_machine"]
+    }
+    return tuple(seconds[gbps] for gbps in (1, 5, 20))
+
+
+def both_ways(found: Any) -> tuple[float, ...]:
+    return tuple(way["seconds_per_step"] for way in found["ways"].values())
+
+
+def answers(found: Any) -> tuple[float, ...]:
+    """Right while training, in the first and the fourth ten steps; held out, at the start and at the end."""
+    rewards = [row["reward_mean"] for row in found["steps_table"]]
+    curve = [success for _, success in found["success_curve"]]
+    return (sum(rewards[:10]) / 10, sum(rewards[30:40]) / 10, curve[0], curve[-1])
+
+
+QUOTES: list[tuple[str, str, str, Figures]] = [
+    ("README", "**{:.3f} -> {:.3f}**", "demo", lambda r: (r["success_start"], r["success_end"])),
+    ("README", "in {:.1f} minutes", "demo", lambda r: (r["seconds"] / 60,)),
+    ("README", "a step every {:.1f} s batch by batch, every {:.1f} s on their own", "step", both_ways),
+    ("README", "takes {:.2f} times as long batch by batch", "trajectory-vs-batch", value),
+    ("README", "| {} of {:,} | `recompute-exact`", "recompute-exact", lambda r: (r["value"], r["detail"]["tokens"])),
+    ("README", "| {:.3f} ({:.1f} ms) | `update-pause`", "update-pause", lambda r: (r["value"], update_pause(r)[0])),
+    ("README", "| {:.3f}, bit-identical | `idle-overhead`", "idle-overhead", value),
+    ("README", "| {:.3f} | `active-overhead`", "active-overhead", value),
+    ("README", "| {:.3f} | `preemption`", "preemption", value),
+    ("README", "| {:.2f} to ", "delta-bytes", sparse(0.01)),
+    ("README", " to {:.2f} | `delta-bytes`", "delta-bytes", sparse(0.05)),
+    (
+        "README",
+        "| {} of {:,} | `ledger-faults`",
+        "ledger-faults",
+        lambda r: (r["value"], r["detail"]["trajectories_started"]),
+    ),
+    ("README", "| {:.2f}, {:.2f}, {:.2f} | `trajectory-vs-batch`", "trajectory-vs-batch", level_ratios),
+    ("README", "| {:.2f}; ", "kv-migrate", moves(8192)),
+    ("README", "; {:.2f} | `kv-migrate`", "kv-migrate-model", value),
+    ("README", "| {:.2f} | `tail-batching`", "tail-batching", value),
+    ("README", "| {:.2f}, {:.2f}, {:.2f} (paper: 2.01, 1.99, 2.48)", "rollpacker-figures", two_schedulers),
+    ("README", "| {:.2f}; with the same degrees {:.2f} (", "heddle", heddle),
+    ("README", "| {:.2f}, {:.2f}, {:.2f} (paper: 1.26, 1.45, 1.69); {:.2f}, {:.2f}, {:.2f} |", "borrowed", borrowed),
+    ("README", "| {} of {} (without admission {}); {:.2f}, {:.2f} | `coserve-slo`", "coserve-slo", admission),
+    ("README", "| {:.3f}, {:.3f}, {:.3f} | `learns`", "learns", lambda r: tuple(sorted(r["detail"]["success_end"]))),
+    ("composition", "set {:.2f} on RollArt's workload, {:.2f} on ROSE's, {:.2f} on", "all-together", single_sets),
+    (
+        "environments",
+        "batch-level {:.2f}, {:.2f}, {:.2f} at deviations of {:.1f}, {:.1f}, {:.0f} ",
+        "trajectory-vs-batch",
+        lambda r: (*level_ratios(r), *r["detail"]["load"]["deviations"]),
+    ),
+    (
+        "coserving",
+        "TTFT {3:.2f} and TPOT {4:.2f} of serving alone under dual admission, {0} of {1} late, without admission {2} ",
+        "coserve-slo",
+        admission,
+    ),
+    ("coserving", "pages in {:.0f} ms", "kv-remap", lambda r: (1000 * r["value"],)),
+    ("environments", "; {:.0f} s in the median", "kills", environment_kill),
+    (
+        "kv_transfer",
+        "{:.2f} of computing 8,192 tokens, {:.2f} of 1,024, {:.2f} of 256 ",
+        "kv-migrate",
+        moves(8192, 1024, 256),
+    ),
+    (
+        "megatron",
+        "bit-equal to one batch in {} of {} runs over 68 layouts",
+        "stream-equality",
+        lambda r: (r["detail"]["bit_equal"], r["detail"]["cases"]),
+    ),
+    ("megatron", "a step {:.2f} ({:.2f}, {:.2f}, {:.2f}: within", "stream-step", stream_steps),
+    ("modes", "environments {:.2f} to {:.2f} times", "trajectory-vs-batch", lambda r: level_ratios(r)[::2]),
+    ("prediction", "throughput {:.2f} on 8 GPUs", "heddle", value),
+    ("recovery", "{} trajectories unaccounted for after {} kills; {:.0f} to {:.0f} s", "kills", kills),
+    (
+        "routing",
+        "takes {:.3f} ms at the 99th percentile; {:.0f} % of the turns go back to their prefix, {:.1f} %",
+        "routing",
+        routing,
+    ),
+    ("simulator", "{:.1f} % at worst", "sim-error", lambda r: (100 * r["value"],)),
+    ("simulator", "{:.0f} % off the papers'", "sim-error", lambda r: (100 * r["detail"]["papers"]["median_error"],)),
+    ("smollm2", "{:.2f} to {:.2f} of training questions; held out {:.2f} to {:.2f}", "smollm2", answers),
+    ("tail_batching", "{:.2f} of the rollout's processor seconds", "tail-batching", value),
+    ("tail_batching", "held-out success {:.3f} with both etas at 1.25", "learning-parity", parity),
+    ("tasks", "adaptive timeouts {:.2f} over two rounds", "reward-timeout", value),
+    ("tasks", "FrozenLake {:.3f} to {:.3f} in the demo", "demo", lambda r: (r["success_start"], r["success_end"])),
+    (
+        "tasks",
+        "demo, {:.2f} to {:.3f} in the longer run",
+        "learns",
+        lambda r: (min(r["detail"]["success_end"]), max(r["detail"]["success_end"])),
+    ),
+    (
+        "trajectories",
+        "in 11 versions reads {:.1f} % of the bytes of a million rows",
+        "store",
+        lambda r: (100 * r["value"],),
+    ),
+    ("vllm", "idle plugin {:.3f} of stock's", "idle-overhead", value),
+    ("vllm", "active {:.3f};", "active-overhead", value),
+    ("vllm", "waits {:.3f} of a slot's time", "preemption", value),
+    ("vllm", "still {:.1f} ms for {:.0f} MB", "update-pause", update_pause),
+    ("weights", "standstill of {:.1f} ms for {:.0f} MB", "update-pause", update_pause),
+    ("weights", "{:.2f} bytes a changed weight", "delta-bytes", sparse(0.01)),
+    (
+        "start",
+        "`success on held-out prompts: {:.3f} -> {:.3f}`",
+        "demo",
+        lambda r: (r["success_start"], r["success_end"]),
+    ),
+    (
+        "recipes/tune",
+        "| {:.2f} to {:.2f} times as fast as batch-level |",
+        "trajectory-vs-batch",
+        lambda r: level_ratios(r)[::2],
+    ),
+    ("recipes/tune", "| {:.2f} of the rollout's processor seconds;", "tail-batching", value),
+    ("recipes/tune", "| {:.2f} a step ({:.2f}, {:.2f}, {:.2f}: within", "stream-step", stream_steps),
+    ("recipes/tune", "| {:.2f} bytes a changed weight at 1 %", "delta-bytes", sparse(0.01)),
+    (
+        "recipes/tune",
+        "{:.2f} of computing it at 8,192 tokens, {:.2f} at 1,024, {:.2f} at 256",
+        "kv-migrate",
+        moves(8192, 1024, 256),
+    ),
+    ("recipes/tune", "| adaptive reward timeout | {:.2f} (", "reward-timeout", value),
+    ("recipes/tune", "within {:.1f} % of", "sim-error", lambda r: (100 * r["value"],)),
+    ("recipes/slow_environments", "{:.2f}, {:.2f}, {:.2f} times as fast", "trajectory-vs-batch", level_ratios),
+    ("recipes/slow_link", "{:.1f} ms for {:.0f} MB", "update-pause", update_pause),
+    ("recipes/slow_link", "| {:.2f} s | {:.3f} s | {:.3f} s |", "transfer-limit", link_seconds),
+    ("start", "took {:.1f} minutes", "demo", lambda r: (r["seconds"] / 60,)),
+]
+# Rows whose figures are in no file, or are held elsewhere: what of them is not compared.
+ELSEWHERE = {
+    "seeing": r"2\.1 and 2\.8 ms with its samples, 2\.3 and 2\.6 ms without, 2,000 episodes",  # short runs, page of results
+}
+
+
+@cache
+def page(name: str) -> str:
+    return (ROOT / ("README.md" if name == "README" else f"docs/{name}.md")).read_text(encoding="utf-8")
+
+
+def rendered(template: str, file: str, figures: Figures) -> str:
+    """What the page has to say."""
+    return template.format(*figures(json.loads((ROOT / f"docs/results/{file}.json").read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "file", "figures"), QUOTES, ids=lambda part: part if isinstance(part, str) else ""
+)
+def test_a_quoted_figure_is_that_of_its_file(name: str, template: str, file: str, figures: Figures) -> None:
+    assert rendered(template, file, figures) in page(name), f"docs/results/{file}.json has another figure than {name}"
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Each row of the README's table (its column of values), and each feature's row "measured"."""
+    table = page("README").partition("\n## What was measured\n")[2].partition("\n## ")[0]
+    for line in re.findall(r"^\|.*\| `[\w-]+` \|$", table, re.M):
+        cells = line.strip("|").split("|")
+        yield "README", f"|{cells[2]}|{cells[3]}"
+    for name in FEATURES:
+        short = page(name).partition("| in short |")[2].partition("\n\n")[0]
+        for line in re.findall(r"^\| measured \| (.*) \|$", short, re.M):
+            yield name, line
+
+
+def uncovered(name: str, row: str) -> str:
+    """The row without what is compared, and without its conditions."""
+    held = [re.escape(rendered(template, file, figures)) for its, template, file, figures in QUOTES if its == name]
+    left = list(row)
+    for pattern in (*held, ELSEWHERE.get(name, "$^"), CONDITIONS.pattern):
+        for match in re.finditer(pattern, row):
+            left[match.start() : match.end()] = " " * len(match.group())
+    return "".join(left)
+
+
+@pytest.mark.parametrize(("name", "row"), list(rows()))
+def test_no_digit_of_a_measured_row_is_without_a_file(name: str, row: str) -> None:
+    assert re.findall(r"\d[\d.,]*", uncovered(name, row)) == []
+
+
+def test_a_figure_that_changed_would_be_noticed() -> None:
+    assert (
+        uncovered("tasks", "adaptive timeouts 1.16 over two rounds").strip() == "adaptive timeouts 1.16 over two rounds"
+    )
+    assert len(list(rows())) > 30
+
+
+# Rows of the page of results that begin with another figure than the file's "value", in which it is, too.
+ANOTHER = {"stream-equality", "trajectory-vs-batch", "transfer-limit"}
+
+
+def results() -> Iterator[tuple[str, str]]:
+    """Name and column of values of each row of the page of results whose file has a figure."""
+    for line in page("results/README").splitlines():
+        file = re.search(r"\[json\]\(([\w-]+)\.json\)", line)
+        if file and "value" in json.loads((ROOT / f"docs/results/{file[1]}.json").read_text(encoding="utf-8")):
+            yield file[1], line.split(" | ")[2]
+
+
+@pytest.mark.parametrize(("name", "said"), list(results()))
+def test_a_row_of_the_page_of_results_has_the_figure_of_its_file(name: str, said: str) -> None:
+    figure = json.loads((ROOT / f"docs/results/{name}.json").read_text(encoding="utf-8"))["value"]
+    first = re.search(r"-?\d[\d,]*(?:\.(\d+))?( %)?", said)
+    assert first
+    shown = f"{figure * (100 if first[2] else 1):,.{len(first[1] or '')}f}"
+    if name in ANOTHER:
+        assert f"{figure:.2f}" in said or f"{figure:.1e}".replace("e-0", "e-") in said
+    else:
+        assert first[0].removesuffix(" %") == shown, f"docs/results/{name}.json has {figure}"

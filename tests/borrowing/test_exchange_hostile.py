@@ -1,0 +1,255 @@
+"""What may befall a run that borrows: servers that lie or come back as others, files that are half written, nothing left to have.
+Real clients, proxy, market, endpoints and workers on a twin of vLLM's engine client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from orchestrator.api import ConfigError, RetryableError, RunError
+from orchestrator.borrowing.discovery import Market
+from orchestrator.borrowing.http_worker import HttpWorker
+from orchestrator.borrowing.server_exchange import offer_of
+from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.transfer import RelayEndpoint
+from tests.borrowing.test_exchange import Run, config_of, play
+from tests.support.served_twins import until, used
+from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
+
+
+def other(server: TwinServer) -> HttpWorker:
+    return HttpWorker(server.url, TOKEN, relay=RelayEndpoint.from_dict({**ENDPOINT, "job": "other"}))
+
+
+LIES: list[dict[str, Any]] = [
+    {"serving_use": "lots"},
+    {"serving_use": 1.5},
+    {"serving_use": 0.1, "serving_now": float("nan")},
+    {"serving_use": 0.1, "seconds": float("inf")},
+    {"serving_use": 0.1, "seconds": -5},
+    {"serving_use": True},
+    {"serving_use": None},
+    {"serving_use": 0.1, "lends": "yes"},
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_device_cannot_be_is_why_its_server_cannot_be_had(lie: dict[str, Any]) -> None:
+    assert "cannot be" in offer_of("url", {"device": lie}, ("run", "")).why
+
+
+def test_a_server_that_lies_is_not_had_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, liar = servers
+        liar.control.device = SimpleNamespace(recent={"serving_use": -1.0})  # type: ignore[assignment]
+        run = Run(config_of(first.url, liar.url, most=2))
+        await run.start()
+        facts = dict(liar.control.facts)
+        for told in ({"limits": [1]}, {"limits": {"max_model_len": "long"}}, {"shape": 7}, {"lease": {"job": ""}}):
+            liar.control.facts.clear()
+            liar.control.facts.update({**facts, **told})
+            await asyncio.sleep(0.15)
+            assert not run.task.done()
+            assert run.servers == {first.url}
+        liar.control.facts.clear()
+        liar.control.facts.update(facts)
+        used(liar, 0.1)
+        await until(lambda: run.servers == {first.url, liar.url})
+        assert not run.fatal
+        await run.close()
+
+    play(2, scenario, monkeypatch)
+
+
+def test_a_server_that_comes_back_with_another_model_is_left_alone_and_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        run = Run(config_of(first.url, second.url, most=2))
+        await run.start()
+        assert run.servers == {first.url, second.url}
+        await second.stop()
+        await second.start()
+        before = len(second.client.calls)
+        second.control.facts["shape"] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 9999}
+        used(second, 0.1)
+        await until(lambda: (second.url, "gone") in run.told("returned"))
+        assert run.servers == {first.url}
+        await asyncio.sleep(0.5)
+        touched = {"init_weight_transfer_engine", "pause", "start_weight_update"} & set(second.client.calls[before:])
+        assert not touched, "it serves somebody else"
+        assert (second.client.paused, second.control.lease.book.present()) == (False, None)
+        with pytest.raises(ConfigError, match="another model"):
+            await run.market.worker(second.url).start()
+        await run.close()
+
+    play(2, scenario, monkeypatch)
+
+
+def test_a_file_that_is_just_being_written_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        (server,) = servers
+        file, half = tmp_path / "servers", server.url[:-1]
+        file.write_text(f"{server.url}\n")
+        run = Run(config_of(f"{server.url}", most=1, file=str(file)))
+        market: Market = run.market
+
+        async def look() -> list[str]:
+            return [offer.url for offer in await market.look()]
+
+        monkeypatch.setattr(market, "_config", config_of("http://127.0.0.1:1", file=str(file)))
+        known = ["http://127.0.0.1:1", server.url]
+        assert await look() == known
+        file.write_text("")  # opened to be written anew
+        assert await look() == known
+        file.write_text(f"{server.url}\n")
+        assert await look() == known
+        file.write_text(half)  # the first half of it
+        assert await look() == known
+        file.write_text(f"{server.url}\n")
+        assert await look() == known
+        file.write_text("")
+        assert (await look(), await look()) == (known, known[:1])
+        file.write_text(f"{server.url}\n")
+        assert (await look(), await look()) == (known[:1], known)
+
+    play(1, scenario, monkeypatch)
+
+
+def test_the_last_server_is_kept_when_the_config_names_no_more_until_there_is_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        file = tmp_path / "servers"
+        file.write_text(f"{first.url}\n")
+        run = Run(config_of("http://127.0.0.1:1", most=1, file=str(file)))
+        await run.start()
+        file.write_text("# none\n")
+        await asyncio.sleep(0.5)
+        assert run.servers == {first.url}
+        assert len((await run.turn(1)).token_ids) == 20
+        file.write_text(f"{second.url}\n")
+        await until(lambda: run.servers == {second.url})
+        await until(lambda: run.told("returned") == [(first.url, "no candidate any more")])
+        await run.close()
+
+    play(2, scenario, monkeypatch)
+
+
+def test_a_run_with_nothing_left_to_generate_waits_for_a_server_and_ends_with_why_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(servers: list[TwinServer]) -> None:
+        (server,) = servers
+        run = Run(config_of(server.url, most=1))
+        await run.start()
+        lane = run.proxy.lane_of(server.url)
+        assert lane is not None
+        assert isinstance(lane.worker, HttpWorker)
+        assert lane.worker._lease is not None
+        await lane.worker._lease.give_back()  # it ran out, and another job was there first
+        late = other(server)
+        await late.hold()
+        await until(lambda: run.told("returned") == [(server.url, "another job has it")])
+        assert run.proxy.waiting_for == "a server to borrow"
+        turn = asyncio.ensure_future(run.turn(1))
+        await asyncio.sleep(0.3)
+        assert not run.task.done()
+        await late.close()
+        assert len((await turn).token_ids) == 20
+        again = other(server)
+        await lane.worker._lease.give_back()  # type: ignore[union-attr]
+        await again.hold()
+        monkeypatch.setattr(ElasticProxy, "patience", 0.5)
+        with pytest.raises(RunError, match="job other has it"):
+            await run.task
+        await again.close()
+        await run.close()
+
+    play(1, scenario, monkeypatch)
+
+
+def test_a_run_that_ends_while_a_server_is_given_back_leaves_its_lease_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave = Market.leave
+
+    async def slow(market: Market, worker: Any) -> None:
+        await asyncio.sleep(0.4)
+        await leave(market, worker)
+
+    monkeypatch.setattr(Market, "leave", slow)
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        run = Run(config_of(first.url, second.url, most=2, crowded=0.8))
+        await run.start()
+        used(first, 0.95)
+        await until(lambda: run.exchange._leaving)
+        for task in run.exchange._changing.values():
+            task.cancel()
+        await asyncio.sleep(0.05)
+        run.task.cancel()
+        await asyncio.gather(run.task, return_exceptions=True)
+        assert first.control.lease.book.present() is None
+        await run.close()
+        assert second.control.lease.book.present() is None
+
+    play(2, scenario, monkeypatch)
+
+
+def test_requests_that_cannot_be_taken_away_leave_the_lease_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(proxy: ElasticProxy, lane: Any) -> int:
+        raise RetryableError("it broke")
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        run = Run(config_of(first.url, second.url, most=2, crowded=0.8))
+        await run.start()
+        monkeypatch.setattr(ElasticProxy, "give_back", broken)
+        used(first, 0.95)
+        begun = time.monotonic()
+        await until(lambda: first.control.lease.book.present() is None)
+        assert time.monotonic() - begun < 20
+        await run.close()
+
+    play(2, scenario, monkeypatch)
+
+
+def test_who_places_trajectories_hears_of_every_server_that_is_lost_or_given_back_or_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Heard:
+        def __init__(self) -> None:
+            self.of: list[tuple[str, int]] = []
+
+        def came(self, worker: int) -> None:
+            self.of.append(("came", worker))
+
+        def left(self, worker: int) -> None:
+            self.of.append(("left", worker))
+
+    async def scenario(servers: list[TwinServer]) -> None:
+        first, second = servers
+        run = Run(config_of(first.url, second.url, most=2, crowded=0.8))
+        await run.start()
+        run.proxy.fleet = heard = Heard()
+        run.proxy.distrust(1, "it said something strange")
+        assert heard.of == [("left", 1)], "before anything of it is sent again"
+        await until(lambda: heard.of[1:] == [("came", 1)])
+        used(first, 0.95)
+        await until(lambda: heard.of[2:] == [("left", 0)])
+        used(first, 0.0)
+        await until(lambda: heard.of[3:] == [("came", 0)])
+        await run.close()
+
+    play(2, scenario, monkeypatch)

@@ -1,0 +1,318 @@
+"""``HttpWorker`` against the real endpoints and the real ``ServedWorker`` on a twin of vLLM's engine client: no vLLM here.
+``test_vllm_http.py`` has the same on a real ``vllm serve``, ``test_vllm_control.py`` the endpoints without the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from orchestrator.api import (
+    CommandError,
+    Completion,
+    ConfigError,
+    GenerationRequest,
+    ManagedWorker,
+    RetryableError,
+    Sampling,
+)
+from orchestrator.api import http as wire
+from orchestrator.borrowing.http_worker import HttpWorker
+from tests.support.vllm_twin import LIMITS, TOKEN, TwinServer
+from tests.support.worker_contract import CHECKS, Rig
+from vllm_rlplugin.server import request_bodies
+
+
+def run(scenario: Callable[[TwinServer, HttpWorker], Awaitable[None]], **options: Any) -> None:
+    """One scenario with a server and a client of its own."""
+
+    async def main() -> None:
+        server = await TwinServer().start(**options)
+        worker = HttpWorker(server.url, TOKEN, "http")
+        try:
+            async with asyncio.timeout(60):
+                await scenario(server, worker)
+        finally:
+            await worker.close()
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def a_request(
+    name: str, tokens: int = 5, *, trajectory: str = "", group: str = "", priority: int = 0
+) -> GenerationRequest:
+    sampling = Sampling(tokens)
+    return GenerationRequest(
+        name, trajectory or name, 0, (1, 2, 3), sampling, "test", group_id=group, priority=priority
+    )
+
+
+async def collected(worker: HttpWorker, number: int) -> dict[str, Completion]:
+    found: dict[str, Completion] = {}
+    while len(found) < number:
+        for completion in await worker.completions():
+            assert completion.request_id not in found
+            found[completion.request_id] = completion
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_worker_contract_holds_over_http(check: Callable[[Rig], Awaitable[None]]) -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        async def publish() -> int:
+            return server.publish()
+
+        assert isinstance(worker, ManagedWorker)
+        await check(Rig(worker, publish, long_tokens=100, quiet=0.1))
+
+    run(scenario)
+
+
+def test_a_completion_crosses_unchanged() -> None:
+    completion = Completion("r", (1, 2), (-0.1, -1e-300), ((0, 1), (7, 1)), "stop", error="")
+    assert wire.completion_from_json(json.loads(json.dumps(wire.completion_to_json(completion)))) == completion
+    request = a_request("a", group="g", priority=-(2**63))
+    assert request_bodies.RequestBody(**json.loads(json.dumps(wire.request_to_json(request)))).record() == request
+
+
+def test_a_cancelled_caller_loses_no_completion() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        names = [f"r{index}" for index in range(60)]
+        await worker.add([a_request(name, 1 + index % 9) for index, name in enumerate(names)])
+        found: list[str] = []
+        while len(found) < len(names):
+            task = asyncio.ensure_future(worker.completions())
+            await asyncio.sleep(0.001 * (len(found) % 5))
+            task.cancel()
+            try:
+                found.extend(item.request_id for item in await task)
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                found.extend(item.request_id for item in await asyncio.wait_for(worker.completions(), 10))
+        assert sorted(found) == sorted(names)
+
+    run(scenario)
+
+
+def test_a_failed_command_is_the_error_that_it_was_and_changes_nothing() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        async def code(call: Awaitable[Any]) -> str:
+            with pytest.raises(CommandError) as caught:
+                await call
+            return caught.value.code
+
+        version = server.publish()
+        assert await code(worker.update(version)) == "not_suspended"
+        await worker.suspend()
+        with pytest.raises(RetryableError, match="version 99 is not on the relay"):
+            await worker.update(99)
+        server.client.fail_finish = "refused"  # before the model was touched
+        with pytest.raises(RetryableError, match="refused"):
+            await worker.update(version)
+        server.client.fail_finish = ""
+        await worker.resume()
+        await worker.suspend()
+        server.client.hold.clear()
+        update = asyncio.ensure_future(worker.update(version))
+        while "finish_weight_update" not in server.client.calls[-1:]:
+            await asyncio.sleep(0.005)
+        assert await code(worker.update(version)) == "update_in_progress"
+        assert await code(worker.resume()) == "update_in_progress"
+        assert await code(worker.prepare(version + 1)) == "update_in_progress"
+        server.client.hold.set()
+        assert (await update).bytes == 1000
+        assert await code(worker.update(0)) == "version_decreases"
+        assert await code(worker.prepare(0)) == "version_decreases"
+        later = server.publish()
+        server.client.fail_finish = "the model is half written"
+        assert await code(worker.update(later)) == "weights_unusable"
+        assert await code(worker.resume()) == "weights_unusable"
+        assert server.client.paused
+        assert (await worker.status())["unusable"].endswith("the model is half written")
+        server.client.fail_finish = ""
+        assert (await worker.update(later)).version == later
+        await worker.resume()
+        assert not server.client.paused
+
+    run(scenario)
+
+
+def test_an_update_goes_to_its_end_when_its_caller_is_cancelled() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        await worker.suspend()
+        for caller in (server.worker, worker):
+            version = server.publish()
+            server.client.hold.clear()
+            update = asyncio.ensure_future(caller.update(version))
+            while "finish_weight_update" not in server.client.calls[-1:]:
+                await asyncio.sleep(0.005)
+            update.cancel()
+            await asyncio.wait([update])
+            server.client.hold.set()
+            while (await worker.stats()).version != version:
+                await asyncio.sleep(0.005)
+        await worker.resume()
+
+    run(scenario)
+
+
+def test_the_best_ranked_go_into_the_engine_and_the_others_are_held_in_front_of_it() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        await worker.suspend()
+        await worker.add([a_request(f"r{index}", priority=9) for index in range(500)])
+        inside = LIMITS.slots + LIMITS.lookahead
+        assert (await worker.stats()).waiting == 500
+        assert (len(server.client.requests), server.worker.held) == (inside, 500 - inside)
+        await worker.add([a_request("urgent", priority=1)])
+        await worker.stats()
+        assert "rl-urgent" in server.client.requests
+        await worker.abort([f"r{index}" for index in range(500)])
+        await worker.resume()
+        assert len(await collected(worker, 501)) == 501
+
+    run(scenario)
+
+
+def test_a_dead_engine_fails_every_call_pending_ones_too() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        await worker.add([a_request("a", 250)])
+        await worker.suspend()
+        server.client.hold.clear()
+        update = asyncio.ensure_future(worker.update(server.publish()))
+        waiting = asyncio.ensure_future(worker.completions())
+        while "finish_weight_update" not in server.client.calls[-1:]:
+            await asyncio.sleep(0.005)
+        server.client.die()
+        for call in (
+            update,
+            waiting,
+            worker.stats(),
+            worker.add([a_request("b")]),
+            worker.resume(),
+            worker.abort(["a"]),
+        ):
+            with pytest.raises(RetryableError, match="engine died"):
+                await call
+        assert "engine died" in (await worker.status())["broken"]
+        with pytest.raises(RetryableError, match="no engine"):
+            await worker.restart()
+
+    run(scenario)
+
+
+def test_a_server_that_was_started_anew_is_noticed_and_taken_up_by_restart() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        await worker.add([a_request("lost", 250)])
+        await server.stop()
+        with pytest.raises(RetryableError):
+            await worker.stats()
+        with pytest.raises(RetryableError, match="cannot be restarted from outside"):
+            await worker.restart()
+        await server.start()
+        await worker.restart()
+        await worker.add([a_request("a")])
+        assert list(await collected(worker, 1)) == ["a"]
+        worker._instance = "another"
+        with pytest.raises(RetryableError, match="started anew"):
+            await worker.stats()
+        await worker.restart()
+        assert (await worker.stats()).waiting == 0
+
+    run(scenario)
+
+
+def test_restart_of_a_living_server_clears_it_of_our_requests() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        await worker.suspend()
+        await worker.add([a_request(f"r{index}", 250) for index in range(30)])
+        await worker.restart()
+        assert (await worker.stats()).waiting == 0
+        assert not server.client.paused
+        await worker.add([a_request("a")])
+        assert list(await collected(worker, 1)) == ["a"]
+
+    run(scenario)
+
+
+def test_closing_leaves_the_engine_running_without_our_requests() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        await worker.suspend()
+        await worker.add([a_request(f"r{index}", 250) for index in range(30)])
+        await worker.close()
+        assert not server.client.requests
+        assert not server.client.paused
+
+    run(scenario)
+
+
+def test_another_protocol_version_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        worker._headers[wire.PROTOCOL_HEADER] = str(wire.PROTOCOL + 1)
+        with pytest.raises(ConfigError, match="protocol"):
+            await worker.stats()
+        other = HttpWorker(server.url, TOKEN)
+        monkeypatch.setattr(
+            "vllm_rlplugin.server.control_route.PROTOCOL", 1.0
+        )  # what a server of another version answers
+        with pytest.raises(ConfigError, match="speaks protocol 1\\.0"):
+            await other.stats()
+        await other.close()
+
+    run(scenario)
+
+
+def test_the_token_goes_only_where_it_may() -> None:
+    for url in ("http://example.org:8000", "http://10.0.0.1", "http://[2001:db8::1]:80"):
+        with pytest.raises(ConfigError, match="unencrypted"):
+            HttpWorker(url, TOKEN)
+    for url in ("ftp://localhost", "localhost:8000", "", "http://"):
+        with pytest.raises(ConfigError):
+            HttpWorker(url, TOKEN)
+    with pytest.raises(ConfigError, match="token"):
+        HttpWorker("http://localhost:8000", "")
+    for url in ("http://localhost:8000", "http://127.0.0.1:1", "http://[::1]:80", "https://example.org"):
+        HttpWorker(url, TOKEN)
+    HttpWorker("http://10.0.0.1", TOKEN, allow_plain_http=True)
+
+
+def test_a_wrong_token_and_a_server_without_the_plugin_are_mistakes_of_the_configuration() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        other = HttpWorker(server.url, "wrong-token-of-the-tests")
+        with pytest.raises(ConfigError, match="token"):
+            await other.stats()
+        await other.close()
+        elsewhere = HttpWorker(f"{server.url}/elsewhere", TOKEN)
+        with pytest.raises(ConfigError, match="--plugin rl-coserve"):
+            await elsewhere.stats()
+        await elsewhere.close()
+
+    run(scenario)
+
+
+def test_users_of_the_server_go_before_rollouts_whatever_their_order_among_themselves() -> None:
+    async def scenario(server: TwinServer, worker: HttpWorker) -> None:
+        behind = HttpWorker(server.url, TOKEN, "behind", priority=1_000_000)
+        try:
+            await behind.suspend()
+            await behind.add([a_request("longest", 50, priority=-40), a_request("short", 50, priority=-3)])
+            async with asyncio.timeout(10):
+                while len(server.client.requests) < 2:
+                    await asyncio.sleep(0.01)
+            found = {request.session: request.priority for request in server.client.requests.values()}
+            assert found == {"longest": 999_960, "short": 999_997}, "users have 0: the lower number goes first"
+            await behind.prioritize({"short": -60})
+            assert {request.session: request.priority for request in server.client.requests.values()} == {
+                "longest": 999_960,
+                "short": 999_940,
+            }
+        finally:
+            await behind.close()
+
+    run(scenario)

@@ -1,0 +1,127 @@
+"""A run's processes in its pools: what does not fit is refused before anything starts; a worker moves when its place fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrator.api import ConfigError, PlacedWorker, RetryableError
+from orchestrator.config import load_config
+from orchestrator.policies.placement.device_allocation import Binding, Wish
+from orchestrator.resources import ResourceManager
+from orchestrator.runtime import pool_requests
+from orchestrator.runtime.engine_actors import RayWorker
+from orchestrator.transfer import MemoryMetadata
+
+SMALL = ["rollout.workers=3", "resources.pools={H800 = 2, H20 = 2}", "resources.rollout={H800 = 1, H20 = 2}"]
+
+
+def test_each_process_asks_for_its_class_and_gets_devices_of_its_own() -> None:
+    config = load_config(None, SMALL)
+    metadata = MemoryMetadata()
+    heard: list[Binding] = []
+    manager, places = pool_requests.place(config, metadata, "job-1", heard.append)
+    assert [(item.wish.worker, item.hardware, item.devices) for item in heard] == [
+        ("job-1/trainer", "H800", (0,)),
+        ("job-1/vllm-0", "H800", (1,)),
+        ("job-1/vllm-1", "H20", (0,)),
+        ("job-1/vllm-2", "H20", (1,)),
+    ]
+    assert [*places] == ["trainer", "vllm-0", "vllm-1", "vllm-2"]
+    with pytest.raises(RetryableError, match="job-2/trainer wants 1 devices of H800"):
+        pool_requests.place(config, metadata, "job-2")
+    manager.close()
+    pool_requests.place(config, metadata, "job-2")
+
+
+def test_without_pools_nothing_is_bound_and_nothing_is_checked() -> None:
+    pool_requests.check(load_config(None, []))
+    worker = RayWorker("vllm-0", "types:SimpleNamespace", {}, {})
+    assert isinstance(worker, PlacedWorker)
+    assert worker.hardware == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        ([*SMALL, "rollout.workers=4"], "config", "must add up"),
+        (["resources.rollout={H20 = 1}"], "config", "name the pools too"),
+        (["resources.pools={CPU = 4}"], "resources.pools", "no pool serves this class"),
+        (["resources.pools={H800 = 1}"], "resources.pools", "does not fit"),
+        (["resources.pools={H800 = 1, H20 = 1}", "resources.devices_per_worker=2"], "resources.devices", "at most 1"),
+        ([*SMALL, "rollout.routing.affinity.default=B200"], "rollout.routing.affinity.default", "there are: H800, H20"),
+        (["rollout.routing.hardware={vllm-9 = 'H20'}"], "rollout.routing.hardware", "vllm-0"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_error_before_anything_starts(
+    overrides: list[str], field: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        pool_requests.check(load_config(None, overrides))
+    assert caught.value.field == field
+
+
+def test_routing_finds_the_classes_that_the_pools_give() -> None:
+    pool_requests.check(load_config(None, [*SMALL, "rollout.routing.affinity={frozenlake = 'H800', default = 'H20'}"]))
+
+
+class PlacementDouble:
+    """Counts; a place named "bad" cannot be reserved."""
+
+    def __init__(self, places: list[str]) -> None:
+        self.left = places
+        self.moves = 0
+
+    def bind(self) -> Binding:
+        return Binding(Wish("w", "H800"), self.left[0], (0,))
+
+    async def options(self) -> dict[str, Any]:
+        if self.left[0] == "bad":
+            raise RetryableError("Ray gives it no place")
+        return {}
+
+    def move(self) -> Binding:
+        if len(self.left) == 1:
+            raise RetryableError("none are left")
+        self.moves += 1
+        self.left.pop(0)
+        return self.bind()
+
+
+def test_a_worker_restarts_in_place_first_and_moves_when_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = PlacementDouble(["H800", "bad", "H20"])
+    worker = RayWorker("vllm-0", "types:SimpleNamespace", {}, {}, placement)  # type: ignore[arg-type]
+    started: list[str] = []
+
+    async def ask(what: str, *args: Any) -> None:
+        started.append(worker.hardware)
+        if started == ["H800", "H800"]:
+            raise RetryableError("no engine")
+
+    monkeypatch.setattr(worker._actor, "start", lambda: None)
+    monkeypatch.setattr(worker._actor, "ask", ask)
+
+    async def scenario() -> None:
+        await worker.start()
+        with pytest.raises(RetryableError, match="no engine"):
+            await worker.restart()
+        assert placement.moves == 0
+        with pytest.raises(RetryableError, match="no place"):
+            await worker.restart()
+        await worker.restart()
+        assert (worker.hardware, placement.moves) == ("H20", 2)
+        await worker.restart()
+        assert placement.moves == 2, "in place again"
+
+    asyncio.run(scenario())
+    assert started == ["H800", "H800", "H20", "H20"]
+
+
+def test_the_compatible_classes_of_a_config_are_used() -> None:
+    config = load_config(None, ["resources.pools={H800 = 1, CPU = 2}", "resources.compatible={H20 = ['CPU']}"])
+    _, places = pool_requests.place(config, None, "")
+    binding = places["vllm-0"].bind()
+    assert (binding.hardware, binding.fallback) == ("CPU", "there is no pool of class H20")
+    assert isinstance(places["vllm-0"]._manager, ResourceManager)

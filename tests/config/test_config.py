@@ -1,0 +1,189 @@
+"""Bad input: one clear error that names field, value and fix; and every TOML of the repository loads."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config, load_config, parse_config, to_json
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin")
+TOMLS = sorted(path for path in ROOT.rglob("*.toml") if path.name != "pyproject.toml" and ".venv" not in path.parts)
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
+def test_every_toml_of_the_repository_loads(path: Path) -> None:
+    load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "hint"),
+    [
+        ("rollout.alpa=1", "rollout.alpa", "did you mean 'alpha'"),
+        ("rollout.alpha=-1", "rollout.alpha", "greater than or equal to 0"),
+        ("rollout.group_size=1", "rollout.group_size", "greater than or equal to 2"),
+        ("trainer.learning_rate=0", "trainer.learning_rate", "greater than 0"),
+        ("run.mode=sometimes", "run.mode", "'sync', 'sync_plus', 'one_off', 'areal' or 'async'"),
+        ("nothing.here=1", "nothing", "known keys"),
+        ("relay.port=70000", "relay.port", "65535"),
+        ("relay.kind=redis", "relay.kind", "'mooncake' or 'fsspec'"),
+        ("relay.snapshot_every=-1", "relay.snapshot_every", "greater than or equal to 0"),
+        ("reward.function=os.system", "reward.function", "pattern"),
+        ("reward.host=lambda", "reward.host", "'embedded' or 'ray_serve'"),
+        ("reward.serve={min_replicas=3, max_replicas=2}", "reward.serve", "must be at least min_replicas"),
+        ("rollout.engine.block_size=20", "rollout.engine.block_size", "multiple of 32"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_fix(override: str, field: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert caught.value.field == field
+    assert hint in str(caught.value)
+
+
+def test_every_violation_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["rollout.alpha=-1", "trainer.clip_low=7", "model.layers=0"])
+    text = str(caught.value)
+    assert all(name in text for name in ("rollout.alpha", "trainer.clip_low", "model.layers"))
+
+
+@pytest.mark.parametrize("override", ["run.mode=sync", "rollout.alpha=0", "rollout.environments=4"])
+def test_values_that_do_not_fit_together_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize("objective", ["ppo", "reinforce++"])
+def test_dynamic_sampling_is_refused_where_members_are_not_compared(objective: str) -> None:
+    with pytest.raises(ConfigError, match="does not compare the members of a group"):
+        load_config(None, ["rollout.dynamic_sampling=true", f"trainer.objective={objective}"])
+
+
+def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match="TOML"):
+        load_config(tmp_path / "broken.toml")
+
+
+def test_the_saved_config_is_the_same_config() -> None:
+    import json
+
+    config = load_config(None, ["rollout.alpha=2", "run.name='x'"])
+    assert parse_config(json.loads(to_json(config))) == config
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "nowhere.toml"), "no such file"),
+        (("train", "--resume", "nowhere"), "is no run folder"),
+        (("train", "examples/frozenlake.toml", "model.path=/nonexistent"), "is not a model folder"),
+        (("train", "examples/frozenlake.toml", "reward.function=nowhere.at:all"), "no module"),
+        (("train", "examples/frozenlake.toml", "rollout.engine.max_model_len=20"), "may have"),
+        (("train", "examples/frozenlake.toml", "run.folder=/proc/nothing"), "cannot be written"),
+        (("report", "nowhere"), "is no run folder"),
+        (("bench", "nothing"), "no such benchmark"),
+    ],
+)
+def test_bad_input_ends_with_exit_code_2_and_starts_nothing(arguments: tuple[str, ...], words: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_prints_the_resolved_config_and_starts_nothing() -> None:
+    done = command("train", "examples/frozenlake.toml", "run.seed=7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert '"seed": 7' in done.stdout
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.35.1"])
+def test_an_untested_engine_version_is_refused_with_the_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.hooks import tested_versions
+    from orchestrator.runtime import preflight
+
+    def installed(_: tuple[str, ...]) -> tuple[str, str]:
+        return "vllm", version
+
+    monkeypatch.setattr(tested_versions, "installed_version", installed)
+    config = load_config(ROOT / "examples/frozenlake.toml")
+    with pytest.raises(ConfigError, match=r"0\.32") as caught:
+        preflight.check(config, preflight.make_task(config))
+    assert version in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ray.address=auto"], "reward.serve.port = 0: name the port"),
+        (["reward.serve={min_replicas=3}", "ray.cpus=2"], "3 replicas of 1 CPUs do not fit into ray.cpus = 2"),
+    ],
+)
+def test_a_ray_serve_that_could_not_start_is_refused_before_anything_starts(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orchestrator.runtime import preflight
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "grpc_reflection" or None)
+    config = load_config(ROOT / "examples/frozenlake.toml", ["reward.host=ray_serve", *overrides])
+    with pytest.raises(ConfigError, match=r"rl-coserve\[ray-serve\]"):
+        preflight.check(config, preflight.make_task(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    with pytest.raises(ConfigError, match=message):
+        preflight.check(config, preflight.make_task(config))
+
+
+def test_a_collective_needs_workers_of_the_run_itself() -> None:
+    url = 'rollout.served=["http://127.0.0.1:8000"]'
+    with pytest.raises(ConfigError, match="own workers only") as caught:
+        load_config(None, ["rollout.weights=collective", "rollout.workers=0", url])
+    assert caught.value.field == "rollout.weights"
+    mixed = load_config(None, ["rollout.weights=collective", "rollout.collective_timeout=7", url])
+    assert mixed.collective_limit == 7.0
+    assert load_config(None).collective_limit is None
+
+
+def test_turns_in_step_need_an_environment_for_everybody() -> None:
+    """Else those that have one wait, in the middle of their episode, for those that wait for one."""
+    pool = ["environment.backend=in-process-pool", "rollout.alpha=0", "run.mode=sync", "rollout.environments=64"]
+    with pytest.raises(ConfigError, match="make them equal"):
+        load_config(None, [*pool, "environment.size=8"])
+    assert load_config(None, [*pool, "environment.size=64"]).environment.size == 64
+    pool[2] = "run.mode=sync_plus"
+    assert load_config(None, [*pool, "environment.size=8"]).environment.size == 8
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(path, name) of every key, in all sections."""
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", name
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from keys(part, f"{prefix}{name}.")
+
+
+def test_every_key_is_read_by_something_that_is_no_section() -> None:
+    """As an attribute, or as a field of the record that a section's values are handed on in."""
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if file.parent.name != "sections"]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    read = set(re.findall(r"\.([a-z]\w*)|^    ([a-z]\w*): ", text, re.M))
+    names = {name for pair in read for name in pair}
+    found = dict(keys(Config))
+    assert {"run.steps", "rollout.routing.affinity", "filters.max_similarity"} <= set(found)
+    assert [path for path, name in found.items() if name not in names] == []

@@ -1,0 +1,457 @@
+"""Environments in pods, against a local API server that records what it is asked and answers as Kubernetes' API says.
+
+There is no cluster here: :class:`RecordedCluster` is a twin, and every test that talks to it says so in its name. The client
+is the official one, the manifests are ours, and the command of a pod really runs, as a process on a loopback address of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.parse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from orchestrator.api import ConfigError, Prompt, RunError, TrajectoryError
+from orchestrator.config import load_config
+from orchestrator.environments import pod_manifests, pods, tcp_link
+from orchestrator.environments.environment_pool import EnvPool, PoolSettings
+from orchestrator.environments.environment_process import CONNECT_LIMIT
+from orchestrator.environments.environment_setup import make_pool, owner_of
+from orchestrator.environments.pod_manifests import PodSettings, mirrored, name_of
+from orchestrator.environments.pods import PodBackend
+from orchestrator.events import EventLog, MemorySink
+
+HERE = Path(__file__).parents[1] / "support"
+needs_client = pytest.mark.skipif(
+    importlib.util.find_spec("kubernetes") is None, reason="the extra 'kubernetes' is not installed"
+)
+
+
+class RecordedCluster:
+    """The API server's part that is asked for, and one node. ``trouble[image]``: why a container of it does not start."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, Any]] = []
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.secrets: dict[str, dict[str, Any]] = {}
+        self.daemons: dict[str, dict[str, Any]] = {}
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.trouble: dict[str, str] = {}
+        self.status = 0  # answer everything with this
+        self.address = 1
+
+    async def __aenter__(self) -> RecordedCluster:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self.handle)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.05)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for name in list(self.pods):
+            await self.end(name)
+        await self._runner.cleanup()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        parts = request.path.strip("/").split("/")
+        body = await request.json() if request.can_read_body else None
+        self.asked.append((request.method, request.path, body))
+        if self.status:
+            return self.answer({"kind": "Status", "message": "refused"}, self.status)
+        kind, name = (parts[-1], "") if parts[-1] in ("pods", "secrets", "daemonsets") else (parts[-2], parts[-1])
+        kept = {"pods": self.pods, "secrets": self.secrets, "daemonsets": self.daemons}[kind]
+        match request.method, bool(name):
+            case "POST", False:
+                name = body["metadata"]["name"]
+                if name in kept:
+                    return self.answer({"kind": "Status", "reason": "AlreadyExists"}, 409)
+                kept[name] = body
+                if kind == "pods":
+                    await self.start(body)
+                if kind == "daemonsets":
+                    body["status"] = {"currentNumberScheduled": 1, "desiredNumberScheduled": 1, "numberMisscheduled": 0}
+                    body["status"]["numberReady"] = 1
+                return self.answer(body, 201)
+            case "GET", True if name in kept:
+                return self.answer(self.seen(kept[name]), 200)
+            case "DELETE", True if name in kept:
+                await self.end(name)
+                return self.answer(kept.pop(name), 200)
+            case "DELETE", False:
+                label, _, value = urllib.parse.unquote(request.query["labelSelector"]).partition("=")
+                for found in [key for key, item in kept.items() if item["metadata"]["labels"].get(label) == value]:
+                    await self.end(found)
+                    del kept[found]
+                return self.answer({"kind": "Status", "status": "Success"}, 200)
+        return self.answer({"kind": "Status", "reason": "NotFound"}, 404)
+
+    def answer(self, body: Any, status: int) -> web.Response:
+        return web.json_response(body, status=status)
+
+    async def start(self, pod: dict[str, Any]) -> None:
+        """What a kubelet does with the one container."""
+        container = pod["spec"]["containers"][0]
+        if container["image"] in self.trouble:
+            return
+        self.address += 1
+        pod["status"] = {"podIP": f"127.0.0.{self.address}"}
+        source = container["env"][0]["valueFrom"]["secretKeyRef"]
+        token = self.secrets[source["name"]]["stringData"][source["key"]]
+        command = [sys.executable if part == "python" else part for part in container["command"]]
+        command = [part.replace("0.0.0.0", pod["status"]["podIP"]) for part in command]
+        paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        variables = {"PATH": os.environ["PATH"], "PYTHONPATH": paths, container["env"][0]["name"]: token}
+        self.processes[pod["metadata"]["name"]] = await asyncio.create_subprocess_exec(
+            *command, env=variables, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+
+    def seen(self, pod: dict[str, Any]) -> dict[str, Any]:
+        """With the status it has now."""
+        if pod["kind"] != "Pod":
+            return pod
+        image = pod["spec"]["containers"][0]["image"]
+        common = {"name": "environment", "image": image, "imageID": "", "restartCount": 0}
+        if self.trouble.get(image) == "":
+            full = {"reason": "Unschedulable", "message": "0/1 nodes are available: insufficient cpu."}
+            return {
+                **pod,
+                "status": {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", **full}]},
+            }
+        if image in self.trouble:
+            waiting = {"waiting": {"reason": self.trouble[image], "message": f"about {image}"}}
+            return {
+                **pod,
+                "status": {"phase": "Pending", "containerStatuses": [{**common, "ready": False, "state": waiting}]},
+            }
+        ended = self.processes[pod["metadata"]["name"]].returncode is not None
+        probe = pod["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]
+        ready = not ended and _listens(pod["status"]["podIP"], probe["port"])
+        status = {"phase": "Failed" if ended else "Running", "podIP": pod["status"]["podIP"]}
+        return {
+            **pod,
+            "status": {**status, "containerStatuses": [{**common, "ready": ready, "state": {"running": {}}}]},
+        }
+
+    async def end(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None and process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    def settings(self, **options: Any) -> PodSettings:
+        return PodSettings("run-1", "registry.local/team/tasks:1", **{"port": 8011, "orphan_seconds": 60.0, **options})
+
+    def backend(self, target: str = "misbehaving:MisbehavingTask", **options: Any) -> PodBackend:
+        settings = self.settings(**options.pop("settings", {}))
+        return PodBackend(target, {}, settings, **{"limits": {"call_seconds": 5.0}, **options})
+
+
+def _listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
+        return True
+    return False
+
+
+Scenario = Callable[[RecordedCluster], Awaitable[None]]
+
+
+@pytest.fixture
+def with_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
+    monkeypatch.setattr(pods, "POLL", 0.05)
+    monkeypatch.setattr(tcp_link, "CONNECT_PAUSE", 0.01)
+    for variable in ("KUBERNETES_SERVICE_HOST", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def run(scenario: Scenario) -> None:
+        async def whole() -> None:
+            async with RecordedCluster() as cluster:
+                access = {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "local", "cluster": {"server": cluster.url}}],
+                    "users": [{"name": "me", "user": {"token": "mine"}}],
+                    "contexts": [{"name": "here", "context": {"cluster": "local", "user": "me"}}],
+                    "current-context": "here",
+                }
+                (tmp_path / "kubeconfig").write_text(json.dumps(access))
+                monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+                import kubernetes.aio.config.kube_config as kube_config
+
+                monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+                await scenario(cluster)
+
+        asyncio.run(asyncio.wait_for(whole(), 100))
+
+    return run
+
+
+def pool_of(backend: PodBackend, **settings: Any) -> EnvPool:
+    chosen = PoolSettings(**{"size": 2, "owner": "run-1", "start_tries": 2, "backoff_first": 0.1, **settings})
+    return EnvPool(backend, chosen, EventLog(MemorySink(), asyncio.get_running_loop().time))
+
+
+@needs_client
+def test_pods_are_played_replaced_and_removed_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        stale = pod_manifests.pod(cluster.settings(), "left-over", "x")
+        other = pod_manifests.pod(PodSettings("other-run", "x"), "of-somebody-else", "x")
+        cluster.trouble["x"] = "ContainerCreating"
+        cluster.pods = {"left-over": stale, "of-somebody-else": other}
+        pool = pool_of(cluster.backend())
+        await pool.open()
+        assert "left-over" not in cluster.pods
+        first = await pool.acquire(lambda _: None)
+        await first.reset(Prompt("k", "misbehaving", 1, "be good"))
+        assert (await first.step((1,))).done
+        await pool.release(first, True)
+        bad = await pool.acquire(lambda _: None)
+        await bad.reset(Prompt("k", "misbehaving", 1, "end the process"))
+        with pytest.raises(TrajectoryError, match="environment_died"):
+            await bad.step((1,))
+        await pool.release(bad, False)
+        again = await pool.acquire(lambda _: None)
+        assert again.name != bad.name
+        await again.reset(Prompt("k", "misbehaving", 1, "be good"))
+        await pool.close()
+        assert list(cluster.pods) == ["of-somebody-else"]
+        assert (cluster.secrets, cluster.daemons) == ({}, {})
+        assert all(process.returncode is not None for process in cluster.processes.values())
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_a_lost_connection_is_made_again_and_nothing_is_done_twice_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        backend = cluster.backend()
+        await backend.open()
+        session = await backend.start("run-1-e1")
+        channel: Any = session._channel
+        await session.reset(Prompt("k", "misbehaving", 1, "count slowly"))
+        for number in (1, 2, 3):
+            step = asyncio.create_task(session.step((1,)))
+            await asyncio.sleep(0.1)
+            channel._connection[1].transport.abort()  # while the environment works
+            assert (await step).reward == float(number)
+        assert channel.connections == 4
+        await session.kill()
+        await backend.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+@pytest.mark.long
+def test_who_has_no_token_gets_nothing_on_a_recorded_local_api_server(with_cluster: Callable[[Scenario], None]) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        backend = cluster.backend()
+        await backend.open()
+        session = await backend.start("run-1-e1")
+        host = next(iter(cluster.pods.values()))["status"]["podIP"]
+        reader, writer = await asyncio.open_connection(host, 8011)
+        writer.write(b"guess\n")
+        assert await asyncio.wait_for(reader.read(), CONNECT_LIMIT + 20) == b""
+        writer.close()
+        await session.ping()
+        assert not any(backend._token in json.dumps(body) for _, path, body in cluster.asked if "secrets" not in path)
+        await backend.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_a_pod_ends_when_nobody_is_connected_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        backend = cluster.backend(settings={"orphan_seconds": 1.0})
+        await backend.open()
+        session = await backend.start("run-1-e1")
+        channel: Any = session._channel
+        channel._disconnect()  # as the kernel does for a killed orchestrator
+        process = next(iter(cluster.processes.values()))
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+        await backend.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+@pytest.mark.long
+def test_a_busy_pod_ends_too_when_nobody_is_connected_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        backend = cluster.backend(settings={"orphan_seconds": 1.0}, limits={"call_seconds": 1.0})
+        await backend.open()
+        session = await backend.start("run-1-e1")
+        await session.reset(Prompt("k", "misbehaving", 1, "busy loop"))
+        step = asyncio.create_task(session.step((1,)))
+        await asyncio.sleep(0.2)
+        step.cancel()
+        channel: Any = session._channel
+        channel._disconnect()
+        process = next(iter(cluster.processes.values()))
+        assert await asyncio.wait_for(process.wait(), 60) == 128 + signal.SIGALRM
+        await backend.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_images_come_from_the_mirror_first_and_are_pulled_ahead_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        cluster.trouble["mirror:5000/team/tasks:1"] = "ImagePullBackOff"
+        backend = cluster.backend(settings={"registry_mirror": "mirror:5000"}, pre_pull=True)
+        await backend.open()
+        session = await backend.start("run-1-e1")
+        created = [body for method, path, body in cluster.asked if method == "POST"]
+        images = [body["spec"]["containers"][0]["image"] for body in created if body["kind"] == "Pod"]
+        assert images == ["mirror:5000/team/tasks:1", "registry.local/team/tasks:1"]
+        daemon = next(body for body in created if body["kind"] == "DaemonSet")
+        assert daemon["spec"]["template"]["spec"]["containers"][0]["image"] == "mirror:5000/team/tasks:1"
+        while cluster.daemons:
+            await asyncio.sleep(0.02)  # it goes when all nodes have the image
+        await session.kill()
+        assert not cluster.pods
+        await backend.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+@pytest.mark.parametrize("reason", ["ErrImagePull", "CreateContainerConfigError"])
+def test_a_pod_that_does_not_start_is_deleted_and_says_why_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None], reason: str
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        cluster.trouble["registry.local/team/tasks:1"] = reason
+        pool = pool_of(cluster.backend())
+        with pytest.raises(RunError, match=f"failed 2 times in a row: .*{reason}: about registry.local"):
+            await pool.open()
+        assert not cluster.pods
+        await pool.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+def test_a_pod_that_finds_no_node_says_so_when_its_time_is_over_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None],
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        cluster.trouble["registry.local/team/tasks:1"] = ""
+        pool = pool_of(cluster.backend(), start_timeout=4.0, start_tries=1)  # the pod is there long before
+        with pytest.raises(RunError, match=r"took over 4 s; pod .*: Unschedulable: 0/1 nodes are available"):
+            await pool.open()
+        assert not cluster.pods
+        await pool.close()
+
+    with_cluster(scenario)
+
+
+@needs_client
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_names_what_the_account_needs_on_a_recorded_local_api_server(
+    with_cluster: Callable[[Scenario], None], status: int
+) -> None:
+    async def scenario(cluster: RecordedCluster) -> None:
+        cluster.status = status
+        pool = pool_of(cluster.backend())
+        with pytest.raises(ConfigError, match=f"HTTP {status}.*deletecollection"):
+            await pool.open()
+        cluster.status = 0
+        await pool.close()
+        pool = pool_of(cluster.backend(context="elsewhere"))
+        with pytest.raises(ConfigError, match="elsewhere"):
+            await pool.open()
+        await pool.close()
+
+    with_cluster(scenario)
+
+
+# -- manifests: no server ----------------------------------------------------------------------------------------------
+
+
+def test_every_pod_is_labelled_limited_and_ends_by_itself() -> None:
+    settings = PodSettings("Run_1", "image", lifetime=77, owner_pod=("me", "uid"), node_selector={"pool": "cpu"})
+    pod = pod_manifests.pod(settings, "e1", "image")
+    spec, container = pod["spec"], pod["spec"]["containers"][0]
+    assert pod["metadata"]["labels"]["rl-coserve/owner"] == "run-1"
+    assert pod_manifests.selector(settings) == "rl-coserve/owner=run-1"
+    assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid"
+    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 77)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["nodeSelector"] == {"pool": "cpu"}
+    assert container["resources"]["limits"] == container["resources"]["requests"] == {"cpu": "500m", "memory": "512Mi"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    daemon = pod_manifests.pre_pull(settings, "image")
+    assert daemon["metadata"]["labels"]["rl-coserve/owner"] == "run-1"
+    assert "ownerReferences" in daemon["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ("ghcr.io/team/tasks:1", "mirror/team/tasks:1"),
+        ("localhost/tasks", "mirror/tasks"),
+        ("host:5000/tasks", "mirror/tasks"),
+        ("team/tasks", "mirror/team/tasks"),
+        ("tasks", "mirror/tasks"),
+    ],
+)
+def test_a_mirror_replaces_the_registry(image: str, expected: str) -> None:
+    assert mirrored(image, "mirror/") == expected
+    assert mirrored(image, "") == image
+
+
+def test_names_are_what_kubernetes_accepts() -> None:
+    assert name_of("My_Run.001", "e00001") == "my-run-001-e00001"
+    assert len(name_of("x" * 200, "e00001")) == 63
+    assert name_of("---") == "run"
+
+
+def test_an_owner_is_the_same_for_every_life_of_a_run_and_no_other(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "run-001", tmp_path / "b" / "run-001"
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+    assert owner_of(first) == owner_of(first)
+    assert owner_of(first) != owner_of(second)
+
+
+def test_pods_cannot_use_tools_on_loopback() -> None:
+    config = load_config(
+        None,
+        ["environment.backend=kubernetes", 'environment.kubernetes.image="i"', 'tools.functions={a="m:f"}'],
+    )
+    events = EventLog(MemorySink(), lambda: 0.0)
+    with pytest.raises(ConfigError, match=r"give tools\.urls"):
+        make_pool(config, None, "run-1", events)  # type: ignore[arg-type]
+
+
+def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kubernetes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    backend = PodBackend("m:f", {}, PodSettings("run-1", "image"), limits={})
+    with pytest.raises(ConfigError, match=r"rl-coserve\[kubernetes\]"):
+        asyncio.run(backend.open())

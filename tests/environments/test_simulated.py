@@ -1,0 +1,90 @@
+"""Whole simulated runs over the pool: the ledger closes whatever environments do, the same seed gives the same bytes, and what
+happened to the environments can be read afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import Config, load_config
+from orchestrator.observe.report.report_page import write_report
+from orchestrator.observe.report.run_log import load_run
+from orchestrator.sim.simulated_run import simulate
+from orchestrator.sim.twins import SimEnvironment
+
+SEEDS = 6
+
+
+def config(*overrides: str) -> Config:
+    small = [
+        "run.steps=3",
+        "rollout.workers=2",
+        "rollout.groups_per_step=3",
+        "rollout.group_size=3",
+        "rollout.environments=18",
+        "evaluation.prompts=4",
+        "environment.backend=in-process-pool",
+    ]
+    return load_config(None, [*small, *overrides])
+
+
+def events_of(lines: bytes, kind: str) -> list[dict[str, Any]]:
+    return [event for event in map(json.loads, lines.decode().splitlines()) if event["kind"] == kind]
+
+
+def test_a_pool_smaller_than_the_rollout_makes_it_wait_and_says_so() -> None:
+    result = simulate(config("environment.size=5", "environment.warm=1"))
+    pools = events_of(result.events, "environments")
+    assert len(pools) == 3
+    assert pools[-1]["size"] == pools[-1]["started"] == 5
+    assert pools[-1]["episodes"] >= result.ledger["started"]
+    assert pools[-1]["wait_seconds"] > 0
+    assert {pool["waiting_for"] for pool in pools} <= {
+        "",
+        "a free environment, all in use",
+        "an environment to be renewed",
+    }
+    assert result.ledger["failed"] == 0
+    unpooled = simulate(config("environment.backend=in-process"))
+    assert events_of(unpooled.events, "environments") == []
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_under_faults_every_trajectory_over_the_pool_is_accounted_for(seed: int) -> None:
+    options = ["sim.fault_rate=0.04", f"run.seed={seed}", "environment.size=6", "environment.warm=2"]
+    first = simulate(config(*options, "environment.max_episodes=5"))
+    assert not first.violations
+    if seed == 0:
+        again = simulate(config(*options, "environment.max_episodes=5"))
+        assert (first.events, first.journal) == (again.events, again.journal)
+
+
+def test_an_environment_that_changes_in_mid_run_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+
+    def version(_: SimEnvironment) -> str:
+        nonlocal made
+        made += 1
+        return "sim-1" if made < 20 else "sim-2"
+
+    monkeypatch.setattr(SimEnvironment, "version", property(version))
+    result = simulate(config("environment.backend=in-process"))
+    alarms = events_of(result.events, "alarm")
+    assert [alarm["detail"] for alarm in alarms] == ["task sim: 'sim-2' beside 'sim-1'"]
+
+
+def test_the_report_shows_the_pool(tmp_path: Path) -> None:
+    simulate(config("environment.size=5", "sim.fault_rate=0.05", "sim.faults=['drop','duplicate']"), tmp_path)
+    run = load_run(tmp_path)
+    assert run.pool[-1].replaced["misbehaved"] > 0
+    page = write_report(tmp_path).read_text()
+    assert "Did the environments hold?" in page
+    assert "misbehaved, hung or was cut off" in page
+    events = tmp_path / "events.jsonl"
+    counts = {"calls": 7, "failed": 1, "retries": 2, "refused_burst": 0, "cold_starts": 1, "cold_seconds": 0.5}
+    tools = {"kind": "tools", "t": 1.0, "step": 0, "tools": {"calculator": counts}}
+    events.write_text(events.read_text() + json.dumps(tools) + "\n")
+    assert "calculator" in write_report(tmp_path).read_text()

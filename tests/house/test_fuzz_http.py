@@ -1,0 +1,379 @@
+"""Whatever comes in a body, an answer or a line of another process: the same result, or the one documented error."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from orchestrator.api import (
+    Completion,
+    CompletionTiming,
+    ConfigError,
+    GenerationRequest,
+    Observation,
+    Prompt,
+    RetryableError,
+    Sampling,
+    StepResult,
+    TrajectoryError,
+    UpdateResult,
+    urls,
+)
+from orchestrator.api import http as api_http
+from orchestrator.borrowing.http_worker import HttpWorker, _batch, _object, _place, _read
+from orchestrator.environments import environment_wire
+from orchestrator.rewards import code_judge, function_client, function_service, llm_judge, process_pool
+from orchestrator.rewards.function_client import FunctionFailed
+from orchestrator.sandbox import spawner, workspace
+from tests.support import fuzzing
+from vllm_rlplugin.server import request_bodies
+
+EXAMPLES = pytest.mark.parametrize("examples", fuzzing.EXAMPLES)
+
+
+def check_types(value: Any, of: str) -> None:
+    """Fields of a record hold what their annotations say: nothing later meets a text where a number belongs."""
+    kinds = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    for name, field in value.__dataclass_fields__.items():
+        if (wanted := kinds.get(str(field.type))) is not None:
+            held = getattr(value, name)
+            assert isinstance(held, wanted), f"{of}.{name} is {held!r:.80}"  # type: ignore[arg-type]
+            assert field.type == "bool" or not isinstance(held, bool), f"{of}.{name} is {held!r}"
+            assert held == held, f"{of}.{name} is not a number"
+
+
+# -- what a vllm serve is sent ---------------------------------------------------------------------------------------------
+
+REQUEST = GenerationRequest("r-1", "t-1", 0, (1, 2, 3), Sampling(8, 1.0, 0.9, (2,), 7), "nim", -3, 40, 1.5, "g-1")
+BODIES: dict[str, tuple[type[request_bodies.Body], Any]] = {
+    "add": (request_bodies.AddBody, {"requests": [api_http.request_to_json(REQUEST)], "partial": True}),
+    "abort": (request_bodies.AbortBody, {"request_ids": ["a"], "trajectories": ["b"], "groups": ["c"], "all": False}),
+    "prioritize": (request_bodies.PrioritizeBody, {"priorities": {"t-1": 4}}),
+    "version": (request_bodies.VersionBody, {"version": 4}),
+    "kv-fetch": (
+        request_bodies.KvFetchBody,
+        {"trajectory_id": "t", "token_ids": [1], "source": "host:1", "limit": 2.0},
+    ),
+    "abort-requests": (request_bodies.AbortRequestsBody, {"request_ids": ["a"]}),
+    "init": (request_bodies.InitBody, {"init_info": {"endpoint": {"job": "x"}}}),
+    "update-weights": (request_bodies.UpdateWeightsBody, {"update_info": {"version": 3}}),
+    "finish": (request_bodies.FinishBody, {"weight_version": "3"}),
+}
+
+
+@EXAMPLES
+@pytest.mark.parametrize("name", BODIES)
+def test_a_control_endpoint_answers_every_body_with_200_or_400(name: str, examples: int) -> None:
+    """Through the routes' own class: token, limits, parsing, shape; what passes is a record that goes back to the same body."""
+    from fastapi import APIRouter, FastAPI
+    from starlette.testclient import TestClient
+
+    from vllm_rlplugin.server.bearer_auth import Guard
+    from vllm_rlplugin.server.control_route import STATE, ControlRoute, Door
+
+    model, valid = BODIES[name]
+    router, seen = APIRouter(route_class=ControlRoute), []
+
+    async def take(body: Any) -> dict[str, int]:
+        seen.append(body)
+        return {}
+
+    take.__annotations__["body"] = model
+    router.post("/rl/it")(take)
+    app = FastAPI()
+    app.include_router(router)
+    token = "t" * 32
+    setattr(app.state, STATE, Door(Guard(token, (ipaddress.ip_network("127.0.0.1/32"),)), 1 << 20, "server", lambda: 0))
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    client = TestClient(app, client=("127.0.0.1", 5))
+    answered = client.post("/rl/it", content=json.dumps(valid), headers=headers)
+    assert answered.status_code == 200, answered.text
+
+    def check(data: bytes) -> None:
+        seen.clear()
+        with fuzzing.bounded():
+            answer = client.post("/rl/it", content=data, headers=headers)
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert "error" in answer.json(), answer.text
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        for body in seen:
+            if isinstance(body, request_bodies.AddBody):
+                for item in body.requests:
+                    record = item.record()
+                    check_types(record, "request")
+                    check_types(record.sampling, "sampling")
+                    assert all(type(token) is int and token >= 0 for token in record.token_ids)
+            assert model.model_validate(body.model_dump()) == body
+
+    fuzzing.fuzz(examples if examples > fuzzing.SHORT else 40, fuzzing.texts(valid), check)
+
+
+# -- what a vllm serve answers ---------------------------------------------------------------------------------------------
+
+COMPLETION = Completion("r-1", (5, 6), (-0.5, -1.25), ((3, 2),), "stop", CompletionTiming(0.1, 0.2, 0.1, 0.05))
+STATS = {
+    "running": 1,
+    "waiting": 0,
+    "kv_used": 3,
+    "kv_capacity": 9,
+    "preemptions": 0,
+    "tokens_per_s": 4.5,
+    "version": 2,
+    "shared": {"pages": 3, "budget": 8, "page_bytes": 4096, "ttft_slack": -0.5, "tpot_slack": None, "late_first": 2},
+}
+ANSWERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "completions": ({"sequence": 3, "completions": [api_http.completion_to_json(COMPLETION)]}, _batch),
+    "stats": (STATS, api_http.stats_from_json),
+    "update": (asdict(UpdateResult(3, 100, 0.5, 2)), api_http.update_result_from_json),
+    "kv": (
+        {"tokens": 5, "moved": 4, "bytes": 90, "seconds": 0.5, "why": "", "carrier": "tcp"},
+        api_http.kv_moved_from_json,
+    ),
+    "status": ({"instance": "a.1", "history": {"job": "x", "metadata": "y"}}, _place),
+}
+
+
+@EXAMPLES
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_of_a_server_is_a_sound_record_or_retryable(name: str, examples: int) -> None:
+    valid, parse = ANSWERS[name]
+    assert _read(parse, json.loads(json.dumps(valid)), name) is not None
+
+    def check(data: bytes) -> None:
+        def read() -> Any:
+            answer = _object(data)
+            return None if answer is None else _read(parse, answer, name)
+
+        found = fuzzing.survives(read, RetryableError)
+        if name == "completions" and found is not None:
+            for item in found[1]:
+                check_types(item, "completion")
+                check_types(item.timing, "timing")
+                counted = sum(count for _, count in item.versions)
+                assert len(item.token_ids) == len(item.logprobs) == counted
+        elif found is not None and name != "status":
+            check_types(found, name)
+
+    fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+
+
+@EXAMPLES
+def test_a_refusal_of_a_server_is_always_one_of_our_errors(examples: int) -> None:
+    worker = HttpWorker("http://127.0.0.1:1", "t" * 16)
+    valid = {"error": {"message": "no", "type": "invalid_request", "param": None, "code": 400}}
+    statuses = st.sampled_from((301, 400, 401, 403, 404, 409, 413, 422, 429, 500, 503))
+
+    def check(drawn: tuple[int, bytes]) -> None:
+        status, data = drawn
+        with fuzzing.bounded():
+            error = worker._refusal("/rl/add", status, _object(data))
+        assert type(error).__module__ == "orchestrator.api.errors"
+
+    fuzzing.fuzz(examples, st.tuples(statuses, fuzzing.texts(valid)), check)
+
+
+@EXAMPLES
+def test_an_address_is_accepted_or_what_is_wrong_with_it_is_said(examples: int) -> None:
+    pieces = st.sampled_from(
+        (
+            "http",
+            "https",
+            "redis",
+            "rediss",
+            "://",
+            "/",
+            ":",
+            "@",
+            "[",
+            "]",
+            "::1",
+            "127.0.0.1",
+            "user",
+            "pw",
+            "99999",
+            "?",
+            "#",
+            " ",
+        )
+    )
+    drawn = st.one_of(st.lists(st.one_of(pieces, st.text(max_size=3)), max_size=9).map("".join), st.text(max_size=20))
+
+    def check(url: str) -> None:
+        with fuzzing.bounded():
+            for allowed in (False, True):
+                assert isinstance(urls.mistake(url, allowed), str)
+                assert isinstance(urls.redis_mistake(url, allowed), str)
+            try:
+                function_client.FunctionClient(url)
+                HttpWorker(url, "t" * 16)
+            except ConfigError:
+                return
+
+    fuzzing.fuzz(examples, drawn, check)
+
+
+# -- environments, tools, rewards, judges ----------------------------------------------------------------------------------
+
+
+@EXAMPLES
+def test_a_reply_of_an_environment_is_a_step_or_ends_its_trajectory(examples: int) -> None:
+    step = StepResult(Observation((3, 4)), 0.5, done=True)
+    valid = {"id": 4, "result": environment_wire.step_fields(step), "tools": {"calculator": {"calls": 3, "failed": 0}}}
+
+    def check(data: bytes) -> None:
+        from orchestrator.environments.tool_functions import ToolTally
+
+        note = ToolTally().of_process()
+        found = fuzzing.survives(
+            lambda: environment_wire.read_step(environment_wire.reply_of(data, 4, note)), TrajectoryError
+        )
+        if found is not None:
+            assert type(found.reward) is float
+            assert abs(found.reward) < float("inf")
+            assert all(type(token) is int for token in found.observation.token_ids)
+        fuzzing.survives(
+            lambda: environment_wire.read_observation(environment_wire.reply_of(data, 4), "reset"), TrajectoryError
+        )
+
+    fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+
+
+@EXAMPLES
+def test_a_request_to_an_environments_process_is_always_answered(examples: int) -> None:
+    from orchestrator.environments.environment_process import Service
+
+    loop = asyncio.new_event_loop()
+    valid = {"id": 1, "call": "reset", "prompt": environment_wire.prompt_fields(Prompt("k", "nim", 1, ""))}
+
+    def check(data: bytes) -> None:
+        with fuzzing.bounded():
+            answer = loop.run_until_complete(Service().answer(data))
+        assert set(json.loads(answer)) <= {"id", "error", "result", "tools"}
+
+    try:
+        fuzzing.fuzz(examples, fuzzing.texts(valid), check)
+    finally:
+        loop.close()
+
+
+@EXAMPLES
+def test_an_answer_of_a_function_is_a_value_or_a_failure_with_its_kind(examples: int) -> None:
+    from orchestrator.rewards import reward_client as rewards_client
+
+    def check(drawn: tuple[bool, bytes]) -> None:
+        found = fuzzing.survives(lambda: function_client._answer(*drawn), FunctionFailed)
+        if found is not None:
+            reward = fuzzing.survives(lambda: rewards_client._reward(found), TrajectoryError)
+            assert reward is None or abs(reward) < float("inf")
+            if isinstance(found, dict) and "cases" in found:
+                fuzzing.survives(lambda: rewards_client._times(found["cases"]), TrajectoryError)
+            fuzzing.survives(lambda: llm_judge._content(found), TrajectoryError)
+            llm_judge._residency(found)
+
+    valid = {"reward": 0.5, "cases": [{"seconds": 0.1, "limit": 1.0, "cut": False}], "correct": True,
+             "errorType": "x", "errorMessage": "y", "choices": [{"message": {"content": "7"}}]}  # fmt: skip
+    fuzzing.fuzz(examples, st.tuples(st.booleans(), fuzzing.texts(valid)), check)
+
+
+@EXAMPLES
+def test_a_judges_words_are_a_score_in_range_or_none(examples: int) -> None:
+    class Asked(llm_judge.LLMJudge):
+        def __init__(self, structured: bool) -> None:
+            self._structured, self._low, self._high = structured, 0, 10
+
+    texts = st.one_of(
+        fuzzing.texts({"score": 7}), st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass"))
+    )
+
+    def check(drawn: tuple[bool, bytes]) -> None:
+        structured, data = drawn
+        with fuzzing.bounded():
+            found = Asked(structured)._read(data.decode("utf-8", "replace"))
+        assert found is None or (type(found) is int and 0 <= found <= 10)
+
+    fuzzing.fuzz(examples, st.tuples(st.booleans(), texts), check)
+
+
+@EXAMPLES
+def test_a_function_host_answers_every_body(examples: int) -> None:
+    class Echo(process_pool.FunctionPool):
+        async def invoke(self, event: Any, note: Any = None) -> Any:
+            return event
+
+    echo = Echo("x:y", concurrency=1, timeout=1.0, idle_seconds=1.0)
+    served = function_service.Service({"f": echo}, function_service.digest_of("t"))
+    loop = asyncio.new_event_loop()
+    paths = st.one_of(
+        st.sampled_from(("/2015-03-31/functions/f/invocations", "/2015-03-31/functions//invocations", "/stats", "/")),
+        st.text(max_size=30).map(lambda text: f"/2015-03-31/functions/{text}/invocations"),
+    )
+
+    def check(drawn: tuple[str, str, bytes, str]) -> None:
+        method, path, body, header = drawn
+        with fuzzing.bounded():
+            assert (served.refused(header) is None) == (header == "Bearer t")
+            reply = loop.run_until_complete(served.answer(method, path, body))
+        assert reply.status in (200, 400, 404, 413)
+        json.dumps(reply.value)
+
+    methods = st.sampled_from(("POST", "GET", "DELETE"))
+    headers = st.one_of(
+        st.just("Bearer t"), st.text(max_size=12).map(lambda text: f"Bearer {text}"), st.text(max_size=12)
+    )
+    drawn = st.tuples(methods, paths, fuzzing.texts({"ProvisionedConcurrentExecutions": 2, "answer": [1]}), headers)
+    try:
+        fuzzing.fuzz(examples, drawn, check)
+        put = "/2019-09-30/functions/f/provisioned-concurrency"
+        for body in fuzzing.hostile_json():
+            assert loop.run_until_complete(served.answer("PUT", put, body)).status == 400
+    finally:
+        loop.close()
+
+
+@EXAMPLES
+def test_what_judged_code_and_sandboxes_say_is_read_or_refused(examples: int) -> None:
+    valid = {"code": 0, "files": {"a.py": "cHJpbnQoMSk="}}
+    listed = [{"answer": 1}, {"error": "x"}]
+
+    def check(drawn: tuple[bytes, bytes]) -> None:
+        with fuzzing.bounded():
+            exit_code, files = workspace._collected(drawn[0])
+            assert type(exit_code) is int
+            assert files is None or all(isinstance(data, bytes) for data in files.values())
+            found = code_judge._answers(drawn[1], 2)
+            assert found is None or len(found) == 2
+            answer = fuzzing.survives(lambda: spawner.read_answer(drawn[0]), RetryableError)
+            assert answer is None or type(answer) is int
+
+    fuzzing.fuzz(examples, st.tuples(fuzzing.texts(valid), fuzzing.texts(listed)), check)
+
+
+@EXAMPLES
+def test_a_reply_line_of_a_functions_process_is_read_or_ends_that_process(examples: int) -> None:
+    class Process:
+        def __init__(self, line: bytes) -> None:
+            self.stdout = asyncio.StreamReader(limit=1 << 20)
+            self.stdout.feed_data(line)
+            self.stdout.feed_eof()
+
+    loop = asyncio.new_event_loop()
+
+    async def receive(line: bytes) -> Any:
+        return await process_pool._Worker(Process(line)).receive()  # type: ignore[arg-type]
+
+    def check(data: bytes) -> None:
+        found = fuzzing.survives(lambda: loop.run_until_complete(receive(data)), process_pool.FunctionError)
+        assert found is None or isinstance(found, dict)
+
+    try:
+        fuzzing.fuzz(examples, fuzzing.texts({"id": 1, "result": {"reward": 0.5}}), check)
+    finally:
+        loop.close()

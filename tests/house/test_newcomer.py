@@ -1,0 +1,56 @@
+"""What a newcomer does first, with real engines: the task of the pages is written down, trained and looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["run.steps=2", "warmup.steps=4", "evaluation.prompts=5"]
+
+
+def type_in(folder: Path, *words: str) -> str:
+    """A command as the recipe has it: ``PYTHONPATH=. rl-coserve ...`` where the task's file lies."""
+    environment = {**os.environ, "PYTHONPATH": f".{os.pathsep}{ROOT}"}
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.cli", *words],
+            cwd=folder,
+            env=environment,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=400)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    text = (folder / "said").read_text()
+    assert code == 0, text
+    return text
+
+
+def test_the_task_of_the_pages_is_trained_by_the_recipes_config_as_it_stands(tmp_path: Path) -> None:
+    for page, language, name in (("tasks.md", "python", "guess.py"), ("recipes/write_a_task.md", "toml", "guess.toml")):
+        blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+        (tmp_path / name).write_text(blocks[0])
+    said = type_in(tmp_path, "train", "guess.toml", *SHORT)
+    assert "success on held-out prompts:" in said
+    summary = json.loads(type_in(tmp_path, "report", "latest", "--json"))
+    assert summary["steps"] == 2
+    assert summary["ledger"]["failed_by_cause"] == {}
+    assert summary["ledger"]["trained"] == 2 * 64
+    assert "completed" in type_in(tmp_path, "top", "latest", "--once")
+    assert "trace.json" in type_in(tmp_path, "trace", "latest", "--out", "trace.json")
+    assert (tmp_path / "runs" / "latest" / "model-final" / "config.json").is_file()

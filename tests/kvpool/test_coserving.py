@@ -1,0 +1,146 @@
+"""Two real vLLM engines of different layouts in one pool, on one core: serving under load, rollouts by admission beside it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.micro.coserve_slo import LADDER, table
+from scripts.bench.probes.vllm.coserve_probe import MODES, TRAJECTORY, Pair, scaled, summary
+from scripts.bench.probes.vllm.remap_probe import measure
+from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
+from vllm_rlplugin.kvpool.ledger.tenant_words import Control
+
+LOAD = [[0.25 * index, 60 + 40 * (index % 4), 6] for index in range(16)]
+LAX = (60.0, 60.0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Path]]:
+    name = f"test-coserving-{os.getpid()}"
+    found = Pair(tmp_path_factory.mktemp("models"), name, min(os.sched_getaffinity(0)))
+    found.serving.do("replay", arrivals=LOAD[:4])
+    yield found, pool_path(name)
+    found.close()
+    pool_path(name).unlink(missing_ok=True)
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_rollouts_run_beside_a_busy_serving_engine_in_admitted_steps_only(pair: tuple[Pair, Path]) -> None:
+    engines, _ = pair
+    for mode in ("dual", "ttft", "tpot"):
+        found = engines.replay(LOAD, mode, LAX)
+        assert len(found["ttft"]) == len(LOAD)
+        assert found["late"] == 0
+        assert found["rollout_tokens"] > 0
+        assert found["rollout_steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_an_slo_without_any_slack_keeps_rollouts_out_and_they_are_handed_back(pair: tuple[Pair, Path]) -> None:
+    """What arrives next has no slack either, so nothing runs even while serving is idle; after two seconds they go elsewhere."""
+    engines, _ = pair
+    engines.serving.do("tune", ttft=1e-6, tpot=1e-6, mode="dual")
+    engines.serving.do("look", opened=True)
+    time.sleep(0.2)
+    before = engines.rollout.do("look")
+    done = engines.rollout.do("roll", seconds=4.0, **TRAJECTORY)
+    after = engines.rollout.do("look")
+    assert done["tokens"] == 0
+    assert done["returned"] >= TRAJECTORY["sequences"]
+    assert after["steps"] == before["steps"]
+    assert after["stalls"] > before["stalls"]
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_dry_run_computes_nothing_and_says_what_it_would_have(pair: tuple[Pair, Path]) -> None:
+    engines, path = pair
+    pool = PagePool.open(path)
+    engines.serving.do("tune", ttft=LAX[0], tpot=LAX[1], mode="dual")
+    pool.control(Control.DRY, 1)
+    try:
+        before = engines.rollout.do("look")
+        assert engines.rollout.do("roll", seconds=1.5, **TRAJECTORY)["tokens"] == 0
+        after = engines.rollout.do("look")
+    finally:
+        pool.control(Control.DRY, 0)
+        pool.close()
+    assert after["would"] > before["would"]
+    assert after["tokens"] == before["tokens"]
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_rollout_engine_that_is_stopped_at_any_point_holds_up_no_serving_request(pair: tuple[Pair, Path]) -> None:
+    engines, _ = pair
+    alone = engines.replay(LOAD, "alone", LAX)
+    engines.serving.do("tune", ttft=LAX[0], tpot=LAX[1], mode="dual")
+    engines.serving.do("look", opened=True)
+    engines.rollout.tell("roll", seconds=8.0, **TRAJECTORY)
+    engines.serving.tell("replay", arrivals=LOAD)
+    for number in range(12):  # at a dozen points of its steps, most of the time standing still
+        time.sleep(0.05 + 0.013 * number)
+        engines.rollout.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.25)
+        if number < 11:
+            engines.rollout.process.send_signal(signal.SIGCONT)
+    found = engines.serving.answer()
+    engines.rollout.process.send_signal(signal.SIGCONT)
+    assert len(found["ttft"]) == len(LOAD)
+    assert found["seconds"] < 3 * alone["seconds"] + 10
+    assert engines.rollout.answer()["tokens"] > 0, "and it goes on"
+    assert engines.serving.do("look")["kills"] == 0, "it was within its budget"
+
+
+def test_a_trace_is_squeezed_to_the_rate_with_a_burst_in_the_middle() -> None:
+    trace = [[100 * index, 800, 40] for index in range(200)]
+    found = scaled(trace, 10.0, 5.0)
+    assert all(row[1:] == [100, 24] for row in found)
+    inside = sum(5.0 <= row[0] < 6.0 for row in found)
+    assert sum(row[0] < 5.0 for row in found) == pytest.approx(25, abs=1)
+    assert inside == pytest.approx(4 * 5, abs=2)
+
+
+def test_the_summary_counts_over_all_replays_and_says_what_of_the_idle_share_was_used() -> None:
+    rows = [
+        {"ttft": [0.1, 0.2], "tpot": [0.01, 0.02], "late": 1, "busy": 0.3, "seconds": 2.0, "pages": 7},
+        {"ttft": [0.3], "tpot": [0.03], "late": 0, "busy": 0.5, "seconds": 2.0, "pages": 9},
+    ]
+    found = summary(rows, 100.0)
+    assert (found["requests"], found["late"], found["ttft_p99"], found["busy"]) == (3, 1, 0.3, 0.4)
+    assert "rollout_tokens_per_s" not in found
+
+
+def test_the_table_has_the_rungs_that_a_result_has_in_the_order_of_the_ladder() -> None:
+    row = {"ttft_p99_over_alone": 1.234, "tpot_p99_over_alone": 1.1, "late": 2, "requests": 84, "over_idle_share": None}
+    modes = {
+        "alone": {},
+        "dual": {**row, "rollout_tokens_per_s": 1020.4},
+        "static": {**row, "rollout_tokens_per_s": 7.0},
+    }
+    rows = table({"detail": {"modes": modes}}).splitlines()[2:]
+    assert rows[0].startswith(
+        "| static partition of the KV memory, no admission | 1.23 | 1.10 | 2 of 84 | 7, not known |"
+    )
+    assert rows[1] == "| + dual admission | 1.23 | 1.10 | 2 of 84 | 1,020, not known |"
+    assert set(LADDER) == set(MODES)
+
+
+def test_pages_that_go_from_process_to_process_are_the_same_memory() -> None:
+    path = Path(f"/dev/shm/rl-coserve-test-{os.getpid()}-remap")
+    try:
+        found = measure(argparse.Namespace(kind="host", library="", mib=8, rounds=3), path, 4)
+    finally:
+        path.unlink(missing_ok=True)
+    assert len(found) == 3
+    assert all(0 < release < seconds and 0 < mapped < seconds for seconds, release, mapped in found)

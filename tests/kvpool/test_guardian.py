@@ -1,0 +1,211 @@
+"""The serving side of a pool: budgets for real tenants in real processes, cuts, and the end of one that does not give back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.policies.serving.kv_sharing import SharingRules
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolView, TenantView
+from vllm_rlplugin.kvpool.serving.guardian import Guardian
+
+RULES = SharingRules(pages=100, headroom=0.2, watermark=0.25, deadline=2.0)
+
+
+class Setup:
+    """A pool of 100 pages with a serving tenant, its guardian, and a clock that only the test moves."""
+
+    def __init__(self, path: Path) -> None:
+        self.at = 0.0
+        self.pool = PagePool.create(path, 100, page_bytes=4096)
+        self.pool.join("serving", "serving")
+        self.guardian = Guardian(self.pool, RULES, lambda: self.at)
+        self.children: list[int] = []
+
+    def tick(self, seconds: float = 1.0) -> None:
+        self.at += seconds
+        self.guardian.tick()
+
+    def tenant(self, name: str) -> TenantView:
+        found = self.pool.view().tenant(name)
+        assert found is not None
+        return found
+
+    def rollout(self, name: str, play: Callable[[PagePool], None]) -> int:
+        """A process that joins, and plays."""
+        child = os.fork()
+        if not child:
+            try:
+                pool = PagePool.open(self.pool.path)
+                pool.join(name, "rollout")
+                play(pool)
+            finally:
+                os._exit(1)
+        self.children.append(child)
+        wait_for(lambda: self.pool.view().tenant(name) is not None)
+        return child
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    path = Path(f"/dev/shm/rl-coserve-test-{os.getpid()}-{random.randrange(10**9)}")
+    made = Setup(path)
+    yield made
+    for child in made.children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    path.unlink()
+
+
+def greedy(pool: PagePool) -> None:
+    """Takes all that it may have, and gives nothing back."""
+    while True:
+        pool.acquire(100, whole=False)
+        time.sleep(0.002)
+
+
+def polite(pool: PagePool) -> None:
+    """Takes all that it may have, and gives back what it must."""
+    held = np.empty(0, np.uint64)
+    while True:
+        mine = pool.view().tenants[-1]
+        over = max(0, held.size - mine.budget)
+        if over:
+            pool.release(held[:over])
+            held = held[over:]
+        held = np.concatenate([held, pool.acquire(100, whole=False)])
+        time.sleep(0.002)
+
+
+def test_a_rollout_engine_that_joins_gets_what_serving_leaves_less_the_headroom(setup: Setup) -> None:
+    assert setup.pool.acquire(30).size == 30
+    setup.tick()
+    setup.rollout("roll", greedy)
+    assert setup.tenant("roll").budget == 0, "nothing before serving has looked"
+    setup.tick()
+    assert setup.tenant("roll").budget == 50
+    wait_for(lambda: setup.tenant("roll").used == 50)
+
+
+def test_a_burst_halves_the_budget_and_a_step_that_begins_gives_it_back(setup: Setup) -> None:
+    setup.rollout("roll", polite)
+    setup.tick()
+    wait_for(lambda: setup.tenant("roll").used == 80)
+    burst = setup.pool.acquire(10)
+    setup.tick()
+    assert setup.tenant("roll").budget == 40
+    wait_for(lambda: setup.tenant("roll").used == 40)
+    setup.tick()
+    setup.pool.release(burst)
+    for _ in range(20):
+        setup.tick()
+    assert setup.tenant("roll").budget == 40, "calm does not give it back"
+    assert setup.guardian.cuts == 1
+    assert setup.guardian.open().pages == 70, "what serving had at its peak a moment ago stays free"
+    assert setup.tenant("roll").budget == 70
+    setup.tick(100.0)
+    assert setup.guardian.open().pages == 80, "a peak of long ago is forgotten"
+
+
+def test_in_a_static_partition_each_keeps_its_part_whatever_serving_needs_until_it_ends(setup: Setup) -> None:
+    setup.rollout("roll", polite)
+    assert setup.guardian.partition(0.5) == 50
+    setup.tick()
+    wait_for(lambda: setup.tenant("roll").used == 50)
+    burst = setup.pool.acquire(50)
+    assert burst.size == 50, "no headroom is kept"
+    for _ in range(20):
+        setup.tick()
+    assert (setup.tenant("roll").budget, setup.tenant("roll").used, setup.guardian.cuts) == (50, 50, 0)
+    setup.pool.release(burst)
+    assert setup.guardian.partition(0.0) == 100
+    setup.tick(100.0)
+    assert setup.guardian.open().pages == 80, "the rules again"
+    assert setup.pool.view().headroom == 20
+
+
+def test_one_that_does_not_give_back_in_time_is_killed_and_its_pages_are_there(setup: Setup) -> None:
+    child = setup.rollout("roll", greedy)
+    setup.tick()
+    wait_for(lambda: setup.tenant("roll").used == 80)
+    assert setup.pool.acquire(10).size == 10
+    setup.tick()
+    os.kill(child, signal.SIGSTOP)
+    setup.tick(1.9)
+    assert setup.guardian.kills == 0
+    setup.tick(0.2)
+    assert setup.guardian.kills == 1
+    setup.children.remove(child)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    setup.tick()
+    assert setup.pool.acquire(90).size == 90
+    setup.pool.release(np.flatnonzero(setup.pool.owners() == 0)[:90].astype(np.uint64))
+    setup.rollout("another", greedy)
+    setup.tick()
+    assert setup.tenant("another").budget > 0
+
+
+def test_a_process_that_does_not_hold_the_pool_is_never_killed(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The number in the ledger may be one of another namespace, and mean somebody else here."""
+    bystander = subprocess.Popen(["/bin/sleep", "60"]).pid
+    setup.children.append(bystander)
+    monkeypatch.setattr(os, "getpid", lambda: bystander)
+    roll = PagePool.open(setup.pool.path)
+    roll.join("roll", "rollout")
+    monkeypatch.undo()
+    setup.tick()
+    assert roll.acquire(80).size == 80
+    setup.pool.acquire(10)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(5):
+            setup.tick()
+    assert os.waitpid(bystander, os.WNOHANG) == (0, 0)
+    assert setup.guardian.kills == 0
+    assert len([record for record in caplog.records if "cannot be killed from here" in record.getMessage()]) == 1
+
+
+def test_several_rollout_engines_share_what_there_is(setup: Setup) -> None:
+    for name in ("one", "two"):
+        setup.rollout(name, polite if name == "two" else greedy)
+        setup.tick()
+    setup.guardian.open()
+    assert setup.tenant("one").budget == setup.tenant("two").budget == 40
+
+
+def test_a_rollout_engine_that_leaves_while_it_is_looked_at_ends_no_serving_engine(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        setup.rollout(name, polite)
+    look = setup.pool.view
+
+    def looked() -> PoolView:
+        """The first one is gone, and was taken back by another process, before its budget is written."""
+        seen = look()
+        if seen.tenant("one") is not None:
+            os.kill(setup.children[0], signal.SIGKILL)
+            wait_for(lambda: setup.pool.reap() + (look().tenant("one") is None) > 0)
+        return seen
+
+    monkeypatch.setattr(setup.pool, "view", looked)
+    setup.tick()
+    setup.tick()
+    assert setup.tenant("two").budget == 80

@@ -1,0 +1,216 @@
+"""What the serving team says about a pool: lent, taken back, killed, looked at; by commands, on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.cli import main
+from orchestrator.policies.serving.admission import ServingState
+from orchestrator.policies.serving.kv_sharing import SharingRules
+from vllm_rlplugin.kvpool.engine import pool_engine
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
+from vllm_rlplugin.kvpool.ledger.tenant_words import Rolled, Served
+from vllm_rlplugin.kvpool.serving import pool_lending
+from vllm_rlplugin.kvpool.serving.guardian import Guardian
+from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
+
+RULES = SharingRules(pages=100, headroom=0.2)
+
+
+class Setup:
+    """A pool of 100 pages; rollout tenants in processes of their own, which cannot give back two of their pages."""
+
+    def __init__(self) -> None:
+        self.name = f"test-lend-{os.getpid()}-{random.randrange(10**9)}"
+        self.path = pool_engine.pool_path(self.name)
+        self.pool = PagePool.create(self.path, 100, page_bytes=4096)
+        self.children: list[int] = []
+
+    def serve(self) -> Guardian:
+        self.pool.join("serving", "serving")
+        guardian = Guardian(self.pool, RULES, time.monotonic, 0.0)
+        guardian.watch(lambda: None)
+        return guardian
+
+    def rollout(self, name: str, polite: bool = True) -> int:
+        child = os.fork()
+        if not child:
+            try:
+                play(self.path, name, polite)
+            finally:
+                os._exit(1)
+        self.children.append(child)
+        wait_for(lambda: self.used() >= 2)
+        return child
+
+    def used(self) -> int:
+        return sum(tenant.used for tenant in self.pool.view().tenants if tenant.role == "rollout")
+
+
+def play(path: Path, name: str, polite: bool) -> None:
+    """Takes all that it may have; gives back what it must, if it is polite."""
+    pool = PagePool.open(path)
+    slot = pool.join(name, "rollout", 10)
+    pool.publish(Rolled(minimum=2, tokens=7).pack())
+    held = np.empty(0, np.uint64)
+    while True:
+        mine = next(tenant for tenant in pool.view().tenants if tenant.slot == slot)
+        over = max(0, held.size - max(2, mine.budget)) if polite else 0
+        if over:
+            pool.release(held[:over])
+            held = held[over:]
+        held = np.concatenate([held, pool.acquire(100, whole=False)])
+        time.sleep(0.002)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    made = Setup()
+    yield made
+    for child in made.children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    made.path.unlink()
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_an_idle_serving_engine_lends_what_the_team_says_and_takes_it_back(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guardian = setup.serve()
+    setup.rollout("roll")
+    wait_for(lambda: setup.used() > 60)
+    assert said(capsys, "lend", "--pool", setup.name, "--max", "0.3")[0] == 0
+    wait_for(lambda: setup.used() == 32)
+    code, found = said(capsys, "reclaim", "--pool", setup.name)
+    assert (code, found) == (0, {"out": 2, "kept": 2, "killed": []})
+    guardian.open()
+    time.sleep(0.1)
+    assert setup.used() == 2, "the next RL step gives nothing of what was taken back"
+    assert said(capsys, "lend", "--pool", setup.name, "--max", "0.5")[0] == 0
+    wait_for(lambda: setup.used() == 52)
+    guardian.stop()
+
+
+def test_the_kill_switch_ends_rollout_engines_whatever_they_do_and_nothing_is_lent_afterwards(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guardian = setup.serve()
+    child = setup.rollout("roll", polite=False)
+    wait_for(lambda: setup.used() > 60)
+    os.kill(child, signal.SIGSTOP)
+    code, found = said(capsys, "reclaim", "--pool", setup.name, "--kill")
+    assert (code, found["out"], found["killed"]) == (0, 0, [child])
+    setup.children.remove(child)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    setup.rollout("another")
+    wait_for(lambda: setup.pool.view().tenants[-1].budget == 2)
+    wait_for(lambda: setup.used() == 2)
+    guardian.stop()
+
+
+def test_without_a_serving_engine_the_command_itself_sets_the_budgets(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.rollout("roll")
+    said(capsys, "lend", "--pool", setup.name, "--max", "0.2")
+    wait_for(lambda: setup.used() == 22)
+    assert said(capsys, "reclaim", "--pool", setup.name)[1]["out"] == 2
+
+
+def test_the_status_says_what_is_lent_to_whom_and_what_became_of_the_slos(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guardian = setup.serve()
+    setup.pool.publish(Served(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
+    child = setup.rollout("roll")
+    code, found = said(capsys, "lend", "--pool", setup.name, "--dry-run")
+    assert code == 0
+    assert found["dry_run"]
+    assert (found["rollouts"][0]["pid"], found["rollouts"][0]["tokens"]) == (child, 7)
+    assert (found["slo"]["late_first"], found["slo"]["state"]["tpot_slack"]) == (2, None)
+    assert found["lease"] is None
+    LeaseBook("a server", lease_path(setup.path)).take("run-007", "/its/metadata", "its key", 60)
+    assert main(["lend", "--pool", setup.name, "--status"]) == 0
+    text = capsys.readouterr().out
+    for file in setup.path.parent.glob(f"{lease_path(setup.path).name}*"):
+        file.unlink()
+    assert "job run-007 has the lease" in text
+    assert "TTFT 70.0 ms, TPOT -" in text
+    assert "late first tokens 2 of 9, 1 by rollouts" in text
+    assert "dry run" in text
+    guardian.stop()
+
+
+def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup) -> None:
+    from prometheus_client import CollectorRegistry
+
+    from vllm_rlplugin.server.pool_metrics import PREFIX, PoolMetrics
+
+    guardian = setup.serve()
+    guardian.stop()
+    registry = CollectorRegistry()
+    metrics = PoolMetrics(PagePool.open(setup.path), registry)
+    child = setup.rollout("roll")
+    setup.pool.publish(Served(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
+    metrics.refresh()
+    metrics.refresh()
+    assert metrics.recent["lends"] is True
+    assert 0 <= metrics.recent["serving_now"] <= 1
+    found = registry.get_sample_value
+    assert found(PREFIX + "admitted_tokens_total") == 7
+    assert found(PREFIX + "late_first_tokens_by_rollouts_total") == 1
+    assert found(PREFIX + "ttft_slack_seconds") == pytest.approx(0.07)
+    assert found(PREFIX + "tpot_slack_seconds") == float("inf")
+    assert (found(PREFIX + "pages_rollout") or 0) >= 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    setup.children.remove(child)
+    setup.pool.reap()
+    pool_lending.lend(setup.pool, 0.0, None)
+    metrics.refresh()
+    assert metrics.recent["lends"] is False, "nothing for a run to borrow"
+    assert found(PREFIX + "admitted_tokens_total") == 7
+    assert found(PREFIX + "pages_rollout") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["lend", "--pool", "NAME", "--max", "1.5"], "give a share of the pool"),
+        (["lend", "--pool", "NAME"], "say what is lent"),
+        (["reclaim", "--pool", "no-such-pool"], "there is no such pool of this user"),
+    ],
+)
+def test_what_makes_no_sense_is_one_error(
+    setup: Setup, arguments: list[str], fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([setup.name if text == "NAME" else text for text in arguments]) == 2
+    assert fix in capsys.readouterr().err
+
+
+def test_a_pool_that_others_could_open_is_refused(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    setup.path.chmod(0o644)
+    assert main(["lend", "--pool", setup.name, "--status"]) == 2
+    assert "belongs to another user, can be opened by others" in capsys.readouterr().err

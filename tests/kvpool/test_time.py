@@ -1,0 +1,454 @@
+"""Time on a shared device: what a serving engine says of its slack, and what a rollout engine's scheduler makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.api import ConfigError, SharedDevice, WorkerStats
+from orchestrator.api.http import stats_from_json
+from orchestrator.policies.parallelism.learned_costs import LearnedCosts
+from orchestrator.policies.serving.admission import ServingState, Slo
+from vllm_rlplugin.kvpool.engine.step_costs import costs_of
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
+from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled, Served
+from vllm_rlplugin.kvpool.serving.neighbour_status import shared
+from vllm_rlplugin.kvpool.serving.rollout_admission import Turns
+from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
+from vllm_rlplugin.options import PluginOptions
+
+
+class Known:
+    """10 ms and 0.1 ms a token to prefill; 5 ms and 1 ms a sequence to decode."""
+
+    def prefill(self, tokens: int) -> float:
+        return 0.01 + tokens * 0.0001 if tokens else 0.0
+
+    def decode(self, batch: int) -> float:
+        return 0.005 + batch * 0.001 if batch else 0.0
+
+    def saw(self, tokens: int, batch: int, seconds: float, shared: bool) -> None:
+        pass
+
+
+class Setup:
+    """A pool with a serving and a rollout tenant, and one clock that the test moves."""
+
+    def __init__(self, path: Path) -> None:
+        self.at = 100.0
+        self.pool = PagePool.create(path, 16, page_bytes=4096)
+        self.pool.join("serving", "serving")
+        self.other = PagePool.open(path)
+        self.slot = self.other.join("rollout", "rollout")
+        self.meter = ServingMeter(
+            self.pool, Known(), Slo(0.2, 0.05), "dual", rollouts=lambda: (self.slot,), now=lambda: self.at
+        )
+        self.stock = Stock()
+        self.slept = 0.0
+        self.turns = Turns(self.stock, self.other, Known(), 1, now=lambda: self.at, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    def said(self) -> ServingState:
+        found = Served.unpack(self.pool.read(0))
+        assert found is not None
+        return found.state
+
+    def step(self) -> Any:
+        return self.turns.schedule(self.stock.schedule, False)
+
+
+class Stock:
+    """As much of a stock scheduler as :class:`Turns` reads: it computes whatever it may."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.waiting: list[Any] = []
+        self.requests: dict[str, Any] = {}
+        self.max_num_scheduled_tokens, self.max_num_running_reqs = 2048, 8
+        self.prefill_capacity_bound = False
+
+    def add(self, name: str, prompt: int, outputs: int = 0) -> Any:
+        made = request(name, prompt, outputs, computed=prompt + outputs - 1 if outputs else 0)
+        self.running.append(made)
+        self.requests[name] = made
+        return made
+
+    def schedule(self, throttle: bool) -> Any:
+        left, counts = self.max_num_scheduled_tokens, {}
+        for item in self.running:
+            need = item.num_tokens - item.num_computed_tokens
+            if throttle and not item.num_output_tokens:
+                continue
+            if count := min(left, need):
+                counts[item.request_id] = count
+                left -= count
+        return SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()))
+
+
+def request(name: str, prompt: int, outputs: int = 0, computed: int = 0, arrival: float = 0.0) -> Any:
+    return SimpleNamespace(
+        request_id=name,
+        num_tokens=prompt + outputs,
+        num_tokens_with_spec=prompt + outputs,
+        num_output_placeholders=0,
+        num_computed_tokens=computed,
+        num_output_tokens=outputs,
+        arrival_time=arrival,
+        is_finished=lambda: False,
+    )
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    path = Path(f"/dev/shm/rl-coserve-test-{os.getpid()}-{random.randrange(10**9)}")
+    yield Setup(path)
+    path.unlink()
+
+
+def test_what_is_said_comes_out_as_it_went_in_and_is_not_taken_for_something_else() -> None:
+    state = ServingState(123.456789, -0.25, math.inf, 5.5, True, -math.inf, 99, 3, True)
+    said = Served(state, "tpot", 1, 2, 3, 4, 5, 6)
+    assert Served.unpack(said.pack()) == said
+    rolled = Rolled(True, False, 1.5, 2.25, 0.003, 9, 1, 2, 3, 4, 5, 6, 7)
+    assert Rolled.unpack(rolled.pack()) == rolled
+    assert Served.unpack(rolled.pack()) is None
+    assert Rolled.unpack(said.pack()) is None
+    assert Served.unpack(None) is None
+
+
+# -- serving -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_arrival_is_published_at_once_with_the_slack_of_equation_1(setup: Setup) -> None:
+    setup.at = 100.02
+    setup.meter.arrived(request("a", 400, arrival=100.0))
+    found = setup.said()
+    assert found.busy
+    assert found.ttft_slack == pytest.approx(0.2 - 0.02 - 0.05)
+    assert found.tpot_slack == math.inf
+    assert found.arriving == pytest.approx(0.2 - 0.05 - 0.05), "one that comes now waits for this one"
+    setup.meter.arrived(request("b", 400, arrival=100.02))
+    assert setup.said().ttft_slack == pytest.approx(min(0.13, 0.2 - 0.1))
+
+
+def test_a_step_is_published_with_its_end_and_a_token_with_the_slack_of_equation_2(setup: Setup) -> None:
+    first = request("a", 400, arrival=100.0)
+    setup.meter.arrived(first)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    first.num_computed_tokens = 400
+    assert setup.said().step_end == pytest.approx(100.05)
+    setup.at = 100.06
+    first.num_output_tokens, first.num_tokens = 1, 401
+    setup.meter.ended()
+    found = setup.said()
+    assert found.step_end == 0.0
+    assert found.ttft_slack == math.inf
+    assert found.tpot_slack == pytest.approx(0.05 - 0.006)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    assert setup.said().tpot_slack == pytest.approx(0.05 - 0.006), "it stands while the step runs"
+    assert (setup.meter.latest.firsts, setup.meter.latest.late_first) == (1, 0)
+
+
+def test_of_two_steps_under_way_each_token_has_the_slack_of_the_step_that_makes_it(setup: Setup) -> None:
+    """Async scheduling: the second step is scheduled before the first is over."""
+    first = request("a", 400, arrival=100.0)
+    setup.meter.arrived(first)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.at = 100.06
+    first.num_output_tokens, first.num_tokens, first.num_computed_tokens = 1, 401, 400
+    setup.meter.ended()
+    first.num_output_placeholders = 1
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    alone = setup.said().tpot_slack
+    assert alone == pytest.approx(0.05 - 0.006)
+    first.num_output_placeholders = 2
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    assert setup.said().step_end == pytest.approx(100.072), "one after the other"
+    assert setup.said().tpot_slack == pytest.approx(alone), "the next token does not wait for the second step"
+    late = request("b", 1000, arrival=100.06)
+    setup.meter.arrived(late)
+    setup.meter._steps.pop()
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1000}))
+    assert setup.said().tpot_slack == pytest.approx(0.1 - 0.006 - 0.116), "the second takes longer than the SLO"
+
+
+def test_a_step_costs_what_it_ran_and_not_what_it_waited_for_the_one_before(setup: Setup) -> None:
+    seen: list[tuple[int, int, float, bool]] = []
+    costs = Known()
+    costs.saw = lambda *what, shared: seen.append((*what, shared))  # type: ignore[method-assign,assignment]
+    meter = ServingMeter(
+        setup.pool, costs, Slo(0.2, 0.05), "dual", rollouts=lambda: (setup.slot,), now=lambda: setup.at
+    )
+    first = request("a", 400, arrival=100.0)
+    meter.arrived(first)
+    setup.other.publish(Rolled(busy=0.0).pack())
+    meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    first.num_output_placeholders = 2  # as vLLM counts when the next step is scheduled before the first token is there
+    setup.at = 100.01
+    meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.other.publish(Rolled(busy=0.02).pack())
+    setup.at = 100.05
+    first.num_output_tokens = 1
+    meter.ended()
+    setup.at = 100.056
+    meter.ended()
+    assert [(tokens, batch, shared) for tokens, batch, _, shared in seen] == [(400, 0, True), (0, 1, False)]
+    assert [seconds for _, _, seconds, _ in seen] == pytest.approx([0.05, 0.006])
+
+
+def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_without(setup: Setup) -> None:
+    first = request("a", 400, outputs=0, arrival=100.0)
+    setup.meter.arrived(first)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.other.publish(Rolled(running=True, begun=100.0).pack())
+    setup.at = 100.25
+    setup.other.publish(Rolled(busy=0.08).pack())
+    first.num_output_tokens = 1
+    setup.meter.ended()
+    latest = setup.meter.latest
+    assert (latest.firsts, latest.late_first, latest.blamed_first) == (1, 1, 1)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.at = 100.40
+    setup.other.publish(Rolled(busy=0.10).pack())
+    first.num_output_tokens = 2
+    setup.meter.ended()
+    latest = setup.meter.latest
+    assert (latest.nexts, latest.late_next, latest.blamed_next) == (1, 1, 0), "100 ms late, rollouts ran 20 ms of it"
+
+
+def test_a_run_is_told_what_its_worker_has_of_the_device_and_what_serving_can_spare(setup: Setup) -> None:
+    lent = {"pages": 0, "budget": 8, "page_bytes": 4096, "serving_pages": 0, "pool_pages": 16}
+    setup.pool.set_budget(setup.slot, 8, 1)
+    assert shared(setup.other, setup.slot) == lent, "serving has not said anything yet"
+    assert setup.other.acquire(3).size == 3
+    setup.meter.arrived(request("a", 400, arrival=100.0))
+    busy = shared(setup.other, setup.slot)
+    assert busy is not None
+    assert (busy["pages"], busy["tpot_slack"]) == (3, None)
+    assert busy["ttft_slack"] == pytest.approx(0.2 - 0.05)
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.at = 100.25
+    setup.meter.ended()
+    late = shared(setup.other, setup.slot)
+    assert late is not None
+    assert late["ttft_slack"] < 0
+    read = stats_from_json(
+        json.loads(json.dumps(asdict(WorkerStats(0, 0, 0, 1, 0, 0.0, 0, shared=SharedDevice(**late)))))
+    )
+    assert read.shared == SharedDevice(**late)
+    setup.other.release(np.flatnonzero(setup.other.owners() == setup.slot).astype(np.uint64))
+    setup.other.leave()
+    assert shared(setup.pool, setup.slot) is None
+
+
+def test_a_prefiller_counts_no_decodes_and_a_decoder_no_first_tokens(setup: Setup) -> None:
+    for phase, ttft, tpot in (("prefill", True, False), ("decode", False, True)):
+        meter = ServingMeter(
+            setup.pool, Known(), Slo(0.2, 0.05), "dual", phase=phase, rollouts=lambda: (1,), now=lambda: setup.at
+        )
+        meter.arrived(request("a", 100, arrival=setup.at))
+        decoding = request("b", 100, arrival=setup.at)
+        meter.arrived(decoding)
+        meter.began(SimpleNamespace(num_scheduled_tokens={"b": 100}))
+        decoding.num_output_tokens = 1
+        meter.ended()
+        state = meter.state(setup.at)
+        assert (state.ttft_slack < math.inf, state.tpot_slack < math.inf) == (ttft, tpot)
+        assert state.waiting == ttft, "a decoder's prompts have their first tokens from elsewhere"
+
+
+def test_nothing_is_lent_of_what_was_never_measured(setup: Setup) -> None:
+    meter = ServingMeter(setup.pool, LearnedCosts(math.inf), Slo(), "dual", rollouts=lambda: (1,), now=lambda: setup.at)
+    meter.arrived(request("a", 100, arrival=setup.at))
+    assert meter.state(setup.at).ttft_slack == -math.inf
+
+
+def test_an_idle_engine_says_so_by_itself(setup: Setup) -> None:
+    setup.meter.idle()
+    assert not setup.said().busy
+    assert setup.said().arriving == pytest.approx(0.1), "half of the SLO while no prompt was ever seen"
+
+
+def test_a_prompt_that_is_aborted_before_its_first_token_is_not_waited_for(setup: Setup) -> None:
+    prompt = request("a", 400, arrival=setup.at)
+    setup.meter.arrived(prompt)
+    setup.meter.idle()
+    assert setup.said().waiting, "it is still there"
+    prompt.is_finished = lambda: True
+    setup.meter.idle()
+    assert (setup.said().busy, setup.said().waiting) == (False, False)
+
+
+# -- rollouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_step_runs_before_serving_has_said_anything_and_each_is_cut_to_what_is_admitted(setup: Setup) -> None:
+    setup.stock.add("r", 10_000)
+    assert setup.step().total_num_scheduled_tokens == 0
+    assert setup.slept > 0
+    setup.meter.idle()
+    output = setup.step()
+    assert output.total_num_scheduled_tokens == 512
+    assert setup.step().total_num_scheduled_tokens == 0, "one at a time"
+    setup.at += 0.07
+    setup.turns.ended(output)
+    prompt = request("a", 800, arrival=setup.at)
+    setup.meter.arrived(prompt)
+    assert setup.step().total_num_scheduled_tokens == 0
+    assert setup.turns.reason == "a prompt of serving waits"
+    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 800}))
+    assert setup.step().total_num_scheduled_tokens == 0, "it is prefilled, and has no token yet"
+    prompt.num_computed_tokens, prompt.num_output_tokens = 800, 1
+    setup.meter.ended()
+    expected = 0.05 - 0.006 - 0.002
+    output = setup.step()
+    assert 0 < output.total_num_scheduled_tokens < 512
+    assert Known().prefill(output.total_num_scheduled_tokens) <= expected
+    said = Rolled.unpack(setup.pool.read(setup.slot))
+    assert said is not None
+    assert said.running
+    assert said.steps == 1
+    assert setup.stock.max_num_scheduled_tokens == 2048
+
+
+def test_decoding_goes_first_and_prefill_waits_where_both_do_not_fit(setup: Setup) -> None:
+    setup.stock.add("long", 10_000)
+    for name in "abcd":
+        setup.stock.add(name, 100, outputs=5)
+    setup.pool.publish(Served(ServingState(setup.at, 0.012, busy=True, tick=1)).pack())
+    assert setup.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1}
+
+
+def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_one_only(setup: Setup) -> None:
+    """Async scheduling: where there is nobody to consider two steps are under way, else one."""
+    setup.stock.add("r", 10_000)
+    setup.pool.publish(Served(ServingState(setup.at), "none").pack())
+    first, second = setup.step(), setup.step()
+    assert (first.total_num_scheduled_tokens, second.total_num_scheduled_tokens) == (2048, 2048)
+    setup.turns.ended(first)
+    setup.meter.idle()
+    assert setup.step().total_num_scheduled_tokens == 0, "one is in flight still"
+    setup.turns.ended(second)
+    assert setup.step().total_num_scheduled_tokens == 512
+
+
+def test_where_no_serving_engine_is_everything_runs(setup: Setup) -> None:
+    setup.pool.leave()
+    setup.stock.add("r", 10_000)
+    assert setup.step().total_num_scheduled_tokens == 2048
+
+
+def test_mode_none_is_stock(setup: Setup) -> None:
+    setup.pool.publish(Served(ServingState(setup.at, -1.0, busy=True, tick=1), "none").pack())
+    setup.stock.add("r", 10_000)
+    assert setup.step().total_num_scheduled_tokens == 2048
+
+
+def test_a_dry_run_computes_nothing_and_counts_what_it_would_have(setup: Setup) -> None:
+    setup.meter.idle()
+    setup.pool.control(Control.DRY, 1)
+    setup.stock.add("r", 10_000)
+    for _ in range(100):
+        setup.at += 0.001
+        assert setup.step().total_num_scheduled_tokens == 0
+    told = setup.turns.told()
+    assert told.dry
+    assert told.tokens == 0
+    assert told.would == 2 * 512, "a chunk takes 61 ms"
+    setup.pool.control(Control.DRY, 0)
+    assert setup.step().total_num_scheduled_tokens == 512
+
+
+def test_what_makes_no_progress_for_two_seconds_is_handed_back_once(setup: Setup) -> None:
+    setup.stock.add("slow", 100, outputs=5)
+    moving = setup.stock.add("moving", 100, outputs=5)
+    setup.step()
+    handed: list[str] = []
+    for _ in range(30):
+        setup.at += 0.1
+        moving.num_output_tokens += 1
+        handed += setup.turns.to_hand_back(set())
+        for name in handed:
+            setup.stock.requests.pop(name, None)
+    assert handed == ["slow"]
+    assert setup.turns.told().stalls == 1
+    assert setup.turns.to_hand_back({"moving"}) == ["moving"], "its pages were taken: at once"
+
+
+def test_after_a_pause_nothing_counts_as_stalled(setup: Setup) -> None:
+    setup.stock.add("r", 100, outputs=5)
+    setup.step()
+    assert setup.turns.to_hand_back(set()) == []
+    setup.at += 10.0
+    assert setup.turns.to_hand_back(set()) == []
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def test_learned_costs_are_those_of_steps_alone_and_grow_with_sizes_never_seen() -> None:
+    costs = LearnedCosts(0.5)
+    assert costs.prefill(64) == 0.5
+    for _ in range(5):
+        costs.saw(64, 0, 0.04, shared=True)
+    assert costs.prefill(64) == pytest.approx(0.04)
+    for seconds in (0.01, 0.02, 0.02, 0.02, 0.03):
+        costs.saw(64, 0, seconds, shared=False)
+    assert costs.prefill(64) == pytest.approx(0.03), "the upper end, of steps alone"
+    assert costs.prefill(256) == pytest.approx(0.12)
+    assert costs.prefill(10) == pytest.approx(0.03)
+    costs.saw(0, 4, 0.01, shared=False)
+    costs.saw(128, 4, 0.05, shared=False)
+    assert costs.prefill(128) == pytest.approx(0.04)
+
+
+def config_of(architecture: str = "Qwen3ForCausalLM") -> Any:
+    shape = SimpleNamespace(num_hidden_layers=2, hidden_size=64)
+    model = SimpleNamespace(
+        architectures=[architecture], hf_text_config=shape, dtype="torch.float32", max_model_len=512
+    )
+    return SimpleNamespace(model_config=model)
+
+
+def write_profile(path: Path, **key: str) -> str:
+    import torch
+
+    from vllm_rlplugin.engine_profiler import identity
+
+    here = {"model": "Qwen3ForCausalLM 2x64 float32 0123abcd", **identity(torch.get_num_threads())}
+    points = [
+        {"phase": phase, "tp": 1, "ep": 1, "batch": 1, "tokens": tokens, "seconds": 0.03, "spread": 0.0}
+        for phase in ("prefill", "decode")
+        for tokens in (64, 128)
+    ]
+    path.write_text(json.dumps({"format": 1, "key": {**here, **key}, "points": points}))
+    return str(path)
+
+
+def test_a_profile_of_this_engine_is_used_and_one_of_another_device_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    options = PluginOptions(kv_pool="a", kv_pool_profile=write_profile(path))
+    costs = costs_of(config_of(), options, unknown=1.0, slo=Slo(0.1, 0.05))
+    assert costs.prefill(100) == pytest.approx(0.03)
+    with pytest.raises(ConfigError, match="cannot be kept even alone: a prompt of 1 tokens"):
+        costs_of(config_of(), options, unknown=1.0, slo=Slo(0.02, 0.05))
+    with pytest.raises(ConfigError, match=r"its model is .*, here it is 'Other"):
+        costs_of(config_of("Other"), options, unknown=1.0)
+    write_profile(path, device="H100")
+    with pytest.raises(ConfigError, match="its device is 'H100', here it is"):
+        costs_of(config_of(), options, unknown=1.0)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no profile that can be read"):
+        costs_of(config_of(), options, unknown=1.0)

@@ -1,0 +1,453 @@
+"""The round planner: what short and long rounds launch, keep and defer, and what a resume finds again."""
+
+import json
+import random
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config, load_config
+from orchestrator.envs import Episode
+from orchestrator.events import EventLog, MemorySink
+from orchestrator.ledger import Ledger
+from orchestrator.policies.batching.round_planner import LONG, SHORT, RoundPlanner, RoundRules, speculated
+from orchestrator.policies.batching.speculation import EtaSearch
+from orchestrator.sim.twins import SimTask
+from orchestrator.tail_batching import Rounds, Waste, lane_of, rules_of
+from orchestrator.tasks.frozenlake import FrozenLakeTask
+from scripts.bench.papers.tail_batching import fitted, simulated_epoch
+from scripts.bench.papers.tail_batching_scenario import lengths
+
+
+def launch_all(planner: RoundPlanner) -> list[int]:
+    numbers = []
+    while planner.wanted():
+        numbers.append(planner.launch())
+    return numbers
+
+
+def play(planner: RoundPlanner, slow: frozenset[int] = frozenset()) -> tuple[str, list[int], list[int]]:
+    """A whole round without failures: prompts finish in order of number, ``slow`` ones last. Returns (kind, launched, kept)."""
+    kind = planner.begin().kind
+    numbers = launch_all(planner)
+    order = sorted(numbers, key=lambda number: (number in slow, number))
+    kept = order[: planner.rules.prompts]
+    for number in kept:
+        planner.ready(number)
+    planner.close()
+    for number in planner.running:
+        planner.defer(number)
+    planner.end(1.0, kept)
+    planner.handed_over(kept)
+    return kind, numbers, kept
+
+
+# -- the paper's rounds ------------------------------------------------------------------------------------------------
+
+
+def test_a_short_round_launches_eta_times_and_a_long_one_exactly_what_was_deferred() -> None:
+    """RollPacker 3: with P0 = 4 and eta = 1.25 each short round defers one prompt, and every fifth round is a long one."""
+    planner = RoundPlanner(RoundRules(prompts=4, responses=8))
+    slow = frozenset((2, 7, 12, 19))
+    for _ in range(4):
+        assert planner.begin().members == 10
+        planner.end(0.0, ())
+        kind, launched, _ = play(planner, slow)
+        assert (kind, len(launched)) == (SHORT, 5)
+    assert planner.queued() == 4
+    now = planner.begin()
+    assert (now.kind, now.target, now.members) == (LONG, 4, 8)
+    assert launch_all(planner) == [2, 7, 12, 19]
+
+
+def test_eta_is_of_prompts_and_of_responses_apart() -> None:
+    planner = RoundPlanner(RoundRules(10, 10, eta_prompts=1.1, eta_responses=1.5))
+    now = planner.begin()
+    assert (now.target, now.members) == (11, 15)
+    assert speculated(1.1, 10) == 11  # not 12, as 1.1 * 10 > 11 in binary
+    assert speculated(1.25, 3) == 4
+
+
+def test_with_eta_one_nothing_is_deferred_and_there_are_no_long_rounds() -> None:
+    planner = RoundPlanner(RoundRules(3, 2, 1.0, 1.0))
+    for index in range(4):
+        assert play(planner) == (
+            SHORT,
+            [3 * index, 3 * index + 1, 3 * index + 2],
+            [3 * index, 3 * index + 1, 3 * index + 2],
+        )
+    assert not planner.queued()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_prompt_is_kept_once_an_epoch_whatever_is_slow_fails_or_is_resumed(seed: int) -> None:
+    """Random rounds with failures, discards, put-backs and resumes from checkpoints taken before them."""
+    chance = random.Random(seed)
+    prompts, epoch = chance.randint(1, 5), chance.choice((0, 5, 7, 12))
+    rules = RoundRules(prompts, 2, chance.choice((1.0, 1.25, 2.0)), 1.25, epoch, isolate=chance.random() < 0.5)
+    planner, done, gone = RoundPlanner(rules), list[int](), list[int]()
+    saved = (json.dumps(planner.state()), list(done), list(gone))
+    for _ in range(60):
+        planner.begin()
+        kept: list[int] = []
+        while len(kept) < prompts:
+            launch_all(planner)
+            number = chance.choice(planner.running)
+            fate = chance.random()
+            if fate < 0.15:
+                planner.lost(number)
+            elif fate < 0.25:
+                planner.discard(number)
+                gone.append(number)
+            else:
+                planner.ready(number)
+                kept.append(number)
+        planner.close()
+        assert not planner.wanted()
+        for number in planner.running:
+            planner.defer(number, chance.choice(("tokens", "environment")))
+        planner.end(1.0, kept)
+        if chance.random() < 0.1:  # killed before the step was trained
+            planner = RoundPlanner(rules)
+            planner.restore(json.loads(saved[0]))
+            planner.settle()
+            done, gone = list(saved[1]), list(saved[2])
+            continue
+        planner.handed_over(kept)
+        done += kept
+        if epoch:
+            first = max(kept) // epoch * epoch
+            assert not [number for number in range(first) if number not in done and number not in gone]
+        saved = (json.dumps(planner.state()), list(done), list(gone))
+    assert len(set(done)) == len(done)
+    assert sorted([*done, *gone, *planner.outstanding]) == list(range(planner.drawn))
+
+
+# -- what the paper leaves open ----------------------------------------------------------------------------------------
+
+
+def test_the_rest_of_an_epoch_is_played_without_speculation_and_its_last_round_is_filled_up_from_the_next() -> None:
+    planner = RoundPlanner(RoundRules(4, 2, epoch=10))
+    assert play(planner, frozenset((1,)))[:2] == (SHORT, [0, 1, 2, 3, 4])
+    assert play(planner, frozenset((6,)))[:2] == (SHORT, [5, 6, 7, 8, 9])
+    kind, launched, _ = play(planner)
+    assert (kind, launched) == (LONG, [1, 6, 10, 11])
+    assert play(planner)[:2] == (SHORT, [12, 13, 14, 15, 16])
+
+
+def test_a_prompt_whose_group_failed_is_launched_again_in_the_same_round_until_it_is_given_up() -> None:
+    planner = RoundPlanner(RoundRules(2, 2, 1.0, 1.0, tries=3))
+    planner.begin()
+    assert launch_all(planner) == [0, 1]
+    for _ in range(2):
+        planner.lost(0)
+        assert launch_all(planner) == [0]
+    planner.lost(0)
+    assert planner.given_up == [0]
+    assert launch_all(planner) == [2]
+
+
+def test_after_a_resume_nothing_of_a_later_epoch_is_trained_before_what_has_to_be_launched_again() -> None:
+    rules = RoundRules(1, 2, 1.0, 1.0, epoch=1)
+    planner = RoundPlanner(rules)
+    for number in range(2):  # one is in the batch that waits for the trainer, the next one is ready
+        planner.begin()
+        assert planner.launch() == number
+        planner.ready(number)
+        if not number:
+            planner.end(1.0, [number])
+    after = RoundPlanner(rules)
+    after.restore(planner.state())
+    after.ready(1)
+    after.lost(0)  # too stale by now
+    after.settle()
+    assert after.overtaking() == [1]
+    after.put_back(1)
+    after.begin()
+    assert after.launch() == 0
+
+
+def test_a_discarded_prompt_is_never_queued_and_is_replaced_within_the_round() -> None:
+    """DAPO, RollPacker 7."""
+    planner = RoundPlanner(RoundRules(4, 2))
+    planner.begin()
+    assert len(launch_all(planner)) == 5
+    planner.discard(3)
+    assert launch_all(planner) == [5]
+    assert 3 not in planner.outstanding
+    assert planner.discarded == 1
+
+
+def test_a_finished_prompt_that_no_batch_took_is_played_again_but_not_as_a_long_one() -> None:
+    planner = RoundPlanner(RoundRules(1, 2, 2.0))
+    planner.begin()
+    assert launch_all(planner) == [0, 1]
+    planner.ready(0)
+    planner.ready(1)
+    planner.close()
+    planner.put_back(1)
+    planner.end(1.0, [0])
+    assert not planner.queued()
+    assert planner.begin().kind == SHORT
+    assert launch_all(planner) == [1, 2]
+
+
+def test_prompts_that_their_environment_made_late_get_long_rounds_of_their_own() -> None:
+    """The agentic variant, RollPacker 7."""
+    planner = RoundPlanner(RoundRules(2, 2, 3.0, isolate=True))
+    planner.begin()
+    launch_all(planner)
+    planner.defer(0, "tokens")
+    for number in (1, 2):
+        planner.defer(number, "environment")
+    planner.end(1.0, ())
+    now = planner.begin()
+    assert (now.kind, now.lane) == (LONG, "environment")
+    for number in planner.running:
+        planner.discard(number)
+    assert launch_all(planner) == [1, 2]
+
+
+def test_what_made_a_group_late_is_what_its_members_spent_their_time_on() -> None:
+    task = SimTask(load_config(None))
+    prompt = next(task.prompts("train", 0))
+    waiting, talking = Episode("a", "g", prompt, 0.0), Episode("b", "g", prompt, 0.0)
+    waiting.waiting_for, talking.waiting_for = "environment step", "generation"
+    assert lane_of([waiting], 5.0) == "environment"
+    assert lane_of([talking], 5.0) == "tokens"
+    talking.started_at = 3.0
+    assert lane_of([waiting, talking], 5.0) == "environment"
+
+
+def test_the_search_tries_each_eta_for_a_period_and_keeps_the_best() -> None:
+    search = EtaSearch((1.1, 1.25, 1.4))
+    for eta, seconds in ((1.1, 9.0), (1.25, 5.0), (1.4, 7.0)):
+        assert search.eta == eta
+        search.ended(seconds, 4, long=False, deferred=2)
+        assert search.eta == eta
+        search.ended(10.0, 4, long=True)
+    assert search.done
+    assert search.eta == 1.25
+    search.ended(100.0, 4, long=False, deferred=2)
+    assert search.costs == {eta: pytest.approx((seconds + 5.0) / 6) for eta, seconds in ((1.1, 9), (1.25, 5), (1.4, 7))}
+    planner = RoundPlanner(RoundRules(8, 8, search=(1.1, 1.4)))
+    assert planner.begin().target == 9
+    assert planner.search is not None
+    planner.search.ended(1.0, 8, long=False, deferred=1)
+    planner.search.ended(1.0, 8, long=True)
+    assert planner.begin().target == 12
+
+
+def test_a_long_round_is_charged_to_an_eta_in_the_share_that_it_deferred() -> None:
+    """Three short rounds that defer half a batch each fill the queue for one and a half long rounds, not for one."""
+    search = EtaSearch((1.5, 1.25))
+    for _ in range(3):
+        search.ended(4.0, 8, long=False, deferred=4)
+    search.ended(20.0, 8, long=True)
+    assert search.costs == {1.5: (3 * 4.0 + 1.5 * 20.0) / 36}
+    search.ended(20.0, 8, long=True)  # what is left of the first value's queue
+    assert search.eta == 1.25
+    assert len(search.costs) == 1
+
+
+def test_an_eta_that_defers_nothing_does_not_keep_the_others_from_being_tried() -> None:
+    planner = RoundPlanner(RoundRules(4, 2, search=(1.0, 1.5)))
+    for _ in range(4):
+        assert planner.search is not None
+        assert planner.search.eta == 1.0
+        play(planner)
+    assert planner.begin().eta_prompts == 1.5
+
+
+def test_the_rest_of_an_epoch_counts_as_a_long_round_and_a_short_one_that_fills_up_for_no_eta() -> None:
+    planner = RoundPlanner(RoundRules(4, 2, epoch=12, search=(1.25, 1.5)))
+    assert planner.search is not None
+    assert [play(planner)[0] for _ in range(2)] == [SHORT, SHORT]
+    assert planner.begin().closing, "two prompts of the epoch are left, and two are deferred"
+    for number in launch_all(planner):
+        planner.ready(number)
+    planner.end(3.0, list(planner._ready))
+    assert planner.search.costs == {1.25: (2 * 1.0 + 3.0 * 2 / 4) / 10}
+    tight = RoundPlanner(RoundRules(4, 2, epoch=5, search=(1.25, 1.5)))
+    assert tight.begin().kind == SHORT
+    launch_all(tight)
+    tight.discard(0)  # the epoch has no other prompt to put in its place
+    assert not tight.wanted()
+    tight.discard(1)
+    assert tight.launch() == 5
+    assert tight.round is not None
+    assert tight.round.closing
+    tight.end(9.0, ())
+    assert tight.search is not None
+    assert tight.search.state()["rounds"] == 0
+
+
+def test_a_search_goes_on_in_the_middle_of_a_period_and_one_of_an_older_checkpoint_begins_its_period_anew() -> None:
+    rules = RoundRules(4, 2, search=(1.25, 1.5))
+    planner, again = RoundPlanner(rules), RoundPlanner(rules)
+    play(planner)
+    again.restore(json.loads(json.dumps(planner.state())))
+    assert planner.search is not None
+    assert again.search is not None
+    for search in (planner.search, again.search):
+        search.ended(3.0, 4, long=True)
+    assert again.search.costs == planner.search.costs == {1.25: (1.0 + 3.0 / 4) / 5}
+    older = EtaSearch((1.25, 1.5))
+    older.restore({"costs": [2.0], "seconds": 7.0, "prompts": 9})
+    assert (older.eta, older.state()["rounds"]) == (1.5, 0)
+
+
+def test_tokens_thrown_away_are_those_made_and_not_delivered_and_those_of_trajectories_that_ended_untrained() -> None:
+    from orchestrator.api import WorkerStats
+
+    def stats(generated: int) -> list[tuple[str, WorkerStats]]:
+        return [("w", WorkerStats(0, 0, 0, 0, 0, 0.0, 0, generated=generated))]
+
+    waste = Waste()
+    waste.ended += 7
+    assert waste.take(stats(100), delivered=80) == 20 + 7
+    assert waste.take(stats(150), delivered=130) == 0
+    assert waste.take(stats(40), delivered=160) == 10  # the engine began anew
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+ON = "rollout.rounds.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "says"),
+    [
+        (["rollout.rounds.eta_prompts=0.9"], "rollout.rounds.eta_prompts", "at least 1"),
+        (["rollout.rounds.eta_responses=0.5"], "rollout.rounds.eta_responses", "at least 1"),
+        (["rollout.rounds.search=[0.9, 1.2]"], "rollout.rounds.search", "at least 1"),
+        ([ON, "rollout.rounds.epoch_prompts=8"], "rollout.rounds.epoch_prompts", "larger data set"),
+        ([ON, "rollout.redundant_groups=1.5"], "rollout.redundant_groups", "eta_prompts"),
+        ([ON, "rollout.redundant_members=1.5"], "rollout.redundant_members", "eta_responses"),
+        ([ON, "rollout.rounds.max_active=9"], "rollout.rounds.max_active", "10 over all workers"),
+        ([ON, "filters.balance=task"], "config", "filters.balance"),
+        ([ON, "rollout.environments=8"], "config", "rollout.rounds.eta_responses"),
+    ],
+)
+def test_what_no_round_could_do_is_one_clear_error(overrides: list[str], field: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert field in (caught.value.field, f"rollout.{caught.value.field}")
+    assert says in str(caught.value)
+
+
+def small(*overrides: str) -> Config:
+    shape = ["rollout.groups_per_step=3", "rollout.group_size=2", ON]
+    return load_config(None, [*shape, *overrides])
+
+
+def rounds_of(config: Config, state: dict[str, object] | None = None, task: object = None) -> Rounds:
+    return Rounds(config, task or SimTask(config), EventLog(MemorySink(), lambda: 0.0), state)  # type: ignore[arg-type]
+
+
+def test_a_task_says_how_large_its_data_set_is_and_a_batch_beyond_it_is_refused() -> None:
+    task = FrozenLakeTask()
+    assert rules_of(small(), task).epoch == task.epoch_prompts > 100
+    assert rules_of(small("rollout.rounds.epoch_prompts=0"), task).epoch == 0
+    task.epoch_prompts = 2
+    with pytest.raises(ConfigError, match="would hold one of them twice"):
+        rounds_of(small(), task=task)
+
+
+def test_the_queue_survives_a_checkpoint_and_that_of_another_run_is_refused() -> None:
+    rounds = rounds_of(small())
+    rounds.begin()
+    keys = [rounds.start(f"g{index}")[0].key for index in range(4)]
+    for index in range(3):
+        rounds.settled(f"g{index}", "complete")
+    rounds.defer("g3", [])
+    state = json.loads(json.dumps(rounds.state()))
+    again = rounds_of(small(), state)
+    assert again.planner.queued() == 1
+    for index in range(3):
+        again.settled(f"g{index}", "complete")  # the checkpoint's buffer has them
+    again.resumed()
+    assert again.state() == {**state, "planner": again.planner.state()}
+    assert again.planner.outstanding == [0, 1, 2, 3]
+    assert again.planner.state()["queue"] == [[3, "tokens"]]
+    assert rounds.state()["keys"][3] == [3, keys[3]]
+    for wrong, says in (("run.seed=1", "seed 0 instead of 1"), ("rollout.groups_per_step=2", "prompts 3 instead of 2")):
+        with pytest.raises(ConfigError, match=f"long-prompt queue.*{says}"):
+            rounds_of(small(wrong), state)
+    state["keys"][3][1] = "of another data set"
+    with pytest.raises(ConfigError, match="of another data set"):
+        rounds_of(small(), state)
+
+
+def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_this_one() -> None:
+    """Four prompts an epoch: the round that ends it plays prompt 3, which was deferred, and fills up with 4 and 5."""
+    config = small("rollout.rounds.epoch_prompts=4")
+    rounds = rounds_of(config)
+    rounds.begin()
+    for index in range(4):
+        rounds.start(f"g{index}")
+    for index in range(3):
+        rounds.settled(f"g{index}", "complete")
+    rounds.defer("g3", [])
+    rounds.end(1, ["g0", "g1", "g2"], [], 0)
+    rounds.trained({"g0": 5, "g1": 5, "g2": 5})
+    rounds.begin()
+    for group in ("late", "early-4", "early-5"):
+        rounds.start(group)
+    for group in ("early-4", "early-5"):
+        rounds.settled(group, "complete")
+    assert [rounds.number(group) for group in ("late", "early-4", "early-5")] == [3, 4, 5]
+    again = rounds_of(config, json.loads(json.dumps(rounds.state())))
+    for group in ("early-4", "early-5"):
+        again.settled(
+            group, "complete"
+        )  # the checkpoint's buffer has them; the late one's members died with the process
+    assert again.resumed() == ["early-4", "early-5"]
+    assert [again.number(group) for group in ("late", "early-4", "early-5")] == [-1, -1, -1]
+    again.begin()
+    started = []
+    while again.wanted(0):
+        started.append(again.start(f"new-{len(started)}")[0].key)
+    keys = dict(rounds.state()["keys"])
+    assert started == [keys[number] for number in (3, 4, 5)]
+
+
+def test_a_prompt_of_an_earlier_epoch_that_fails_again_and_again_is_not_overtaken_by_a_later_one() -> None:
+    """One prompt an epoch; a resume finds two of them untrained, and the first one's group fails."""
+    before = RoundPlanner(RoundRules(1, 2, epoch=1))
+    state = {**before.state(), "next": 2, "end": 2, "again": [0, 1]}
+    planner = RoundPlanner(RoundRules(1, 2, epoch=1))
+    planner.restore(state)
+    planner.settle()
+    planner.begin()
+    for _ in range(3):
+        assert planner.launch() == 0
+        planner.lost(0)
+    planner._queue = {1: "tokens"}
+    planner._again = {0: None}
+    assert planner.launch() == 0, "not even by one that was deferred"
+
+
+def test_without_rounds_no_line_of_the_journal_changes() -> None:
+    sink = MemorySink()
+    ledger = Ledger(sink, lambda: 0.0)
+    ledger.start("t0", "g0")
+    ledger.start("t1", "g1", 5)
+    assert [json.loads(line).get("prompt") for line in sink.lines] == [None, 5]
+    assert "prompt" not in json.loads(sink.lines[0])
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------------
+
+
+def test_the_workload_of_the_benchmark_is_long_tailed_and_an_epoch_of_it_is_faster_with_rounds() -> None:
+    """The simulated part of tail-batching; the real one needs an engine."""
+    every = sorted(length for members in lengths()["prompts"] for length in members)
+    assert every[-1] > 25 * every[len(every) // 2], "RollPacker 1: the longest is 25 to 32 times the median"
+    cost = [(1, 0.0041), (101, 0.0091)]
+    assert fitted(cost) == pytest.approx((0.00405, 0.00005))
+    plain, tail = simulated_epoch(cost, False), simulated_epoch(cost, True)
+    assert plain["tokens_thrown_away"] == 0
+    assert tail["tokens_thrown_away"] > 0
+    assert tail["seconds"] < 0.8 * plain["seconds"]

@@ -1,0 +1,145 @@
+"""Every weight is exported once, by one rank, without gathering; the changes of a step give the new weights bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from megatron_rlplugin.weights.changed_weights import Change, _changed, _followed_by  # noqa: E402
+from megatron_rlplugin.weights.weight_export import own_parts  # noqa: E402
+from orchestrator.api import ConfigError, ShardKey  # noqa: E402
+from scripts.bench.probes.megatron import export_probe  # noqa: E402
+
+CASES = [case.name for case in export_probe.CASES]
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, dict[str, Any]]:
+    """What the ranks found, case by case."""
+    return {answer["case"]: answer for answer in export_probe.run([], [1, 2, 4])}
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_exported_exactly_once_and_is_the_gathered_one(
+    figures: dict[str, dict[str, Any]], case: str
+) -> None:
+    found = figures[case]
+    assert found["elements"] > 100_000
+    assert found["not_once"] == 0
+    assert found["wrong_values"] == 0
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_the_changes_of_two_steps_make_the_old_weights_the_new_ones(
+    figures: dict[str, dict[str, Any]], case: str
+) -> None:
+    found = figures[case]
+    assert set(found["wrong_after"]) == set(next(c for c in export_probe.CASES if c.name == case).ways)
+    assert set(found["wrong_after"].values()) == {0}
+    assert found["changed_twice"] == 0
+    assert min(found["changed"].values()) > found["elements"] // 2
+    assert found["changed"]["device"] == found["changed"]["host"] <= found["elements"]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_beside_the_model_there_is_one_bucket_and_one_piece(figures: dict[str, dict[str, Any]], case: str) -> None:
+    found = figures[case]
+    assert 0 < found["peak_bytes"] <= found["bound_bytes"]
+    if "fp32" in case:  # where every tensor is cast, keeping all of them is what the meter must see
+        assert found["peak_bytes_kept"] > found["bound_bytes"]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_divide_the_bytes_evenly(figures: dict[str, dict[str, Any]], case: str) -> None:
+    found = figures[case]
+    # Tensors are cut at the size of a bucket, so shares differ by less than one for each kind of replication.
+    assert max(found["bytes_by_rank"]) - min(found["bytes_by_rank"]) < 3 * 4096
+
+
+@dataclass
+class Held:
+    """What ``own_parts`` reads of a piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+    replicated: tuple[str, ...]
+    holder: tuple[int, int]
+    expert: bool = False
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12),
+    holders=st.integers(1, 5),
+    cut=st.sampled_from([-1, 0, 1]),
+    bucket_bytes=st.integers(1, 900),
+)
+def test_holders_of_the_same_pieces_divide_them_without_gap_or_overlap(
+    shapes: list[tuple[int, int]], holders: int, cut: int, bucket_bytes: int
+) -> None:
+    def held(rank: int) -> list[Any]:
+        return [
+            Held(f"t{i}", shape, cut, 0, shape[max(cut, 0)], ("dp",), (rank, holders)) for i, shape in enumerate(shapes)
+        ]
+
+    rows = [torch.zeros(shape[max(cut, 0)], dtype=torch.int32) for shape in shapes]
+    loads = []
+    for rank in range(holders):
+        parts = own_parts(held(rank), 2, bucket_bytes)
+        assert parts == sorted(parts, key=lambda part: (part.piece, part.start))
+        loads.append(sum(part.bytes for part in parts))
+        for part in parts:
+            row = 2 * shapes[part.piece][1 if max(cut, 0) == 0 else 0]
+            assert part.bytes <= max(bucket_bytes, row)
+            rows[part.piece][slice(None) if part.dim < 0 else slice(part.start, part.stop)] += 1
+    assert all(bool((count == 1).all()) for count in rows)
+    largest = max(bucket_bytes, *(2 * max(shape) for shape in shapes))
+    assert max(loads) - min(loads) <= largest
+
+
+def test_a_bucket_of_no_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="bucket_bytes"):
+        own_parts([], 2, 0)
+
+
+KEY = ShardKey("t", -1, 0, 0, (6,), "bfloat16", "raw", 0)
+
+
+def change(old: Any, new: Any) -> Change:
+    indices = _changed(old, new)
+    return Change(KEY, indices, new.view(-1)[indices.long()])
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 65535)] * 3), min_size=6, max_size=6))
+def test_two_changes_in_one_are_both_whatever_the_bits(rows: list[tuple[int, ...]]) -> None:
+    versions = [
+        torch.tensor([row[i] - 65536 if row[i] > 32767 else row[i] for row in rows], dtype=torch.int16).view(
+            torch.bfloat16
+        )
+        for i in range(3)
+    ]
+    first, second, third = versions
+    both = _followed_by(change(first, second), change(second, third))
+    assert both.indices.tolist() == sorted(set(both.indices.tolist()))
+    shard = first.clone()
+    both.apply(shard)
+    assert torch.equal(shard.view(torch.int16), third.view(torch.int16))

@@ -1,0 +1,179 @@
+"""The two lines: model and optimizer stay what they are, the weights get onto the relay, wrong combinations are refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_rlplugin import (  # noqa: E402
+    model,
+    parallel_layout,
+    tiny_model,
+)
+from megatron_rlplugin.flags import add_rl_args  # noqa: E402
+from megatron_rlplugin.install import RLTraining, install, wrap  # noqa: E402
+from megatron_rlplugin.patches import REGISTER  # noqa: E402
+from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
+from megatron_rlplugin.trainer import learner  # noqa: E402
+from megatron_rlplugin.weights import hf_bridge  # noqa: E402
+from orchestrator.api import ConfigError  # noqa: E402
+from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
+RELAY = {"job": "install", "kind": "memory", "master": "test_megatron_install"}
+STREAM = "--rl-stream-training"
+
+
+def parse(*words: str, **more: Any) -> argparse.Namespace:
+    args = add_rl_args(argparse.ArgumentParser()).parse_args(words)
+    vars(args).update(more)
+    return args
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[learner.Learner]:
+    """A model and its optimizer as a training script has them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    folder = tiny_model.create_qwen3(
+        str(tmp_path_factory.mktemp("model") / "m"),
+        **sizes,
+        vocabulary=[f"w{index}" for index in range(40)],
+        max_positions=32,
+        dtype="float32",
+        seed=3,
+    )
+    yield learner.Learner(folder, TrainerSettings(), 1, "float32")
+    parallel_layout.shutdown_parallel()
+
+
+def forward_step(data: Iterator[int], chunk: Any) -> tuple[Any, Any]:
+    tokens = (torch.arange(8)[None] * next(data)) % 40
+    logits = chunk(tokens, torch.arange(8)[None], model.causal_mask(8))
+
+    def loss(output: Any) -> tuple[Any, Any, float]:
+        total = torch.nn.functional.cross_entropy(output[0, :-1].float(), tokens[0, 1:], reduction="sum")
+        return total, torch.tensor(7, dtype=torch.int), float(total.detach())
+
+    return logits, loss
+
+
+def step(rl: RLTraining, micro_batches: Any) -> Any:
+    return rl.step(forward_step, micro_batches, seq_length=8, micro_batch_size=1)
+
+
+def test_streamed_or_not_a_step_reports_and_changes_the_same(built: learner.Learner) -> None:
+    start = built.snapshot()
+    found = []
+    for words in ((), (STREAM,), (STREAM, "--rl-grad-offload")):
+        built._set_weights(start)
+        built.reset_optimizer()
+        built.advance_schedule()
+        rl = wrap(built.chunks, built.optimizer, parse(*words))
+        assert rl.model == built.chunks
+        assert rl.optimizer is built.optimizer
+        result, reports = step(rl, iter([1, 2, 3]))
+        assert result.taken
+        found.append((result, reports, [value.tolist() for value in built.snapshot()]))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0].denominator == 21
+    assert found[0][2] != [value.tolist() for value in start]
+    built._set_weights(start)
+
+
+def test_weights_are_published_bit_for_bit(built: learner.Learner, tmp_path: Path) -> None:
+    (tmp_path / "relay.json").write_text(json.dumps(RELAY))
+    rl = wrap(built.chunks, built.optimizer, parse("--rl-weight-relay", str(tmp_path / "relay.json")))
+    for version in (4, 5):
+        result = rl.publish(version)
+        assert result is not None
+        assert result.version == version
+    subscriber = Subscriber(RelayEndpoint.from_dict(RELAY))
+    assert subscriber.latest_version() == 5
+    fetched = {key.tensor: bytes(data) for key, data in subscriber.fetch_all(subscriber.manifest(5))}
+    assert fetched == {name: value.numpy().tobytes() for name, value in hf_bridge.export_hf(built.chunks)}
+    assert all(len(data) > 0 for data in fetched.values())
+    subscriber.close()
+    rl.close()
+    rl.close()
+
+
+def test_publishing_without_a_relay_is_refused(built: learner.Learner) -> None:
+    with pytest.raises(ConfigError, match="--rl-weight-relay"):
+        wrap(built.chunks, built.optimizer, parse()).publish(1)
+
+
+def test_without_streaming_a_model_that_would_never_synchronise_is_refused(built: learner.Learner) -> None:
+    finalize = built.config.finalize_model_grads_func
+    built.config.finalize_model_grads_func = None
+    try:
+        with pytest.raises(ConfigError, match="never synchronised"):
+            wrap(built.chunks, built.optimizer, parse())
+        assert wrap(built.chunks, built.optimizer, parse(STREAM)).stream is not None
+    finally:
+        built.config.finalize_model_grads_func = finalize
+
+
+def test_a_gradient_that_is_not_finite_is_not_taken(built: learner.Learner) -> None:
+    def broken(data: Iterator[int], chunk: Any) -> tuple[Any, Any]:
+        output, loss = forward_step(data, chunk)
+        return output, lambda value: (loss(value)[0] * np.inf, *loss(value)[1:])
+
+    for words in ((), (STREAM,)):
+        rl = wrap(built.chunks, built.optimizer, parse(*words))
+        before = [value.tolist() for value in built.snapshot()]
+        result, _ = rl.step(broken, iter([1]), seq_length=8, micro_batch_size=1)
+        assert not result.taken
+        assert "finite" in result.reason
+        assert [value.tolist() for value in built.snapshot()] == before
+
+
+def test_without_streaming_a_replica_needs_a_micro_batch(built: learner.Learner) -> None:
+    with pytest.raises(ConfigError, match="micro_batches"):
+        step(wrap(built.chunks, built.optimizer, parse()), [])
+
+
+# -- stock pretrain() ------------------------------------------------------------------------------------------------
+
+NEEDED = {"calculate_per_token_loss": True, "accumulate_allreduce_grads_in_fp32": True}
+
+
+def test_not_asked_for_nothing_is_patched() -> None:
+    assert install(parse()) is False
+    assert not any(REGISTER.status().values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"calculate_per_token_loss": False}, "--calculate-per-token-loss = False"),
+        ({"accumulate_allreduce_grads_in_fp32": False}, "--accumulate-allreduce-grads-in-fp32 = False"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather = True"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 = True"),
+        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl = 'full_iteration'"),
+        ({"rl_grad_offload": True}, "--rl-grad-offload = True"),
+    ],
+)
+def test_what_would_be_wrong_or_ignored_is_refused_before_anything_is_patched(
+    changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        install(parse(STREAM, **(NEEDED | changes)))
+    assert not any(REGISTER.status().values())
+
+
+def test_a_megatron_without_pretrain_or_untested_is_refused() -> None:
+    """The 0.16.1 wheel has no megatron.training, and the patch was not run on it."""
+    with pytest.raises(ConfigError, match=r"megatron\.training = 'not installed'"):
+        install(parse(STREAM, **NEEDED))
+    with pytest.raises(ConfigError, match=r"patch stream_training = 'Megatron-Core 0\.16"):
+        REGISTER.apply("stream_training")
+    assert not any(REGISTER.status().values())

@@ -1,0 +1,137 @@
+"""Every rank publishes its own shards: what engines read is the model, bit for bit, in every layout, whole or by differences."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from orchestrator.transfer import (  # noqa: E402
+    RelayEndpoint,
+    Resident,
+    Subscriber,
+    shard_routing,
+)
+from orchestrator.transfer.delta_compression import DeltaCodec  # noqa: E402
+from scripts.bench.probes.megatron.trainer_probe import tiny_folder, tiny_mixture  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
+
+# One rank: trains some steps, publishes after each, and says what the whole model was (rank 0).
+RANK = """
+import asyncio, json, sys
+import numpy as np
+from megatron_rlplugin import bridge
+from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
+from scripts.bench.probes.megatron.trainer_probe import make_batch
+import torch
+
+order = json.loads(sys.argv[1])
+rank, world, meet, out = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+
+async def main():
+    trainer = MegatronTrainer(model=order["model"], settings=order["settings"], total_steps=10, seed=3, dtype=order["dtype"],
+                              relay=order["relay"], rank=rank, world_size=world, init_method=meet)
+    results = []
+    for step in range(order["versions"]):
+        if step:
+            await trainer.train_step(make_batch(step - 1))
+        result = await trainer.publish()
+        results.append([result.version, result.bytes, result.buckets])
+        weights = dict(bridge.export_hf(trainer._learner.chunks))
+        if rank == 0:
+            np.savez(f"{out}/{step}.npz", **{name: value.view(torch.uint8).numpy() for name, value in weights.items()})
+    open(f"{out}/{rank}.json", "w").write(json.dumps(results))
+    await trainer.close()
+
+asyncio.run(main())
+"""
+
+# settings, ranks, whether the model is a mixture of experts, snapshot_every
+LAYOUTS = {
+    "one rank": ({}, 1, False, 2),
+    "data parallel": ({"data_parallel": 2}, 2, False, 0),
+    "tensor parallel": ({"tensor_parallel": 2}, 2, False, 2),
+    "pipeline parallel": ({"pipeline_parallel": 2}, 2, False, 0),
+    "expert parallel": ({"data_parallel": 2, "expert_parallel": 2}, 2, True, 2),
+    "tensor and pipeline parallel": ({"tensor_parallel": 2, "pipeline_parallel": 2}, 4, False, 2),
+}
+
+
+ALWAYS = "tensor parallel"  # shards to cut and copies to divide; a layout takes many seconds
+
+
+@pytest.mark.parametrize(
+    "layout", [ALWAYS, *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name != ALWAYS)]
+)
+def test_what_the_ranks_publish_is_the_model_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    settings, world, mixture, snapshot_every = LAYOUTS[layout]
+    endpoint = RelayEndpoint(
+        job="ranks",
+        kind="fsspec",
+        master=f"file://{tmp_path}/relay",
+        metadata=str(tmp_path / "metadata.sqlite"),
+        bucket_bytes=16 << 10,
+        snapshot_every=snapshot_every,
+        keep_versions=9,
+    )
+    order = {
+        "model": (tiny_mixture if mixture else tiny_folder)(tmp_path / "model"),
+        "settings": {"learning_rate": 1e-4, "micro_batch_size": 4, "micro_batch_order": "arrival", **settings},
+        "dtype": "bfloat16",
+        "relay": endpoint.to_dict(),
+        "versions": 4 if snapshot_every else 2,
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", RANK, json.dumps(order)]
+    meet = f"file://{tmp_path / 'meet'}"
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), meet if world > 1 else "", str(tmp_path)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=200)
+            assert rank.returncode == 0, errors[-4000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
+    assert all(answer == answers[0] for answer in answers)
+    codec = DeltaCodec()
+    subscriber = Subscriber(endpoint, codec=codec)
+    follower = Resident(subscriber, None, codec)
+    for version, size, _ in answers[0]:
+        model = dict(np.load(tmp_path / f"{version}.npz"))
+        follower.advance(version)
+        newcomer = Resident(subscriber, None, codec)
+        newcomer.advance(version)
+        manifest = subscriber.manifest(version)
+        shapes = {key.tensor: key.global_shape for key in manifest.shards}
+        assert shapes.keys() == model.keys()
+        for resident in (follower, newcomer):
+            for name, value in model.items():
+                region = shard_routing.Region(name, shard_routing.whole(shapes[name]))
+                assert resident.region(region).tobytes() == value.tobytes(), f"{name} of version {version}"
+        whole = sum(value.nbytes for value in model.values())
+        if not snapshot_every or not version:
+            assert size == whole
+        assert {key.bucket % world for key in manifest.shards} == set(range(world))
+    if snapshot_every:
+        kinds = {tuple(path.parts[-3:-1]) for path in (tmp_path / "relay").rglob("manifest*")}
+        assert kinds == {("0", "full"), ("1", "delta-0"), ("2", "delta-1"), ("3", "delta-2"), ("3", "full")}
+    subscriber.close()

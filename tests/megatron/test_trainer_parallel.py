@@ -1,0 +1,250 @@
+"""Two ranks as one trainer: data, tensor, pipeline and expert parallel, on gloo, against one rank and against each other.
+
+A pair of processes plays all scenarios of a kind (the first word of their names); the tests read what they wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_rlplugin import parallel_layout  # noqa: E402
+from orchestrator.api import RetryableError  # noqa: E402
+from orchestrator.config import Config  # noqa: E402
+from orchestrator.runtime.engine_actors import RayTrainer  # noqa: E402
+from orchestrator.runtime.real_run import TRAINER_CLASS, start_ray  # noqa: E402
+from scripts.bench.probes.megatron.trainer_probe import chunked, make_batch, play, tiny_folder, tiny_mixture  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
+Answers = dict[str, dict[str, Any]]
+BASE = {"learning_rate": 1e-2, "micro_batch_size": 4, "micro_batch_order": "arrival"}
+DP, TP, PP = {"data_parallel": 2}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+EP = {"data_parallel": 2, "expert_parallel": 2}
+KL = {"kl_coefficient": 0.1, "max_token_lag": 0}
+PPO = {"objective": "ppo", "normalize_advantage": False, "kl_coefficient": 0.05, "kl_estimator": "k2"}
+STREAM = {"stream": True, "grad_offload": True}
+SHARDED = {"distributed_optimizer": True}
+# name -> (settings, more of the scenario)
+SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dp": (DP, {}),
+    "dp stream": ({**DP, **STREAM}, {"feeds": [1, 2]}),
+    "dp one micro-batch": ({**DP, "micro_batch_size": 64}, {}),
+    "dp by length, packed": ({**DP, "micro_batch_order": "length", "pack_tokens": 60}, {}),
+    "dp kl": ({**DP, **KL}, {}),
+    "dp kl stream": ({**DP, **KL, **STREAM}, {"feeds": [2, 1, 1]}),
+    "dp ppo": ({**DP, **PPO}, {}),
+    "dp ppo stream": ({**DP, **PPO, **STREAM}, {"feeds": [1, 1]}),
+    "dp reinforce++": ({**DP, "objective": "reinforce++"}, {}),
+    "dp two mini-batches": ({**DP, "minibatches": 2}, {}),
+    "dp sharded optimizer": ({**DP, **SHARDED}, {"steps": 3}),
+    "dp sharded optimizer, restored": ({**DP, **SHARDED}, {"steps": 3, "save_after": 1}),
+    "dp restored": ({**DP, **PPO}, {"save_after": 0}),
+    "dp nothing finite": (DP, {"spoil": 7}),
+    "tp": (TP, {}),
+    "tp stream": ({**TP, **STREAM}, {"feeds": [2, 1]}),
+    "tp kl": ({**TP, **KL, "entropy_coefficient": 0.01}, {}),
+    "tp ppo": ({**TP, **PPO}, {}),
+    "tp restored": (TP, {"save_after": 0}),
+    "pp": (PP, {}),
+    "pp stream": ({**PP, **STREAM}, {"feeds": [1, 2]}),
+    "pp kl two mini-batches": ({**PP, **KL, "minibatches": 2}, {}),
+    "pp ppo": ({**PP, **PPO}, {}),
+    "pp restored": (PP, {"save_after": 0}),
+    "ep": (EP, {"mixture": True}),
+    "ep stream": ({**EP, **STREAM}, {"mixture": True, "feeds": [1, 1, 1]}),
+    "ep kl two mini-batches": ({**EP, **KL, "minibatches": 2}, {"mixture": True}),
+    "ep sharded optimizer": ({**EP, **SHARDED}, {"mixture": True, "steps": 3}),
+    "ep sharded optimizer, restored": ({**EP, **SHARDED}, {"mixture": True, "steps": 3, "save_after": 1}),
+    "ep nothing finite": (EP, {"mixture": True, "spoil": 7}),
+    "tp of a mixture": (TP, {"mixture": True}),
+    "pp of a mixture": (PP, {"mixture": True}),
+    "dp wrong world": ({**DP, **TP}, {}),
+}
+
+
+class Ranks:
+    """Plays the scenarios of one kind when they are first asked for, on two ranks together and on one alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models = tiny_folder(folder / "dense"), tiny_mixture(folder / "mixture")
+        self._pairs: dict[str, tuple[Answers, Answers]] = {}
+        self._alone: Answers = {}
+
+    def pair(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What each of the two ranks saw."""
+        kind = name.split()[0]
+        if kind not in self._pairs:
+            self._pairs[kind] = self._play([other for other in SCENARIOS if other.split()[0] == kind])
+        first, second = self._pairs[kind]
+        return first[name], second[name]
+
+    def alone(self, name: str) -> dict[str, Any]:
+        """What one rank saw in the same scenario."""
+        if name not in self._alone:
+            one = {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
+            scenario = self.scenario(name, "alone")
+            self._alone[name] = play({**scenario, "settings": {**scenario["settings"], **one}}, 0, 1, "")
+        return self._alone[name]
+
+    def scenario(self, name: str, where: str) -> dict[str, Any]:
+        settings, more = SCENARIOS[name]
+        model = self._models["mixture" in more]
+        return {"model": model, "settings": {**BASE, **settings}, "folder": str(self._folder / where / name), **more}
+
+    def _play(self, names: list[str]) -> tuple[Answers, Answers]:
+        folder = self._folder / names[0]
+        folder.mkdir()
+        (folder / "scenarios.json").write_text(json.dumps({name: self.scenario(name, "pair") for name in names}))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "scripts.bench.probes.megatron.trainer_probe", str(folder / "scenarios.json")]
+        meet = f"file://{folder / 'meet'}"
+        ranks = [
+            subprocess.Popen([*command, str(rank), "2", meet], env=environment, stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        try:
+            for rank in ranks:
+                _, errors = rank.communicate(timeout=280)
+                assert rank.returncode == 0, errors[-4000:]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+        return first, second
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield Ranks(tmp_path_factory.mktemp("ranks"))
+    parallel_layout.shutdown_parallel()
+
+
+def tiers(names: Iterable[str]) -> list[ParameterSet | str]:
+    """Pipelines belong to the long tier: tests/megatron/test_stream.py has the same layouts in every run of the tests."""
+    return [pytest.param(name, marks=pytest.mark.long) if name.startswith("pp") else name for name in names]
+
+
+TRAINED = tiers(name for name in SCENARIOS if name != "dp wrong world")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_ranks_train_as_one(name: str, ranks: Ranks) -> None:
+    (found, _), expected = ranks.pair(name), ranks.alone(name)
+    assert "error" not in found, found["error"]
+    assert "error" not in expected, expected["error"]
+    assert len(found["metrics"]) == len(expected["metrics"]) > 1
+    assert found["gap"]["tokens"] == expected["gap"]["tokens"] > 0
+    for step, (one, other) in enumerate(zip(expected["metrics"], found["metrics"], strict=True)):
+        assert one.keys() == other.keys()
+        # From the second step on, weights differ by Adam's answer to gradients that differ in the last bits.
+        tolerance = 1e-5 if step == 0 else 2e-3
+        assert other["loss"] == pytest.approx(one["loss"], abs=tolerance)
+        for key, value in one.items():
+            if key not in ("fed", "tis_max", "logprob_gap_max"):
+                assert other[key] == pytest.approx(value, rel=50 * tolerance, abs=tolerance), (step, key)
+        for key in ("tokens", "trajectories", "skipped", "updates", "skipped_updates", "gradient_not_finite"):
+            assert other[key] == one[key], (step, key)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_both_ranks_report_the_same_and_hold_one_model(name: str, ranks: Ranks) -> None:
+    first, second = ranks.pair(name)
+    assert first["metrics"] == second["metrics"]
+    assert first["weights"] == second["weights"]
+    assert first["gap"] == second["gap"]
+    assert first.get("faulty") == second.get("faulty")
+
+
+@pytest.mark.parametrize("name", ["dp nothing finite", "ep nothing finite"])
+def test_the_trajectory_at_fault_is_named_on_whichever_replica_it_was(name: str, ranks: Ranks) -> None:
+    first, _ = ranks.pair(name)
+    assert first["faulty"] == ["s1-7"]
+    assert first["metrics"][1]["gradient_not_finite"] == 1
+
+
+STREAMED = {
+    "dp stream": "dp",
+    "dp kl stream": "dp kl",
+    "dp ppo stream": "dp ppo",
+    "tp stream": "tp",
+    "pp stream": "pp",
+    "ep stream": "ep",
+}
+
+
+@pytest.mark.parametrize("name", tiers(STREAMED))
+def test_a_stream_over_two_ranks_ends_with_the_bits_of_the_whole_batch(name: str, ranks: Ranks) -> None:
+    for streamed, whole in zip(ranks.pair(name), ranks.pair(STREAMED[name]), strict=True):
+        assert all(metrics["fed"] > 0 for metrics in streamed["metrics"])
+        assert streamed["state"] == whole["state"]
+
+
+RESTORED = {
+    "dp sharded optimizer, restored": "dp sharded optimizer",
+    "dp restored": "dp ppo",
+    "ep sharded optimizer, restored": "ep sharded optimizer",
+    "tp restored": "tp",
+    "pp restored": "pp",
+}
+
+
+@pytest.mark.parametrize("name", tiers(RESTORED))
+def test_restored_ranks_continue_bit_for_bit(name: str, ranks: Ranks) -> None:
+    for restored, whole in zip(ranks.pair(name), ranks.pair(RESTORED[name]), strict=True):
+        assert restored["state"] == whole["state"]
+        assert restored["weights"] == whole["weights"]
+
+
+def test_ranks_that_are_not_the_product_of_the_parallel_sizes_are_refused(ranks: Ranks) -> None:
+    for answer in ranks.pair("dp wrong world"):
+        assert answer["error"].startswith("ConfigError: world_size = 2")
+
+
+def test_two_ray_actors_train_as_one_and_a_dead_one_is_named(ranks: Ranks) -> None:
+    ray = pytest.importorskip("ray")
+    expected = ranks.alone("dp stream")
+    scenario = ranks.scenario("dp stream", "ray")
+
+    async def main() -> list[dict[str, float]]:
+        trainer = RayTrainer(TRAINER_CLASS, {"OMP_NUM_THREADS": "1"}, 2)
+        trainer.start()
+        await trainer.create(
+            {"model": scenario["model"], "settings": scenario["settings"], "total_steps": 10, "seed": 3}
+        )
+        found = []
+        for step in range(2):
+            batch = make_batch(step)
+            for part in chunked(batch.samples, scenario["feeds"]):
+                await trainer.feed(part, step)
+            found.append(dict((await trainer.train_step(batch)).values))
+        os.kill((await trainer.pids())["trainer-1"], signal.SIGKILL)
+        with pytest.raises(RetryableError, match="rank 1 of 2: trainer-1 died"):
+            await trainer.train_step(make_batch(2))
+        with pytest.raises(RetryableError, match="the trainer has lost a rank"):
+            await trainer.publish()
+        await trainer.close()
+        return found
+
+    start_ray(Config.model_validate({"ray": {"cpus": 2}}))
+    try:
+        found = asyncio.run(main())
+    finally:
+        ray.shutdown()
+    for one, other in zip(expected["metrics"], found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5 if one is expected["metrics"][0] else 2e-3)
+        assert other["stream_fed"] == one["fed"] > 0

@@ -1,0 +1,156 @@
+"""Log-probs and entropy, alone and split over two tensor-parallel ranks, against torch's own log_softmax in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, cross_entropy, policy_loss  # noqa: E402
+from megatron_rlplugin.objective.vocab_logprobs import logprobs, logprobs_and_entropy  # noqa: E402
+
+T, V, RANKS = 11, 10, 2
+SCENARIOS = [(temperature, entropy) for temperature in (1.0, 0.6) for entropy in (False, True)]
+PRECISION = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # of the gradient, which has the dtype of the logits
+
+
+def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits (large ones too: exp overflows without the maximum), targets on both ranks, two gradients."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(T, V, generator=generator) * 3
+    logits[0] += 200.0
+    logits[1, 7] += 90.0
+    targets = torch.randint(0, V, (T,), generator=generator)
+    targets[:4] = torch.tensor([0, 4, 5, 9])  # the borders of the parts
+    return logits.to(dtype), targets, *(torch.randn(2, T, generator=generator))
+
+
+def plain(dtype: torch.dtype, temperature: float, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
+    """(log-prob, entropy, gradient of the logits) in float64."""
+    logits, targets, by_logp, by_entropy = case(dtype)
+    leaf = logits.double().requires_grad_()
+    logp = torch.log_softmax(leaf / temperature, -1)
+    chosen, entropy = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    total = (chosen * by_logp).sum() + ((entropy * by_entropy).sum() if entropy_gradient else 0)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return chosen.detach(), entropy.detach(), gradient
+
+
+def ours(
+    dtype: torch.dtype, temperature: float, entropy_gradient: bool, rank: int = 0, ranks: int = 1, group: object = None
+) -> tuple[torch.Tensor, ...]:
+    logits, targets, by_logp, by_entropy = case(dtype)
+    leaf = logits.chunk(ranks, -1)[rank].contiguous().requires_grad_()
+    chosen, entropy = logprobs_and_entropy(leaf, targets, temperature, entropy_gradient=entropy_gradient, group=group)
+    assert chosen.dtype == entropy.dtype == torch.float32
+    assert entropy.requires_grad == entropy_gradient
+    total = (chosen * by_logp).sum() + ((entropy * by_entropy).sum() if entropy_gradient else 0)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    torch.testing.assert_close(logprobs(leaf, targets, temperature, group=group), chosen)
+    return chosen.detach(), entropy.detach(), gradient
+
+
+def objective(rank: int = 0, ranks: int = 1, group: object = None) -> tuple[torch.Tensor, ...]:
+    """(the loss, its totals, the warm-up's loss, gradient of the logits)."""
+    logits, targets, advantages, shift = case(torch.float32)
+    logits[:2] = 0.0  # no overflowing importance ratio here
+    leaf = logits.chunk(ranks, -1)[rank].contiguous().requires_grad_()
+    old = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0] + 0.1 * shift
+    tokens = Tokens(
+        targets, old, advantages, torch.ones(T), torch.ones(T, dtype=torch.bool), old, T, reference_T=old - 0.1
+    )
+    loss, totals = policy_loss(leaf, tokens, Coefficients(0.2, 0.2, 2.0, 0.01, 0.1), 0.8, group)
+    warm_up = cross_entropy(leaf, targets, group)
+    (gradient,) = torch.autograd.grad(loss + warm_up, leaf)
+    return loss.detach(), torch.tensor(list(totals.metrics().values())), warm_up.detach(), gradient
+
+
+def check(found: tuple[torch.Tensor, ...], dtype: torch.dtype, temperature: float, entropy_gradient: bool) -> None:
+    for index, expected in enumerate(plain(dtype, temperature, entropy_gradient)):
+        precision = PRECISION[dtype] if index == 2 else 2e-6
+        torch.testing.assert_close(
+            found[index].double(), expected, rtol=precision, atol=precision * max(1.0, float(expected.abs().max()))
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("temperature", "entropy_gradient"), SCENARIOS)
+def test_one_rank_gives_the_plain_result(temperature: float, entropy_gradient: bool, dtype: torch.dtype) -> None:
+    check(ours(dtype, temperature, entropy_gradient), dtype, temperature, entropy_gradient)
+
+
+def test_nothing_of_the_size_of_the_vocabulary_is_kept_but_the_logits() -> None:
+    logits, targets, *_ = case(torch.bfloat16)
+    leaf, kept = logits.requires_grad_(), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs_and_entropy(leaf, targets, 0.7, entropy_gradient=True)
+    large = [tensor for tensor in kept if tensor.numel() >= T * V]
+    assert [tensor.data_ptr() for tensor in large] == [leaf.data_ptr()]
+
+
+def test_two_ranks_with_half_the_vocabulary_each_give_the_plain_result(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        errors = [process.communicate(timeout=200)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), errors
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    for name, parts in ((name, [result[name] for result in results]) for name in results[0]):
+        *same, gradients = zip(*parts, strict=True)
+        for values in same:
+            assert torch.equal(values[0], values[1]), name  # every rank sees the same loss
+        joined = (*(values[0] for values in same), torch.cat(gradients, -1))
+        if name == "objective":
+            for found, expected in zip(joined, objective(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        else:
+            dtype, temperature, entropy_gradient = name.split()
+            kind = getattr(torch, dtype)
+            assert gradients[0].dtype == kind
+            check(joined, kind, float(temperature), entropy_gradient == "True")
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    """One of the two ranks; its results go to a file."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
+    )
+    group = dist.group.WORLD
+    results = {
+        f"{str(dtype).removeprefix('torch.')} {temperature} {entropy}": ours(
+            dtype, temperature, entropy, rank, RANKS, group
+        )
+        for dtype in PRECISION
+        for temperature, entropy in SCENARIOS
+    }
+    results["objective"] = objective(rank, RANKS, group)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,470 @@
+"""The report and the summary: what they promise about any run folder, damaged, resumed, broken or compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.observe.report import page_text
+from orchestrator.observe.report.report_page import write_report
+from orchestrator.observe.report.run_log import load_run
+from orchestrator.observe.report.summary import summarize
+from orchestrator.observe.report.timeline import LANES, clip, lanes, per_step, shares, typical_window
+from tests.observe import test_report_fixtures as runs
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    folder: Path = runs.write_run(tmp_path / "frozenlake-001", steps=40)
+    return folder
+
+
+def read_document(file: Path) -> ElementTree.Element:
+    """The page as a tree: parsing fails unless every element is closed and every text escaped."""
+    shown = file.read_text(encoding="utf-8")
+    assert shown.startswith("<!DOCTYPE html>")
+    return ElementTree.fromstring(shown.split("\n", 1)[1])
+
+
+def words(element: ElementTree.Element) -> str:
+    return " ".join("".join(element.itertext()).replace("\u202f", " ").split())
+
+
+def edit_events(folder: Path, change: Any) -> None:
+    file = folder / "events.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = [event for event in events if change(event) is not False]
+    file.write_text("".join(json.dumps(event, sort_keys=True) + "\n" for event in kept))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_well_formed_and_says_what_happened(finished: Path) -> None:
+    page = read_document(write_report(finished))
+    shown = words(page)
+    for heading in (
+        "Did it learn?",
+        "Who waited for whom?",
+        "How stale was the data?",
+        "How fast was it?",
+        "Is the trainer healthy?",
+        "Where did every trajectory go?",
+        "What went wrong?",
+        "What did it run on?",
+    ):
+        assert heading in shown
+    assert "intervals do not overlap" in shown
+    assert "environment_timeout" in shown
+    assert "Synthetic CPU" in shown
+
+
+class Strict(HTMLParser):
+    """Collects what a browser would fetch or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [
+            value or "" for name, value in attrs if name in ("href", "src", "srcset", "xlink:href", "action")
+        ]
+        assert not any(name.startswith("on") for name, _ in attrs)
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_the_page_requests_nothing_and_runs_nothing(finished: Path, tmp_path: Path, compared: bool) -> None:
+    other = runs.write_run(tmp_path / "frozenlake-002", steps=12, seed=3)
+    shown = write_report([finished, other] if compared else finished).read_text(encoding="utf-8")
+    parser = Strict()
+    parser.feed(shown)
+    assert not {"script", "link", "iframe", "img", "object", "embed", "base", "form"} & set(parser.tags)
+    assert all(link.startswith("#") for link in parser.links)
+    assert "http:" not in shown
+    assert "https:" not in shown
+    assert "//" not in re.sub(r"/\*.*?\*/", "", shown, flags=re.S)
+    assert "@import" not in shown
+    assert all(target.startswith("url(#") for target in re.findall(r"url\([^)]*", shown))
+
+
+def test_links_within_the_page_and_patterns_have_their_targets(finished: Path) -> None:
+    shown = write_report(finished).read_text(encoding="utf-8")
+    identities = re.findall(r'\bid="([^"]+)"', shown)
+    assert len(identities) == len(set(identities))
+    for target in re.findall(r'href="#([^"]+)"', shown) + re.findall(r"url\(#([^)]+)\)", shown):
+        assert target in identities
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_every_figure_card_and_table_says_real_or_simulated(tmp_path: Path, simulated: bool) -> None:
+    folder = runs.write_run(tmp_path / "run-001", steps=20, simulated=simulated)
+    page = read_document(write_report(folder))
+    kind, other = ("simulated", "real") if simulated else ("real", "simulated")
+    figures = page.findall(".//figure") + [item for item in page.iter("div") if "card" in item.get("class", "").split()]
+    assert len(figures) > 15
+    for figure in figures:
+        badges = [item.text for item in figure.iter("span") if "badge" in item.get("class", "")]
+        assert badges == [kind]
+    captions = [words(caption) for caption in page.iter("caption")]
+    assert captions
+    assert all(f"({kind}" in caption and f"({other}" not in caption for caption in captions)
+
+
+def test_every_drawing_has_a_title_and_a_label_for_screen_readers(finished: Path) -> None:
+    drawings = list(read_document(write_report(finished)).iter("svg"))
+    assert len(drawings) > 15
+    for drawing in drawings:
+        assert drawing.get("role") == "img"
+        assert len(drawing.get("aria-label", "")) > 10
+        assert drawing[0].tag == "title"
+
+
+def test_the_same_folder_gives_the_same_bytes(finished: Path) -> None:
+    assert write_report(finished).read_bytes() == write_report(finished).read_bytes()
+
+
+def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
+    run = runs.SyntheticRun(tmp_path / "run-001", steps=6)
+    run.name = "<script>alert(1)</script>"
+    run.start()
+    run.loop(0, 6)
+    run.emit("fault", what="worker <b>", cause="x", detail='"><img src=x onerror=alert(1)>')
+    run.trajectories(1, "failed", cause="<i>&amp;")
+    run.finish("failed", "the trainer said </main>")
+    shown = write_report(run.write()).read_text(encoding="utf-8")
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert "&lt;script&gt;" in shown
+    assert "&lt;i&gt;&amp;amp;" in shown
+    assert shown.count("</main>") == 1
+
+
+def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path / "run-001", steps=1500, batch=2)
+    assert write_report(folder).stat().st_size < 1_500_000
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_that_closes_is_said_to_close(finished: Path) -> None:
+    shown = words(read_document(write_report(finished)))
+    assert "the sum closes" in shown
+    assert "does not close" not in shown
+
+
+def test_a_lost_trajectory_is_shown_as_broken(finished: Path) -> None:
+    def lose_one(event: dict[str, Any]) -> None:
+        if event["kind"] == "run_end":
+            event["ledger"]["trained"] -= 1
+
+    edit_events(finished, lose_one)
+    shown = words(read_document(write_report(finished)))
+    assert "The ledger does not close. 1 trajectory unaccounted for" in shown
+    assert "the sum does not close" in shown
+    assert "off by 1" in shown
+    assert "the sum closes" not in shown
+
+
+def test_a_journal_that_counts_otherwise_is_shown(finished: Path) -> None:
+    lines = (finished / "ledger.jsonl").read_text().splitlines()
+    (finished / "ledger.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # the last one's end is missing
+    table = next(item for item in read_document(write_report(finished)).iter("table") if "Journal" in words(item))
+    assert len([item for item in table.iter("span") if item.get("class") == "broken"]) == 2  # its end, and in flight
+
+
+def test_the_rows_in_parquet_stand_beside_the_ledger(finished: Path) -> None:
+    runs.write_trajectories(finished, {"trained": 7, "failed: environment_timeout": 2, "failed: reward_unavailable": 1})
+    shown = words(read_document(write_report(finished)))
+    assert "Rows in Parquet" in shown
+    rows = [[words(cell) for cell in row] for row in read_document(finished / "report.html").iter("tr")]
+    assert [row[-1] for row in rows if row[0] in ("trained", "failed", "Started")] == ["7 ✗", "3", "10"]
+
+
+# -- the summary -------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_exactly_its_keys(finished: Path) -> None:
+    summary = summarize(finished)
+    assert set(summary) == {
+        "name", "kind", "mode", "alpha", "steps", "status", "success_before_warmup", "success_start", "success_end",
+        "success_intervals", "success_curve", "tokens_per_s", "streamed", "seconds", "staleness", "rounds",
+        "borrowed", "serving", "analysis", "ledger", "machine", "versions",
+    }  # fmt: skip
+    assert set(summary["success_intervals"]["success_end"]) == {"low", "high", "prompts"}
+    assert summary["success_curve"][-1][1] == summary["success_end"]
+    assert set(summary["ledger"]) == {
+        "started", "trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed", "in_flight",
+        "rolled_back", "failed_by_cause", "ended_by_cause",
+    }  # fmt: skip
+    assert (summary["name"], summary["kind"], summary["mode"], summary["alpha"]) == (
+        "frozenlake-001",
+        "real",
+        "async",
+        1,
+    )
+    assert (summary["steps"], summary["status"]) == (40, "completed")
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_the_summary_is_what_the_events_say(finished: Path) -> None:
+    events = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["kind"] == "step"]
+    first = next(event["start"] for event in events if event.get("stage") == "get_batch")
+    summary = summarize(finished)
+    seconds = steps[-1]["t"] - first
+    assert summary["tokens_per_s"] == pytest.approx(sum(step["tokens"] for step in steps) / seconds, abs=1e-3)
+    lags = {lag: sum(step["lag"].get(lag, 0) for step in steps) for lag in ("0", "1")}
+    assert summary["staleness"]["lag"] == lags
+    assert summary["staleness"]["max"] == 1
+    assert summary["staleness"]["mean"] == pytest.approx(lags["1"] / sum(lags.values()), abs=1e-6)
+    assert sum(summary["ledger"]["failed_by_cause"].values()) == summary["ledger"]["failed"]
+
+
+def test_success_at_the_end_counts_only_when_no_step_follows(finished: Path) -> None:
+    edit_events(finished, lambda event: not (event["kind"] == "evaluation" and event["phase"] == "end"))
+    summary = summarize(finished)
+    assert summary["success_end"] is None
+    assert summary["success_intervals"]["success_start"]["prompts"] == 300
+    assert "the last evaluation" in words(read_document(write_report(finished)))
+
+
+# -- damaged and unfinished folders ------------------------------------------------------------------------------------
+
+
+def test_a_half_written_last_line_is_left_out_and_said(finished: Path) -> None:
+    file = finished / "events.jsonl"
+    lines = file.read_text().splitlines()
+    whole = next(index for index, line in enumerate(lines) if '"step": 30' in line and '"kind": "step"' in line)
+    file.write_text("\n".join(lines[:whole]) + "\n" + lines[whole][:57])
+    summary = summarize(finished)
+    assert (summary["steps"], summary["status"]) == (30, "unfinished")
+    shown = words(read_document(write_report(finished)))
+    assert "1 line of the event log could not be read" in shown
+    assert "did not say that it ended" in shown
+
+
+def test_a_line_cut_in_a_byte_of_a_character_is_left_out_too(finished: Path) -> None:
+    with (finished / "events.jsonl").open("ab") as stream:
+        stream.write('{"kind":"fault","what":"größe'.encode()[:-4])
+    assert load_run(finished).unreadable == 1
+
+
+def test_the_ledger_of_a_killed_run_is_recounted_from_its_journal(finished: Path) -> None:
+    edit_events(finished, lambda event: event["kind"] != "run_end")
+    ended = summarize(finished)["ledger"]
+    assert ended["started"] == sum(ended[state] for state in runs.ENDS) + ended["in_flight"]
+    journal = [json.loads(line) for line in (finished / "ledger.jsonl").read_text().splitlines()]
+    assert ended["started"] == len({record["id"] for record in journal})
+
+
+def test_a_folder_that_is_no_run_is_a_config_error(tmp_path: Path) -> None:
+    for call in (summarize, write_report):
+        with pytest.raises(ConfigError, match="no run folder"):
+            call(tmp_path)
+        with pytest.raises(ConfigError, match="no run folder"):
+            call(tmp_path / "missing")
+
+
+def test_a_damaged_config_is_a_config_error(finished: Path) -> None:
+    (finished / "config.json").write_text('{"run": ')
+    with pytest.raises(ConfigError, match="is damaged"):
+        summarize(finished)
+
+
+def test_a_run_that_failed_before_its_first_event_still_has_a_report(tmp_path: Path) -> None:
+    folder = tmp_path / "run-001"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert "run-001" in words(read_document(write_report(folder)))
+    summary = summarize(folder)
+    assert (summary["status"], summary["steps"], summary["tokens_per_s"]) == ("unfinished", 0, None)
+
+
+def test_a_run_that_failed_in_startup_says_why(tmp_path: Path) -> None:
+    run = runs.SyntheticRun(tmp_path / "run-001")
+    run.start()
+    run.emit("run_end", status="failed", reason="the relay did not start", ledger=run.ledger())
+    shown = words(read_document(write_report(run.write())))
+    assert "The run failed. the relay did not start" in shown
+
+
+def test_values_that_are_not_finite_interrupt_a_line_and_nothing_else(finished: Path) -> None:
+    def spoil(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] in (3, 7):
+            event["metrics"].update(loss=float("nan"), grad_norm=float("inf"))
+        if event["kind"] == "step" and event["step"] == 9:
+            del event["metrics"]["entropy"]
+
+    edit_events(finished, spoil)
+    shown = write_report(finished).read_text(encoding="utf-8")
+    assert "step 4: nan" in shown
+    assert not re.search(r'(?:d|x|y|points|height|width)="[^"]*(?:nan|inf)', shown)
+
+
+def test_a_gap_measured_on_no_token_is_no_gap_of_zero(finished: Path) -> None:
+    def unmeasured(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            event["metrics"]["logprob_gap_tokens"] = 100.0 if event["step"] == 2 else 0.0
+
+    edit_events(finished, unmeasured)
+    assert "measured in 1 of 40 steps" in words(read_document(write_report(finished)))
+
+
+# -- a resume ----------------------------------------------------------------------------------------------------------
+
+
+def resumed_run(folder: Path) -> Path:
+    """Killed after 20 steps, resumed from the checkpoint of 18."""
+    run = runs.SyntheticRun(folder, steps=30)
+    run.start()
+    run.loop(0, 20)
+    run.counts["trained"] -= 2 * run.batch  # rolled back, and back in the buffer: trained again below
+    run.counts["started"] -= 2 * run.batch
+    run.counts["rolled_back"] += 2 * run.batch
+    run.start(resumed_from=18)
+    run.loop(18, 30)
+    run.finish()
+    run.journal.clear()
+    path: Path = run.write()
+    (path / "ledger.jsonl").unlink()
+    return path
+
+
+def test_steps_after_the_checkpoint_of_a_resume_count_once(tmp_path: Path) -> None:
+    folder = resumed_run(tmp_path / "run-001")
+    run = load_run(folder)
+    assert [step.number for step in run.steps] == list(range(1, 31))
+    assert all(step.period > 0 for step in run.steps)
+    assert max(step.period for step in run.steps) < 30  # the second startup is no step's time
+    assert summarize(folder)["steps"] == 30
+    shown = words(read_document(write_report(folder)))
+    assert "resumed once" in shown
+    assert "128 trajectories were trained after the checkpoint" in shown
+    assert "the sum closes" in shown
+
+
+# -- who waited for whom -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "alpha"), [("sync", 0), ("async", 1)])
+def test_the_pieces_of_a_lane_never_overlap_and_cover_the_run(tmp_path: Path, mode: str, alpha: int) -> None:
+    run = load_run(runs.write_run(tmp_path / "run-001", steps=25, mode=mode, alpha=alpha))
+    pieces = lanes(run)
+    for lane in LANES:
+        assert all(piece.seconds > 0 for piece in pieces[lane])
+        assert all(a.end <= b.start for a, b in zip(pieces[lane], pieces[lane][1:], strict=False))
+    first = next(stage.start for stage in run.stages if stage.name == "get_batch")
+    for lane in ("rollout", "trainer"):
+        span = pieces[lane][-1].end - pieces[lane][0].start
+        assert pieces[lane][0].start == pytest.approx(first)
+        assert sum(shares(pieces[lane]).values()) == pytest.approx(span)
+
+
+def test_the_trainers_time_is_what_its_stages_took(tmp_path: Path) -> None:
+    run = load_run(runs.write_run(tmp_path / "run-001", steps=25))
+    trained = sum(stage.seconds for stage in run.stages if stage.name == "train_step")
+    assert shares(lanes(run)["trainer"])["train"] == pytest.approx(trained, abs=1e-3)
+
+
+def test_sync_rollout_waits_for_the_trainer_and_async_does_not(tmp_path: Path) -> None:
+    sync = shares(lanes(load_run(runs.write_run(tmp_path / "a-001", steps=20, mode="sync", alpha=0)))["rollout"])
+    overlapped = shares(lanes(load_run(runs.write_run(tmp_path / "b-001", steps=20)))["rollout"])
+    assert sync["wait_training"] / sum(sync.values()) > 0.25
+    assert overlapped.get("wait_training", 0.0) / sum(overlapped.values()) < 0.1
+
+
+def test_the_window_is_of_typical_steps(tmp_path: Path) -> None:
+    run = load_run(runs.write_run(tmp_path / "run-001", steps=40))
+    window = typical_window(run)
+    assert window is not None
+    assert window.last - window.first == 3
+    assert not window.first <= 18 <= window.last  # the step with the dead worker
+    assert clip(lanes(run)["trainer"], window.start, window.end)
+
+
+def test_each_steps_time_is_accounted_for(tmp_path: Path) -> None:
+    run = load_run(runs.write_run(tmp_path / "run-001", steps=20))
+    for step, totals in per_step(run.steps, lanes(run)["trainer"]):
+        assert sum(totals.values()) == pytest.approx(step.period, abs=1e-3)
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_lies_beside_the_runs_and_shows_each(tmp_path: Path) -> None:
+    folders = [
+        runs.write_run(tmp_path / "sync-001", steps=12, mode="sync", alpha=0),
+        runs.write_run(tmp_path / "async-001", steps=12),
+    ]
+    page = write_report(folders)
+    assert page == (tmp_path / "compare-sync-001-async-001.html").resolve()
+    shown = words(read_document(page))
+    assert "2 runs compared" in shown
+    assert "sync-001" in shown
+    assert "async-001" in shown
+
+
+def test_a_comparison_warns_of_what_does_not_compare(tmp_path: Path) -> None:
+    real = runs.write_run(tmp_path / "real-001", steps=12)
+    simulated = runs.write_run(tmp_path / "sim-001", steps=12, simulated=True)
+    (simulated / "environment.json").write_text('{"machine": {"cpu": "another"}, "versions": {}}')
+    edit_events(simulated, lambda event: event["kind"] != "run_end")
+    page = read_document(write_report([real, simulated]))
+    shown = words(page)
+    assert "Real and simulated runs are mixed" in shown
+    assert "The machines differ" in shown
+    assert "Not every run completed: sim-001" in shown
+    badges = {
+        item.text for figure in page.iter("figure") for item in figure.iter("span") if "badge" in str(item.attrib)
+    }
+    assert badges == {"real and simulated"}
+
+
+def test_a_comparison_of_one_is_its_report(finished: Path) -> None:
+    assert write_report([finished]) == finished.resolve() / "report.html"
+
+
+def test_many_runs_have_distinct_styles_and_a_short_file_name(tmp_path: Path) -> None:
+    folders = [runs.write_run(tmp_path / f"run-{index:03d}", steps=6, seed=index) for index in range(8)]
+    page = write_report(folders)
+    assert page.name == "compare-run-000-and-7-others.html"
+    lines = re.findall(r'class="line strong ([^"]+)"', page.read_text(encoding="utf-8"))
+    assert len(set(lines)) == 8
+
+
+# -- numbers in words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (page_text.percent(0.8934), "89.3 %"),
+        (page_text.percent(0.0), "0.0 %"),
+        (page_text.percent(2 / 15_000), "below 0.1 %"),
+        (page_text.duration(0.0123), "12 ms"),
+        (page_text.duration(0.000001), "below 0.1 ms"),
+        (page_text.duration(4.6321), "4.63 s"),
+        (page_text.duration(59.96), "60 s"),
+        (page_text.duration(351), "5 min 51 s"),
+        (page_text.duration(7260), "2 h 1 min"),
+        (page_text.significant(0.02), "0.0200"),
+        (page_text.significant(1.49e-7), "1.49e-7"),
+        (page_text.significant(12345.6), "12,346"),
+        (page_text.data_size(2_310_144), "2.20 MiB"),
+        (page_text.plural(1, "trajectory", "trajectories"), "1 trajectory"),
+        (page_text.plural(3, "trajectory", "trajectories"), "3 trajectories"),
+    ],
+)
+def test_numbers_read_well(made: str, expected: str) -> None:
+    assert made.replace(page_text.THIN, " ") == expected

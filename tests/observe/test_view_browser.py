@@ -1,0 +1,161 @@
+"""The live page in a real browser: what a person sees, in light and dark, and that the browser has nothing to object to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestrator.observe.report.report_page import write_report
+from orchestrator.observe.view import view_server as server
+from orchestrator.observe.view.runs_page import Runs
+from orchestrator.observe.view.view_server import Hub, Server
+from tests.support import view_browser as chromium
+from tests.support import view_runs as runs
+
+TOKEN = "token-of-this-test-1234"
+
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MISSING),
+]
+# A name that would run as a script if it were ever taken for markup.
+EVIL = '<img src=x onerror="document.title=1">'
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs here write nothing more, and on a busy machine a browser takes longer to start than a run may be silent."""
+    monkeypatch.setattr(server, "SILENT_SECONDS", 3600.0)
+
+
+def test_the_page_shows_the_run_in_light_and_dark_and_follows_it(tmp_path: Path) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    live = json.loads((folder / "live.json").read_text())
+    live["trajectories"][0]["waits"] = EVIL
+    live["reasons"][EVIL] = 1
+    (folder / "live.json").write_text(json.dumps(live))
+    pictures = Path(os.environ.get("VIEW_PICTURES", tmp_path))  # where to keep what it looked like
+
+    async def main() -> None:
+        hub = Hub(folder)
+        server = Server(hub, TOKEN)
+        await server.start()
+        following = asyncio.create_task(hub.run())
+        try:
+            grounds = []
+            for dark in (False, True):
+                async with chromium.browser(dark=dark) as page:
+                    await page.go(server.url)
+                    await page.until("document.body.dataset.drawn === '40'")
+                    text = await page.value("document.body.innerText")
+                    for words in (
+                        "step 40",
+                        "Waiting for:",
+                        "generation",
+                        "vllm-0",
+                        "coming back",
+                        "closes",
+                        "vllm-1",
+                        "24 · 18.4",
+                        "25 % · 40 %",
+                        "Beside serving",
+                        "0.41 s",
+                        "-0.031 s",
+                        "3 of 940 · 1",
+                    ):
+                        assert words.lower() in text.lower(), words
+                    assert EVIL in text  # as text
+                    assert await page.value("document.querySelectorAll('img').length") == 0
+                    assert await page.value("document.querySelectorAll('#timeline rect.piece').length") > 10
+                    assert await page.value("document.documentElement.scrollWidth <= window.innerWidth")
+                    assert TOKEN not in await page.value("document.documentElement.outerHTML")
+                    assert TOKEN not in await page.value("location.href + document.cookie")
+                    assert all(url.startswith(server.url.split("?")[0]) for url in page.requested)
+                    assert page.complaints == []
+                    grounds.append(await page.value("getComputedStyle(document.body).backgroundColor"))
+                    await page.picture(pictures / ("view-dark.png" if dark else "view.png"))
+                    if dark:
+                        end = {
+                            "kind": "run_end",
+                            "t": 999.0,
+                            "status": "failed",
+                            "reason": "no worker left",
+                            "ledger": {},
+                        }
+                        with (folder / "events.jsonl").open("a") as stream:
+                            stream.write(json.dumps(end) + "\n")
+                        await page.until("document.getElementById('notice').innerText.includes('no worker left')")
+                        assert await page.value("document.getElementById('status').innerText") == "failed"
+            assert len(set(grounds)) == 2
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await server.close()
+
+    asyncio.run(main())
+
+
+def test_the_runs_of_a_folder_are_on_one_page_and_each_leads_to_its_own(tmp_path: Path) -> None:
+    for name in ("alpha-001", "beta-002"):
+        runs.write_unfinished(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+    pictures = Path(os.environ.get("VIEW_PICTURES", tmp_path))
+
+    async def main() -> None:
+        shown = Runs(tmp_path)
+        server = Server(shown, TOKEN, hubs=lambda: shown.hubs)
+        await server.start()
+        following = asyncio.create_task(shown.run())
+        try:
+            async with chromium.browser(height=420) as page:
+                await page.go(server.url)
+                await page.until("document.querySelectorAll('#runs tbody tr').length === 2")
+                await page.until("document.body.innerText.includes('40 of 80')")
+                text = await page.value("document.body.innerText")
+                assert "2 of 2 runs go on" in text
+                assert "64" in text  # trajectories in flight
+                await page.picture(pictures / "runs.png")
+                runs.write_unfinished(tmp_path / "gamma-003")
+                (tmp_path / "gamma-003" / "config.json").write_text("{}")
+                await page.until("document.body.innerText.includes('gamma-003')")
+                await page.value("document.querySelector('a[href=\"run/beta-002/\"]').click()")
+                await page.until("document.body.dataset.drawn === '40'")
+                assert (await page.value("location.href")).endswith("/run/beta-002/")
+                assert "vllm-0" in await page.value("document.body.innerText")
+                assert page.complaints == []
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_report_compares_runs_in_the_browser_with_a_curve_of_each(tmp_path: Path) -> None:
+    folders = []
+    for name, steps in (("alpha-001", 20), ("beta-002", 40)):
+        run = runs.SyntheticRun(tmp_path / name, steps=steps)
+        run.start()
+        run.loop(0, steps)
+        run.write()
+        folders.append(tmp_path / name)
+    written = write_report(folders)
+
+    async def main() -> None:
+        for dark in (False, True):
+            async with chromium.browser(dark=dark) as page:
+                await page.go(written.as_uri())
+                await page.until("document.querySelectorAll('svg polyline, svg path').length >= 4")
+                text = await page.value("document.body.innerText")
+                assert "alpha-001" in text
+                assert "beta-002" in text
+                assert await page.value("document.documentElement.scrollWidth <= window.innerWidth")
+                assert page.complaints == []
+                assert all(url.startswith("file:") for url in page.requested)
+
+    asyncio.run(main())

@@ -1,0 +1,117 @@
+"""What a run's degrees begin with: those for the lengths that it expects, and after a resume those that it had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from orchestrator.api import ConfigError
+from orchestrator.config import Config, load_config
+from orchestrator.parallelism import planner_setup
+from orchestrator.parallelism.degree_planner import make_reallocation
+from orchestrator.policies.parallelism.degree_reallocation import Reallocation, prior_loads
+from orchestrator.policies.placement.worker_load import Rates
+from orchestrator.sim.simulated_run import simulate
+from scripts.bench.micro.ledger_faults import config_of
+
+DEGREES = "rollout.placement.degrees"
+
+
+def config(*overrides: str) -> Config:
+    base = ["rollout.workers=4", "rollout.prediction.enabled=true", "rollout.placement.enabled=true"]
+    base += [f"{DEGREES}.enabled=true", f"{DEGREES}.speeds={{1=1.0, 2=1.9, 4=3.7}}", "rollout.groups_per_step=1"]
+    return load_config(None, [*base, "rollout.group_size=4", "rollout.environments=4", *overrides])
+
+
+def rates(degree: int) -> Rates:
+    alone = 1.0 / 1.5 ** (degree.bit_length() - 1)
+    return Rates((alone, 1.3 * alone))
+
+
+def test_what_is_expected_has_the_mean_and_the_spread_that_were_named() -> None:
+    loads = prior_loads(200.0, 1.0, 4096, 100_000.0)
+    lengths = [loads.longest(place, 1) for place in range(loads.count)]
+    assert sum(lengths) / len(lengths) == pytest.approx(200.0, rel=0.03)
+    assert lengths[0] > 20 * lengths[2048]
+    assert {loads.longest(place, 1) for place in range(4) for loads in (prior_loads(50.0, 0.0, 4),)} == {50.0}
+    assert max(prior_loads(200.0, 1.0, 4096, 1000.0).longest(0, 1) for _ in range(1)) <= 1000.0
+
+
+def test_a_run_begins_with_the_degrees_for_what_it_expects() -> None:
+    assert make_reallocation(config()).degrees == (1, 1, 1, 1)
+    assert make_reallocation(config(f"{DEGREES}.start=[2, 2]")).degrees == (2, 2)
+    few = make_reallocation(config(f"{DEGREES}.expected_tokens=500", f"{DEGREES}.expected_sigma=2"))
+    assert few.degrees[0] == 4, "four of very different lengths: the longest is what counts"
+    many = make_reallocation(config(f"{DEGREES}.expected_tokens=500", f"{DEGREES}.speeds={{1=1.0, 2=1.0, 4=1.0}}"))
+    assert many.degrees == (1, 1, 1, 1), "wider engines are no faster"
+    with pytest.raises(ConfigError, match=r"expected_tokens.*leave one of them out"):
+        config(f"{DEGREES}.start=[2, 2]", f"{DEGREES}.expected_tokens=500")
+
+
+def test_degrees_that_differ_need_not_divide_the_devices() -> None:
+    named = make_reallocation(config("rollout.workers=3", f"{DEGREES}.start=[2, 1]"))
+    assert (named.options, named.degrees) == ((2, 1), (2, 1))
+    few = config("rollout.workers=3", f"{DEGREES}.expected_tokens=500", f"{DEGREES}.expected_sigma=2")
+    assert make_reallocation(few).degrees == (2, 1)
+    assert make_reallocation(few, heads=3).degrees == (1, 1, 1), "vLLM cuts whole heads"
+
+
+def test_the_state_of_the_resource_manager_survives_json_and_is_refused_where_it_does_not_fit() -> None:
+    policy = Reallocation(4, (1, 2, 4), rates)
+    policy.changed((2, 1, 1), 7.0)
+    state = json.loads(json.dumps(policy.state()))
+    again = Reallocation(4, (1, 2, 4), rates)
+    assert again.restore(state)
+    assert (again.degrees, again.cost) == ((2, 1, 1), 7.0)
+    again.changed((2, 2), 1.0)
+    assert again.cost == 4.0, "it was measured before"
+    for other in (Reallocation(8, (1, 2, 4), rates), Reallocation(4, (1, 4), rates)):
+        before = other.degrees
+        assert not other.restore(state)
+        assert other.degrees == before
+
+
+def test_engines_of_a_resumed_run_start_with_the_degrees_that_it_had() -> None:
+    kept = {"degrees": [2, 1, 1], "cost": 3.0, "measured": True}
+
+    async def ranks(found: dict[str, Any] | None) -> tuple[int, ...]:
+        async def nobody(name: str, arguments: dict[str, Any]) -> Any:
+            raise AssertionError(name)
+
+        cut = await planner_setup.cut_of(config(), None, "", {"num_attention_heads": 8}, nobody, found)  # type: ignore[arg-type]
+        return cut.ranks
+
+    assert asyncio.run(ranks(kept)) == (2, 0, 1, 1)
+    assert asyncio.run(ranks(None)) == (1, 1, 1, 1)
+    assert asyncio.run(ranks({**kept, "degrees": [8]})) == (1, 1, 1, 1), "of other devices"
+
+
+def test_killed_runs_go_on_with_the_degrees_of_their_checkpoint_and_lose_nothing() -> None:
+    resumed = other = 0
+    for seed in range(200):
+        given = config_of(seed)
+        if not given.rollout.placement.degrees.enabled or (resumed >= 6 and other):
+            continue
+        result = simulate(given)
+        assert not result.unaccounted
+        events = [json.loads(line) for line in result.events.splitlines()]
+        lives = [number for number, event in enumerate(events) if event["kind"] == "run_start"]
+        start = make_reallocation(given).degrees
+        for begun, after in pairwise([*lives, len(events)]):
+            step, life = events[begun]["resumed_from"], events[begun:after]
+            first = next((event["degrees"] for event in life if event["kind"] == "degrees"), None)
+            if step is None or first is None:
+                continue
+            before = [
+                event for event in events[:begun] if event["kind"] == "degrees" and event["step"] in (step - 1, step)
+            ]
+            had = {tuple(one) for event in before for one in (event["degrees"], event["next"])} or {start}
+            assert tuple(first) in had
+            resumed += 1
+            other += start not in had
+    assert resumed
+    assert other, "some had other degrees than those that a run begins with"

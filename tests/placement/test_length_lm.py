@@ -1,0 +1,99 @@
+"""A small language model as the length predictor's encoder: a tiny real one learns what tokens mean for lengths, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rlplugin.tiny_model import create_qwen3
+from orchestrator.api import ConfigError
+from orchestrator.config.sections import PredictionSection
+from orchestrator.placement.forecast_setup import make_predictor
+from orchestrator.placement.length_lm import LanguageModelEncoder
+from orchestrator.policies.prediction.length_features import DENSE, Progress
+from orchestrator.policies.prediction.length_predictor import Outcome, Progressive, sound
+
+pytestmark = pytest.mark.engine  # torch and transformers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return create_qwen3(
+        str(tmp_path_factory.mktemp("lm")),
+        hidden_size=32,
+        intermediate_size=64,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        vocabulary=[f"w{n}" for n in range(32)],
+        max_positions=512,
+        dtype="float32",
+        seed=0,
+    )
+
+
+def row(number: int, marked: bool) -> Progress:
+    """Its numbers say nothing: only whether token 7 or 8 is its last does."""
+    tokens = (3, 4, 5, 7 if marked else 8)
+    return Progress(f"t{number}", "made-up", f"p{number}", tokens, tokens, (4,), (), ())
+
+
+def taught(folder: str, lessons: int) -> LanguageModelEncoder:
+    encoder = LanguageModelEncoder(folder, seed=1, steps=2)
+    for number in range(lessons):
+        marked = number % 2 == 0
+        target = np.array([[1.0 if marked else -1.0, 0.0]])
+        encoder.learn([row(number, marked)], np.zeros((1, DENSE)), target, 1.0)
+    return encoder
+
+
+def test_it_learns_from_tokens_alone_and_its_layers_are_trained(folder: str) -> None:
+    fresh, encoder = LanguageModelEncoder(folder, seed=1), taught(folder, 80)
+    rows = [row(900, True), row(901, False)]
+    assert np.allclose(fresh.predict(rows, np.zeros((2, DENSE)))[:, 0], 0.0)
+    long, short = encoder.predict(rows, np.zeros((2, DENSE)))[:, 0]
+    assert long > 0.5
+    assert short < -0.5
+    before, after = fresh.arrays(), encoder.arrays()
+    layers = [name for name in before if name.startswith("weights layers.1.")]
+    assert layers
+    assert all(np.abs(np.subtract(before[name], after[name])).max() > 0 for name in layers if "proj" in name)
+
+
+def test_saved_with_its_predictor_it_goes_on_as_it_was(folder: str) -> None:
+    def make() -> Progressive:
+        return Progressive(50.0, seed=2, encoder=LanguageModelEncoder(folder, seed=2))
+
+    first = make()
+    for number in range(90):
+        first.learn(Outcome((row(number, number % 2 == 0),), (200 if number % 2 == 0 else 20,), True))
+    second = make()
+    second.load(first.dump())
+    for number in range(90, 96):
+        assert first.forecast(row(number, True)) == second.forecast(row(number, True))
+        for one in (first, second):
+            one.learn(Outcome((row(number, True),), (200,), True))
+    assert first.forecast(row(97, True)).tokens > 2.0 * first.forecast(row(98, False)).tokens
+    with pytest.raises(ValueError, match="of another kind: encoder"):
+        Progressive(50.0, seed=2).load(first.dump())
+
+
+def test_any_tokens_give_a_forecast(folder: str) -> None:
+    predictor = Progressive(50.0, seed=2, encoder=taught(folder, 10))
+    for number in range(80):
+        predictor.learn(Outcome((row(number, True),), (9,), True))
+    for tokens in ((), (2**40, 31, -5), (1,) * 256):
+        asked = Progress("x", "made-up", "p", tokens, tokens[:96], (len(tokens),), (5,), ())
+        assert sound(predictor.forecast(asked))
+
+
+def test_a_config_names_it_and_a_wrong_one_is_refused(folder: str, tmp_path: Path) -> None:
+    made = make_predictor(PredictionSection(enabled=True, encoder=folder), 50.0, 0)
+    assert isinstance(made, Progressive)
+    assert "language model qwen3" in made.dump().decode("latin-1")
+    for encoder, in_process, why in ((str(tmp_path), False, "no Hugging Face folder"), (folder, True, "in_process")):
+        with pytest.raises(ConfigError, match=why):
+            make_predictor(PredictionSection(enabled=True, encoder=encoder, in_process=in_process), 50.0, 0)

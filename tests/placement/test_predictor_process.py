@@ -1,0 +1,162 @@
+"""The predictor's process: it answers as the policy does; its death, silence or nonsense costs nothing but forecasts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.api import GenerationRequest, Prompt, RetryableError, RunError, Sampling
+from orchestrator.config.sections import PredictionSection
+from orchestrator.events import EventLog, MemorySink
+from orchestrator.placement.length_tracker import Forecasts
+from orchestrator.placement.predictor_client import PredictorProcess
+from orchestrator.placement.predictor_service import SAVE_EVERY, Service
+from orchestrator.policies.prediction.length_features import Progress
+from orchestrator.policies.prediction.length_predictor import Outcome, Progressive
+
+PROMPT = Prompt("p", "made-up", 0, "")
+SETTINGS = PredictionSection(enabled=True, patience=20.0)
+
+
+def outcome(number: int) -> Outcome:
+    said = (10 + number % 7, 20, 30 + 3 * (number % 5))
+    before = tuple(
+        Progress(f"t{number}", "made-up", "p", (1, 2), (3, number % 7), (2,), said[:turn], ()) for turn in range(3)
+    )
+    return Outcome(before, said, True)
+
+
+async def until(what: str, true: Callable[[], object], limit: float = 60.0) -> None:
+    async with asyncio.timeout(limit):
+        while not true():
+            await asyncio.sleep(0.05)
+
+
+def test_the_process_learns_and_answers_as_the_policy_does_and_keeps_what_it_learned(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        policy, state = Progressive(50.0, coverage=0.8, seed=5), tmp_path / "predictor.npz"
+        process = PredictorProcess(SETTINGS, 50.0, 5, state)
+        await process.start()
+        for number in range(60):
+            policy.learn(outcome(number))
+            process.learn(outcome(number))
+        wanted = [policy.forecast(one) for one in outcome(3).before]
+        for _ in range(200):  # what is to be learned goes after questions
+            found = [await process.forecast(one) for one in outcome(3).before]
+            if found == wanted:
+                break
+            await asyncio.sleep(0.05)
+        assert found == wanted
+        await process.stop()
+        assert process.pid is None
+        again = PredictorProcess(SETTINGS, 50.0, 5, state)
+        await again.start()
+        assert [await again.forecast(one) for one in outcome(3).before] == wanted
+        await again.stop()
+        await again.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_predictor_is_said_once_turns_go_on_and_it_comes_back() -> None:
+    async def scenario() -> None:
+        process, sink = PredictorProcess(SETTINGS, 50.0, 5), MemorySink()
+        await process.start()
+        made = Forecasts(SETTINGS, process, EventLog(sink, asyncio.get_running_loop().time), 50.0)
+        first = process.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)  # a question is on its way when it dies
+        for name in ("a", "b", "c"):
+            made.begin(name, PROMPT)
+            made.observed(name, PROMPT, (), (1, 2))
+        await asyncio.sleep(0.1)
+        os.kill(first, signal.SIGKILL)
+        await until("said", lambda: sink.lines)
+        request = GenerationRequest("a/0", "a", 0, (1, 2), Sampling(10), "made-up")
+        assert (await made.rank(request)).predicted_tokens == 50
+        await until("back", lambda: process.pid not in (None, first) and process._ready)
+        made.turn_over("a", PROMPT, (), (1, 2), (5,) * 10)
+        await until("answered", lambda: made.answered == 1)
+        told = [json.loads(line) for line in sink.lines]
+        assert [(event["kind"], event["what"]) for event in told] == [
+            ("fault", "predictor"),
+            ("recovered", "predictor"),
+        ]
+        assert "died" in told[0]["detail"]
+        await made.close()
+        await process.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.long
+def test_one_that_hangs_is_not_waited_for_and_one_that_may_not_restart_stays_away() -> None:
+    async def scenario() -> None:
+        settings = PredictionSection(enabled=True, patience=0.3, restarts=0)
+        process, sink = PredictorProcess(settings, 50.0, 5), MemorySink()
+        await process.start()
+        made = Forecasts(settings, process, EventLog(sink, asyncio.get_running_loop().time), 50.0)
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        made.begin("a", PROMPT)
+        made.observed("a", PROMPT, (), (1, 2))
+        await until("late", lambda: sink.lines)
+        assert "no answer for 0.3 s" in sink.text()
+        os.kill(pid, signal.SIGKILL)
+        await until("dead", lambda: process.pid is None and not process._ready)
+        with pytest.raises(RetryableError, match="not up"):
+            await process.forecast(outcome(1).before[0])
+        process.learn(outcome(1))
+        assert process.lost == 1
+        await made.close()
+        await process.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.long
+def test_a_predictor_that_cannot_start_is_an_error_at_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        settings = PredictionSection(enabled=True, start=str(tmp_path / "nothing.npz"))
+        with pytest.raises(RunError, match="before it was ready"):
+            await PredictorProcess(settings, 50.0, 5, log=tmp_path / "log").start()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.long
+def test_a_damaged_file_of_what_was_learned_is_left_behind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        state = tmp_path / "predictor.npz"
+        state.write_bytes(b"PK\x03\x04 not an archive")
+        process = PredictorProcess(SETTINGS, 50.0, 5, state, tmp_path / "log")
+        await process.start()
+        assert (await process.forecast(outcome(1).before[0])).source == "prior"
+        await process.stop()
+        assert "begins anew" in (tmp_path / "log").read_text()
+        Progressive(50.0, seed=5).load(state.read_bytes())
+
+    asyncio.run(scenario())
+
+
+def test_what_was_learned_is_saved_now_and_then(tmp_path: Path) -> None:
+    state = tmp_path / "predictor.npz"
+
+    async def scenario() -> None:
+        service = Service(Progressive(50.0, seed=5), state)
+        for number in range(SAVE_EVERY):
+            assert not state.exists()
+            one = outcome(number)
+            before = [{name: getattr(row, name) for name in row.__slots__} for row in one.before]
+            service.take(json.dumps({"learn": {"before": before, "said": one.said, "complete": True}}).encode())
+            service.study()
+        assert state.exists()
+
+    asyncio.run(scenario())

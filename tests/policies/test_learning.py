@@ -1,0 +1,113 @@
+"""Alarms come when there is a reason and name it, and not when a run is simply good at its task."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.api import Prompt
+from orchestrator.policies.training.learning_alarms import Alarm, Bars, Prompts, Watch, answers
+
+BARS = Bars(gap=0.02, entropy=0.2, tis=0.1, ess=0.3)
+
+
+def run(entropies: list[float], *, silent: float = 0.9, success: float = 0.46, **more: float) -> list[Alarm]:
+    watch, found = Watch(BARS), []
+    for step, entropy in enumerate(entropies):
+        found += watch.step(step, {"entropy": entropy, "groups_silent_share": silent, **more}, success, 1.0)
+    return found
+
+
+FALL = [0.5] * 5 + [0.3, 0.2, 0.12, 0.08, 0.06, 0.05, 0.05, 0.05]
+
+
+def test_entropy_collapse_is_said_once_with_what_it_was() -> None:
+    (alarm,) = run(FALL)
+    assert alarm.what == "entropy"
+    assert alarm.detail.startswith("it says one answer to a prompt: raise trainer.entropy_coefficient")
+    assert "0.072 after step 12, 14% of the 0.5 of the first 5 steps (trainer.entropy_alarm = 20%)" in alarm.detail
+    assert alarm.detail.endswith("90% of the groups without a difference")
+
+
+def test_prompts_that_repeat_are_named_as_the_reason() -> None:
+    (alarm,) = run(FALL, prompts_repeated=0.62)
+    assert alarm.detail.startswith("it learns its prompts by heart, 62% were asked before: give it more of them; 0.072")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"silent": 0.7}, id="groups still differ"),
+        pytest.param({"success": 0.6}, id="most answers are right"),
+    ],
+)
+def test_a_low_entropy_alone_is_no_alarm(more: dict[str, Any]) -> None:
+    assert run(FALL, **more) == []
+
+
+def test_one_low_step_is_no_alarm_and_a_second_collapse_is_another() -> None:
+    assert run([0.5] * 6 + [0.01] + [0.5] * 3) == []
+    assert len(run([0.5] * 5 + [0.01] * 6 + [0.5] * 6 + [0.01] * 6)) == 2
+    hovering = [0.5] * 5 + [0.09, 0.11] * 20  # about the bar of 0.1
+    assert len(run(hovering)) <= 1
+
+
+def test_a_run_that_goes_on_compares_with_what_it_began_with() -> None:
+    before = Watch(BARS)
+    for step in range(5):
+        before.step(step, {"entropy": 0.5}, 0.4, 1.0)
+    watch = Watch(BARS, before.entropies)
+    values = {"entropy": 0.05, "groups_silent_share": 0.9}
+    found = [alarm for step in range(5, 11) for alarm in watch.step(step, values, 0.4, 1.0)]
+    assert [alarm.what for alarm in found] == ["entropy"]
+    assert "0.5 of the first 5" in found[0].detail
+
+
+def test_policies_that_differ_for_the_engines_arithmetic_and_for_age_are_told_apart() -> None:
+    values = {"tis_capped": 0.25, "tis_p01": 0.2, "tis_p99": 4.0}
+
+    def said(gap: float, lag: float) -> str:
+        alarms = Watch(BARS).step(9, {**values, "logprob_gap_mean": gap}, 0.5, lag)
+        return next(alarm.detail for alarm in alarms if alarm.what == "policies")
+
+    assert "25.0% of the tokens" in said(0.0, 2.0)
+    assert "(1 % of the weights below 0.2, 1 % above 4)" in said(0.0, 2.0)
+    assert said(0.001, 2.0).startswith("staleness, 2 versions in the mean: lower rollout.alpha")
+    assert said(0.015, 2.0).startswith("engine and trainer, not staleness")
+    assert "gradient norm" in said(0.001, 0.0)
+
+
+def test_bars_of_zero_are_off_and_each_alarm_is_said_when_its_bar_is_crossed() -> None:
+    bad = {"tis_capped": 0.9, "ess": 0.1, "entropy": 0.0, "groups_silent_share": 1.0}
+    off = Watch(Bars(gap=0.02, entropy=0.0, tis=0.0, ess=0.0))
+    assert [alarm for step in range(12) for alarm in off.step(step, bad, 0.0, 1.0)] == []
+    on = Watch(BARS)
+    found = [
+        [alarm.what for alarm in on.step(step, values, 0.0, 1.0)] for step, values in enumerate([bad, bad, {}, bad])
+    ]
+    assert found == [["ess", "policies"], [], [], ["ess", "policies"]]
+    gap = Watch(BARS)
+    assert [len(gap.step(step, {"logprob_gap_mean": 0.03}, 0.5, 0.0)) for step in range(3)] == [1, 1, 1]
+
+
+def test_what_is_said_of_a_batchs_answers() -> None:
+    batch: Any = [SimpleNamespace(generated_tokens=n, truncated=n > 18) for n in range(1, 21)]
+    found = answers(batch)
+    assert found == {
+        "response_tokens_mean": 10.5,
+        "response_tokens_p95": 19.0,
+        "response_tokens_max": 20.0,
+        "truncated_share": 0.1,
+    }
+    assert answers([]) == {}
+
+
+def test_prompts_that_were_asked_before_are_counted_as_they_are_drawn() -> None:
+    prompts = Prompts(Prompt(key=key, task="t", seed=0, payload=key) for key in "abacab")
+    assert [next(prompts).key for _ in range(3)] == ["a", "b", "a"]
+    assert prompts.repeated() == {"prompts_repeated": pytest.approx(1 / 3, abs=1e-6)}
+    assert prompts.repeated() == {}
+    assert [prompt.key for prompt in prompts] == ["c", "a", "b"]
+    assert prompts.repeated() == {"prompts_repeated": pytest.approx(2 / 3, abs=1e-6)}

@@ -1,0 +1,231 @@
+"""Progressive priority: who is preempted for whom, and that nothing starves, in simulated time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.policies.routing.priority import ProgressivePriority, Running, Takeover, Waited, Waiting
+
+POLICY = ProgressivePriority()
+
+
+def waiting(priority: int, arrival: float = 0.0, **kwargs: int) -> Waiting:
+    return Waiting(priority, (arrival, f"w{arrival}"), **kwargs)
+
+
+def running(priority: int, arrival: float = 0.0, **kwargs: int) -> Running:
+    return Running(priority, (arrival, f"r{arrival}"), **kwargs)
+
+
+def take(*args: object, slots: int = 0, tokens: int = 1000, **kwargs: object) -> list[Takeover]:
+    return POLICY.takeovers(*args, slots=slots, tokens=tokens, **kwargs)  # type: ignore[arg-type]
+
+
+def test_the_lowest_ranked_running_one_loses_its_slot_the_latest_among_equals() -> None:
+    active = [running(5, 0), running(9, 1), running(9, 2), running(7, 3)]
+    assert take([waiting(8, 9)], active) == [Takeover(0, (2,))]
+    assert take([waiting(1, 9), waiting(6, 9), waiting(8, 9)], active) == [Takeover(0, (2,)), Takeover(1, (1,))]
+
+
+def test_nobody_is_preempted_while_a_slot_is_free_or_for_an_equal() -> None:
+    assert take([waiting(1)], [running(9)], slots=1) == []
+    assert take([waiting(9, 0)], [running(9, 5)]) == []
+    assert not POLICY.may_decide(9, [9, 8])
+    assert POLICY.may_decide(8, [9, 8])
+    assert not POLICY.may_decide(8, [])
+
+
+def test_those_behind_one_that_cannot_start_wait_for_it() -> None:
+    assert take([waiting(9), waiting(1)], [running(5)]) == []
+
+
+def test_for_lack_of_blocks_only_if_that_frees_enough_and_no_more_than_needed() -> None:
+    active = [running(2, 0), running(8, 1), running(9, 2)]
+    sizes = [50, 3, 4]
+
+    def decide(need: int) -> list[Takeover]:
+        return take([waiting(5)], active, slots=9, blocks=2, need=lambda w: need, gain=lambda w, r: sizes[r])
+
+    assert decide(2) == []
+    assert decide(6) == [Takeover(0, (2,))]
+    assert decide(9) == [Takeover(0, (2, 1))]
+    assert decide(10) == [], "the one that outranks it keeps its 50 blocks, so nobody is preempted in vain"
+
+
+def test_a_request_that_could_not_compute_in_this_step_preempts_nobody() -> None:
+    assert take([waiting(1)], [running(9)], tokens=0) == [Takeover(0, (0,))], "the victim's token is free then"
+    assert take([waiting(1)], [running(9)], tokens=-1) == []
+    assert take([waiting(1, tokens=999), waiting(2), waiting(3)], [running(9)] * 3, tokens=900) == [Takeover(0, (0,))]
+
+
+def test_an_overdue_one_takes_the_slot_of_who_overtook_it_but_not_of_who_came_before_it() -> None:
+    late = waiting(5, 10, overdue=True)
+    assert take([late], [running(1, 11)]) == [Takeover(0, (0,))]
+    assert take([late], [running(1, 9)]) == []
+    assert take([late], [running(5, 11)]) == []
+    assert take([late], [running(9, 9)]) == [Takeover(0, (0,))], "its own rank counts too"
+    assert take([waiting(1, 99)], [running(9, 0, protected=True)]) == [], "not before its quantum"
+
+
+def test_overdue_needs_both_the_wait_and_to_be_overtaken_and_goes_by_arrival() -> None:
+    def of(*entries: tuple[float, int, float], active: tuple[tuple[int, float], ...] = ()) -> list[int]:
+        records = [Waited(seconds, priority, (arrival, str(arrival))) for seconds, priority, arrival in entries]
+        return POLICY.overdue(records, [(priority, (arrival, "r")) for priority, arrival in active])
+
+    assert of((30.0, 5, 1.0), (0.0, 4, 2.0)) == [0]
+    assert of((29.9, 5, 1.0), (0.0, 4, 2.0)) == []
+    assert of((30.0, 5, 1.0), (0.0, 5, 2.0)) == [], "equals came later: not overtaken"
+    assert of((30.0, 5, 2.0), (0.0, 4, 1.0)) == [], "the better one came before"
+    assert of((30.0, 5, 1.0), active=((4, 2.0),)) == [0]
+    assert of((40.0, 5, 3.0), (50.0, 7, 1.0), (0.0, 1, 9.0)) == [1, 0]
+
+
+@given(st.data())
+def test_equal_priorities_never_decide_anything(data: st.DataObject) -> None:
+    number = st.integers(0, 30)
+    active = [running(3, data.draw(number)) for _ in range(data.draw(number))]
+    queue = [waiting(3, data.draw(number)) for _ in range(data.draw(number))]
+    needs = [data.draw(number) for _ in queue]
+    slots, blocks = data.draw(number), data.draw(number)
+    assert not POLICY.may_decide(3, [entry.priority for entry in active])
+    assert take(queue, active, slots=slots, blocks=blocks, need=needs.__getitem__, gain=lambda w, r: 5) == []
+    waits = [Waited(1e9, entry.priority, entry.arrival) for entry in queue]
+    assert POLICY.overdue(waits, [(entry.priority, entry.arrival) for entry in active]) == []
+
+
+@given(st.data())
+def test_a_takeover_is_never_of_a_better_one_never_in_vain_and_never_of_more_than_needed(data: st.DataObject) -> None:
+    number = st.integers(0, 9)
+    active = [running(data.draw(number), index) for index in range(data.draw(number))]
+    queue = sorted(waiting(data.draw(number), 10 + index) for index in range(data.draw(number)))
+    sizes = [data.draw(number) for _ in active]
+    needs = [data.draw(number) for _ in queue]
+    slots, blocks = data.draw(st.integers(0, 3)), data.draw(number)
+    found = take(queue, active, slots=slots, blocks=blocks, need=needs.__getitem__, gain=lambda w, r: sizes[r])
+    victims = [victim for entry in found for victim in entry.victims]
+    assert len(victims) == len(set(victims))
+    by_waiting = {entry.waiting: entry.victims for entry in found}
+    for index in range(max(by_waiting, default=-1) + 1):
+        lost = by_waiting.get(index, ())
+        for victim in lost:
+            assert queue[index].priority < active[victim].priority
+            better_left = [i for i in range(len(active)) if i not in victims and active[i][:2] > active[victim][:2]]
+            assert not better_left, "the lowest-ranked go first"
+        slots, blocks = slots + len(lost) - 1, blocks + sum(sizes[victim] for victim in lost) - needs[index]
+        assert slots >= 0
+        assert blocks >= 0, "whoever somebody was preempted for can start"
+
+
+# ---- nothing starves: a toy engine under an adversary ----
+
+
+@dataclass(eq=False)
+class Job:
+    priority: int
+    arrival: tuple[float, str]
+    left: int  # tokens
+    since: float = 0.0
+    before: float = 0.0
+    generated: int = 0  # since it was started
+    overdue: bool = False
+
+    def rank(self) -> tuple[bool, int, tuple[float, str]]:
+        return (not self.overdue, 0 if self.overdue else self.priority, self.arrival)
+
+
+@dataclass
+class Toy:
+    """One token a running job and step, one second a step; what is preempted loses nothing."""
+
+    policy: ProgressivePriority
+    slots: int
+    now: float = 0.0
+    queue: list[Job] = field(default_factory=list)
+    active: list[Job] = field(default_factory=list)
+    done: list[Job] = field(default_factory=list)
+
+    def add(self, priority: int, tokens: int) -> Job:
+        job = Job(priority, (self.now, f"{len(self.done) + len(self.queue) + len(self.active):09d}"), tokens, self.now)
+        self.queue.append(job)
+        return job
+
+    def step(self) -> None:
+        for job in self.active:
+            if self.policy.served(job.generated):
+                job.overdue, job.before = False, 0.0
+        fresh = [job for job in self.queue if not job.overdue]
+        waits = [Waited(job.before + self.now - job.since, job.priority, job.arrival) for job in fresh]
+        others = [
+            (job.priority, job.arrival) for job in (*self.active, *self.queue) if job in self.active or job.overdue
+        ]
+        for index in self.policy.overdue(waits, others):
+            fresh[index].overdue = True
+        self.queue.sort(key=Job.rank)
+        taken = self.policy.takeovers(
+            [Waiting(job.priority, job.arrival, 1, job.overdue) for job in self.queue],
+            [Running(job.priority, job.arrival, 1, job.overdue) for job in self.active],
+            slots=self.slots - len(self.active),
+            tokens=10**9,
+        )
+        for victim in [self.active[index] for entry in taken for index in entry.victims]:
+            self.active.remove(victim)
+            victim.since = self.now
+            self.queue.append(victim)
+        self.queue.sort(key=Job.rank)
+        while len(self.active) < self.slots and self.queue:
+            job = self.queue.pop(0)
+            job.before, job.generated = job.before + self.now - job.since, 0
+            self.active.append(job)
+        for job in self.active:
+            job.left -= 1
+            job.generated += 1
+        self.done += [job for job in self.active if job.left == 0]
+        self.active = [job for job in self.active if job.left]
+        self.now += 1.0
+
+
+def finishes(policy: ProgressivePriority, slots: int, victims: list[tuple[int, int]], seed: int) -> bool:
+    """Whether all of ``victims`` (priority, tokens) finish while better ones arrive faster than the engine can serve."""
+    rng, toy = random.Random(seed), Toy(policy, slots)
+    wanted = [toy.add(*victim) for victim in victims]
+    best = min(priority for priority, _ in victims)
+    # Each quantum of a victim costs at most max_wait of waiting, the quanta of all victims and the work before it.
+    quanta = sum(-(-tokens // policy.quantum) for _, tokens in victims)
+    for _ in range(int((quanta + 1) * (policy.max_wait + (len(victims) + 1) * policy.quantum + 50) + 100)):
+        for _ in range(rng.choice((0, 1, slots, 2 * slots))):
+            toy.add(best - rng.randint(1, 5), rng.randint(1, 20))
+        toy.queue = [job for job in toy.queue if job in wanted] + [job for job in toy.queue if job not in wanted][-100:]
+        toy.step()  # the adversary's oldest may go: only the victims' fate counts
+        if all(job.left == 0 for job in wanted):
+            return True
+    return False
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    slots=st.integers(1, 4),
+    victims=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=4),
+    max_wait=st.floats(1.0, 30.0),
+    quantum=st.integers(1, 16),
+    seed=st.integers(0, 2**32),
+)
+def test_whatever_better_ones_keep_arriving_each_request_finishes(
+    slots: int, victims: list[tuple[int, int]], max_wait: float, quantum: int, seed: int
+) -> None:
+    assert finishes(ProgressivePriority(max_wait, quantum), slots, victims, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_stream_starves_them_without_the_rule(seed: int) -> None:
+    class Unfair(ProgressivePriority):
+        __slots__ = ()
+
+        def overdue(self, *args: object) -> list[int]:
+            return []
+
+    assert not finishes(Unfair(10.0, 8), 2, [(5, 30)], seed)

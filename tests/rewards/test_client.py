@@ -1,0 +1,244 @@
+"""The reward client against servers that misbehave: an infrastructure failure is never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from orchestrator.api import ConfigError, Prompt, RetryableError, RunError, Trajectory, TrajectoryError, Turn
+from orchestrator.rewards import function_client as client_module
+from orchestrator.rewards.reward_client import HttpReward
+
+TRAJECTORY = Trajectory(
+    "t1", "g1", "task", Prompt("k", "task", 1, "map"), (Turn((1,), (2,), (0.0,), ((0, 1),)),), None, "1", 1, False
+)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Answers with what the list holds, the last entry for ever."""
+
+    def __init__(self, *answers: web.Response | Handler | None) -> None:
+        self.answers = answers
+        self.calls = 0
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        answer = self.answers[min(self.calls, len(self.answers) - 1)]
+        self.calls += 1
+        if answer is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if isinstance(answer, web.Response):
+            return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
+        return await answer(request)
+
+    async def __aenter__(self) -> Server:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self.handle)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.05)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/reward"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF_FIRST", 0.001)
+
+
+def run(*answers: web.Response | Handler | None, **options: Any) -> tuple[float | Exception, int]:
+    """(the score or the error, calls that the server saw)."""
+
+    async def scenario() -> tuple[float | Exception, int]:
+        async with Server(*answers) as server:
+            reward = HttpReward(server.url, **{"retries": 2, "timeout": 5.0, **options})
+            try:
+                return await reward.score(TRAJECTORY), server.calls
+            except (RetryableError, TrajectoryError, RunError) as error:
+                return error, server.calls
+            finally:
+                await reward.close()
+                await reward.close()
+
+    return asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def text(body: str, status: int = 200, **headers: str) -> web.Response:
+    return web.Response(body=body.encode(), status=status, headers=headers)
+
+
+def test_a_number_is_the_reward() -> None:
+    assert run(text('{"reward": 0.75, "more": 1}')) == (0.75, 1)
+    assert run(text('{"reward": -2}')) == (-2.0, 1)
+
+
+@pytest.mark.parametrize("failure", [None, text("", 500), text("", 503), text("", 429), text("", 408)])
+def test_transport_failures_are_tried_again(failure: web.Response | None) -> None:
+    assert run(failure, failure, text('{"reward": 1}')) == (1.0, 3)
+    error, calls = run(failure)
+    assert isinstance(error, RetryableError)
+    assert "failed 3 times" in str(error)
+    assert calls == 3
+
+
+def test_nobody_listening_is_retryable() -> None:
+    async def scenario() -> None:
+        async with Server(text("{}")) as server:
+            url = server.url
+        reward = HttpReward(url, retries=1)
+        with pytest.raises(RetryableError):
+            await reward.score(TRAJECTORY)
+        await reward.close()
+
+    asyncio.run(scenario())
+
+
+async def _never(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def _drip(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b'{"reward"')
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("handler", [_never, _drip])
+def test_no_answer_in_time_is_tried_again_then_fatal_to_the_trajectory(handler: Handler) -> None:
+    assert run(handler, text('{"reward": 1}'), timeout=0.2) == (1.0, 2)
+    error, calls = run(handler, timeout=0.1, retries=1)
+    assert isinstance(error, TrajectoryError)
+    assert (error.cause, calls) == ("reward_timeout", 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (text('{"reward": NaN}'), "reward_not_finite"),
+        (text('{"reward": -Infinity}'), "reward_not_finite"),
+        (text('{"reward": 1e999}'), "reward_not_finite"),
+        (text('{"reward": 1' + "0" * 400 + "}"), "reward_not_finite"),
+        (text('{"reward": true}'), "reward_error"),
+        (text('{"reward": "1"}'), "reward_error"),
+        (text('{"reward": null}'), "reward_error"),
+        (text("{}"), "reward_error"),
+        (text("0.5"), "reward_error"),
+        (text(""), "reward_error"),
+        (text("<html>"), "reward_error"),
+        (text("[" * 100_000), "reward_error"),
+        (text('{"reward": 1, "text": "' + "x" * (2 << 20) + '"}'), "reward_error"),
+        (text("", 400), "reward_error"),
+        (text("", 413), "reward_error"),
+        (text('{"reward": 1.0}', **{"X-Amz-Function-Error": "Unhandled"}), "reward_error"),
+        (text('{"errorType": "Sandbox.Timedout"}', **{"X-Amz-Function-Error": "Unhandled"}), "reward_timeout"),
+    ],
+)
+def test_what_the_function_did_wrong_is_fatal_to_the_trajectory_and_not_retried(
+    answer: web.Response, cause: str
+) -> None:
+    error, calls = run(answer)
+    assert isinstance(error, TrajectoryError)
+    assert (error.cause, calls) == (cause, 1)
+
+
+@pytest.mark.parametrize("status", [301, 307, 401, 403, 404, 405])
+def test_a_wrong_address_or_token_ends_the_run(status: int) -> None:
+    error, calls = run(text("", status, Location="http://127.0.0.1:1/stolen"), token="secret")
+    assert isinstance(error, RunError)
+    assert str(status) in str(error)
+    assert "secret" not in str(error)
+    assert calls == 1
+
+
+def test_no_more_calls_are_in_flight_than_allowed() -> None:
+    running = most = 0
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return text('{"reward": 1}')
+
+    async def scenario() -> None:
+        async with Server(slow) as server:
+            reward = HttpReward(server.url, concurrency=3)
+            assert await asyncio.gather(*(reward.score(TRAJECTORY) for _ in range(20))) == [1.0] * 20
+            await reward.close()
+
+    asyncio.run(scenario())
+    assert most == 3
+
+
+def test_waits_grow_have_jitter_and_follow_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF_FIRST", 0.1)
+
+    def waits(seed: int) -> list[float]:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        async def scenario() -> None:
+            reward = HttpReward("http://127.0.0.1:9/x", retries=8, seed=seed)
+
+            async def fail(_: bytes) -> tuple[bool, bytes]:
+                raise ConnectionResetError
+
+            reward._post = fail  # type: ignore[method-assign]
+            with pytest.raises(RetryableError):
+                await reward.score(TRAJECTORY)
+            await reward.close()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client_module.asyncio, "sleep", sleep)
+            asyncio.run(scenario())
+        return slept
+
+    state = random.getstate()
+    first = waits(1)
+    assert random.getstate() == state  # the global generator is not touched
+    assert len(first) == 8
+    for number, seconds in enumerate(first):
+        longest = min(0.1 * 2**number, client_module.BACKOFF_LIMIT)
+        assert 0.5 * longest <= seconds <= longest
+    assert waits(1) == first
+    assert waits(2) != first
+
+
+def test_a_cancelled_score_frees_its_slot() -> None:
+    async def scenario() -> None:
+        async with Server(_never, text('{"reward": 1}')) as server:
+            reward = HttpReward(server.url, concurrency=1)
+            task = asyncio.create_task(reward.score(TRAJECTORY))
+            while not server.calls:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await reward.score(TRAJECTORY) == 1.0
+            await reward.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize("url", ["", "localhost:80", "ftp://x/y", "http://"])
+def test_a_wrong_url_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HttpReward(url)
+    assert caught.value.field == "reward.url"

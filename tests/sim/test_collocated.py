@@ -1,0 +1,173 @@
+"""A serving engine that prefills and decodes on one device, in virtual time: chunks, tokens between them, what rollouts get."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.api import ConfigError
+from orchestrator.policies.serving.admission import Admission, Slo
+from orchestrator.policies.serving.kv_sharing import SharingRules
+from orchestrator.sim import hardware
+from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
+from orchestrator.sim.coserving.serving_cluster import borrowed_of
+from orchestrator.sim.coserving.serving_engine import Demand, Request, Served
+from orchestrator.sim.cost_model import Roofline
+from orchestrator.sim.paper_setups import scenario
+from orchestrator.sim.simulated_run import simulate
+from orchestrator.sim.virtual_loop import run
+
+COSTS = Roofline(hardware.device("H800"), hardware.model("Qwen2.5-7B"))
+SLO = Slo(0.5, 0.15)
+STEP = 0.02  # of rollouts
+Load = list[tuple[float, int, int]]
+
+
+class Rollouts:
+    """A tenant that always has a step of ``STEP`` seconds to compute; under way whenever it may."""
+
+    pages = 0
+
+    def __init__(self) -> None:
+        self.granted, self.at = 0.0, 0.0
+        self.computed = 0.0
+
+    def demand(self) -> Demand:
+        return Demand(0, 4, STEP, 1000)
+
+    def share(self, share: float) -> None:
+        now = asyncio.get_running_loop().time()
+        self.computed += self.granted * (now - self.at)
+        self.granted, self.at = share, now
+
+    def residual(self) -> float:
+        return STEP / 2 if self.granted > 0.01 else 0.0
+
+    def room(self, pages: int) -> None:
+        del pages
+
+
+def play(
+    load: Load, mode: str = "", chunk: int = 2048, seconds: float = 60.0
+) -> tuple[Served, float, CollocatedEngine]:
+    """``mode``: of admission, "": nobody beside it. What users saw, and device seconds of rollouts."""
+
+    async def main() -> tuple[Served, float, CollocatedEngine]:
+        served = Served()
+        rules = SharingRules(10_000, headroom=0.2)
+        engine = CollocatedEngine("s", "both", COSTS, SLO, rules, served, lambda _: None, chunk=chunk)
+        tenant = Rollouts()
+        if mode:
+            engine.tenant = tenant
+            engine.admission = Admission(lambda tokens: STEP, lambda batch: STEP, mode=mode)  # type: ignore[arg-type]
+            engine.look()
+        loop = asyncio.get_running_loop()
+        for at, prompt, answer in load:
+            await asyncio.sleep(max(0.0, at - loop.time()))
+            engine.add(Request(loop.time(), prompt, answer))
+        await asyncio.sleep(seconds)
+        tenant.share(0.0)
+        engine.close()
+        return served, tenant.computed, engine
+
+    return run(main())
+
+
+def step(batch: int, context: float) -> float:
+    fixed, growing = COSTS.decode(batch)
+    return fixed + growing * context * batch
+
+
+def test_a_prompt_is_computed_in_chunks_and_a_sequence_that_decodes_has_a_token_with_each() -> None:
+    served, _, engine = play([(0.0, 100, 400), (1.0, 5000, 1)], chunk=1001)
+    assert len(served.ttft) == 2
+    assert len(served.tpot) == 1
+    pairs = [((part + 1000) ** 2 - part**2) / 2 for part in range(0, 5000, 1000)]
+    chunks = sum(COSTS.prefill(1000, each, 1) for each in pairs)
+    assert chunks + 5 * step(1, 200) < served.ttft[1] < chunks + 6 * step(1, 300), "five steps, and a part of one"
+    apart, _, _ = play([(0.0, 100, 400)])
+    assert served.tpot[0] == pytest.approx(apart.tpot[0] + chunks / 399, rel=0.01)
+    assert engine.pages == 0
+
+
+def test_smaller_chunks_cost_the_prompt_more_steps_and_never_its_tokens() -> None:
+    ttft = [play([(0.0, 8000, 1)], chunk=chunk)[0].ttft[0] for chunk in (8192, 4096, 1024, 512)]
+    assert ttft == sorted(ttft)
+    assert ttft[0] == pytest.approx(COSTS.decode(0)[0] + COSTS.prefill(8000, 8000**2 / 2, 0))
+
+
+LOADS = st.lists(st.tuples(st.floats(0.0, 0.3), st.integers(10, 9000), st.integers(1, 60)), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LOADS, st.sampled_from(("", "dual", "ttft", "tpot", "none")))
+def test_every_request_is_answered_once_whatever_arrives(load: Load, mode: str) -> None:
+    arrivals, at = [], 0.0
+    for gap, prompt, answer in load:
+        at += gap if gap > 0.1 else 0.0
+        arrivals.append((at, prompt, answer))
+    served, _, engine = play(arrivals, mode)
+    assert len(served.ttft) == len(load)
+    assert len(served.tpot) == sum(answer > 1 for _, _, answer in load)
+    assert engine.load == 0
+    assert min(served.ttft) > 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(LOADS, st.sampled_from(("dual", "ttft")))
+def test_a_burst_of_prompts_waits_for_one_rollout_step_at_most(load: Load, mode: str) -> None:
+    arrivals, at = [], 0.0
+    for gap, prompt, _ in load:
+        at += gap if gap > 0.1 else 0.0
+        arrivals.append((at, prompt, 1))
+    alone, _, _ = play(arrivals)
+    beside, computed, _ = play(arrivals, mode)
+    assert all(now <= before + STEP + 1e-6 for before, now in zip(alone.ttft, beside.ttft, strict=True))
+    assert computed > 50.0
+
+
+@pytest.mark.parametrize("mode", ["dual", "ttft", "tpot", "none"])
+def test_with_slack_one_rollout_step_stands_between_two_tokens(mode: str) -> None:
+    load: Load = [(0.0, 100, 1000)]
+    served, computed, _ = play(load, mode)
+    apart, _, _ = play(load)
+    assert served.tpot[0] == pytest.approx(apart.tpot[0] + STEP, rel=0.02)
+    assert computed == pytest.approx(60.0 - 1000 * apart.tpot[0], rel=0.05), "what serving leaves"
+
+
+def test_a_request_without_slack_between_its_tokens_keeps_rollouts_out_unless_only_prompts_count() -> None:
+    async def main(mode: str) -> float:
+        slo = Slo(0.5, 0.01)  # less than two of its steps
+        engine = CollocatedEngine("s", "both", COSTS, slo, SharingRules(9000), Served(), lambda _: None, chunk=2048)
+        tenant = Rollouts()
+        engine.tenant, engine.admission = tenant, Admission(lambda tokens: STEP, lambda batch: STEP, mode=mode)  # type: ignore[arg-type]
+        engine.add(Request(0.0, 100, 100_000))
+        await asyncio.sleep(20.0)
+        state = engine.state()
+        assert state.busy
+        assert not state.waiting
+        assert math.isinf(state.ttft_slack)
+        assert state.tpot_slack < 0.01
+        tenant.share(0.0)
+        engine.close()
+        return tenant.computed
+
+    assert run(main("dual")) < 0.001
+    assert run(main("ttft")) > 5.0
+
+
+def test_a_run_borrows_engines_that_do_both_and_autoscaling_of_them_is_refused() -> None:
+    given = ["run.steps=2", "rollout.environments=48", "rollout.groups_per_step=3", "rollout.workers=1"]
+    given += ["sim.tasks.frozenlake.response_tokens=300", "sim.borrowed.serving=3", "sim.borrowed.workers=3"]
+    given.append("sim.borrowed.phases=collocated")
+    found = simulate(scenario("rose", given)).summary["borrowed"]
+    assert found["generated"] > 0
+    assert found["both_busy"] > 0
+    assert found["ttft_late"] < 0.01
+    with pytest.raises(ConfigError) as caught:
+        borrowed_of(scenario("rose", [*given, "sim.borrowed.how=autoscale"]))
+    assert caught.value.field == "sim.borrowed.phases"

@@ -1,0 +1,364 @@
+"""Whole simulated runs: same seed same bytes, every trajectory accounted for under faults, and losses are caught.
+
+The mutation tests break one part of the system on purpose. Each must be found by the audit or by the system's own checks;
+a mutation that goes unnoticed means that the tests above it prove nothing.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator.envs
+from orchestrator.api import Completion, Trajectory, Turn
+from orchestrator.buffer import SampleBuffer, Taken
+from orchestrator.config import Config, load_config
+from orchestrator.ledger import Ledger
+from orchestrator.policies.batching.staleness import StalenessBound
+from orchestrator.sim.cost_model import FETCH_SHARE
+from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
+from orchestrator.sim.simulated_worker import SimWorker
+from scripts.bench.micro import ledger_faults
+
+SEEDS = 120
+
+
+def config(*overrides: str) -> Config:
+    small = [
+        "run.steps=4",
+        "rollout.workers=2",
+        "rollout.groups_per_step=3",
+        "rollout.group_size=3",
+        "rollout.environments=18",
+        "evaluation.prompts=4",
+    ]
+    return load_config(None, [*small, *overrides])
+
+
+def slow_trainer(*overrides: str) -> Config:
+    """Trajectories outlive versions: some episodes take many times a training step."""
+    return config(
+        "run.steps=8",
+        "sim.environment_seconds_mean=8",
+        "sim.environment_seconds_sigma=1.5",
+        "rollout.environment_step_timeout=1000",
+        "rollout.trajectory_timeout=1000",
+        "rollout.redundant_groups=3",
+        "rollout.environments=60",
+        *overrides,
+    )
+
+
+# -- the same bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("faults", [0.0, 0.03])
+def test_same_seed_same_events_other_seed_other_events(faults: float) -> None:
+    first = simulate(config(f"sim.fault_rate={faults}", "run.seed=5"))
+    again = simulate(config(f"sim.fault_rate={faults}", "run.seed=5"))
+    other = simulate(config(f"sim.fault_rate={faults}", "run.seed=6"))
+    assert first.events == again.events
+    assert first.journal == again.journal
+    assert first.summary == again.summary
+    assert first.events != other.events
+    for line in first.events.decode().splitlines():
+        record = json.loads(line)
+        assert line == json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+_PRINT_EVENTS = """
+import sys
+from scripts.bench.micro.ledger_faults import config_of
+from orchestrator.sim.simulated_run import simulate
+for seed in range(6):
+    result = simulate(config_of(seed))
+    sys.stdout.buffer.write(result.events + result.journal)
+"""
+
+
+def test_events_do_not_depend_on_the_hash_seed_or_the_process() -> None:
+    outputs = []
+    for hash_seed in ("1", "4242"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", _PRINT_EVENTS]
+        outputs.append(subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120).stdout)
+    assert len(outputs[0]) > 10_000
+    assert hashlib.sha256(outputs[0]).hexdigest() == hashlib.sha256(outputs[1]).hexdigest()
+
+
+def test_the_global_random_generator_is_not_touched() -> None:
+    import random
+
+    before = random.getstate()
+    simulate(config("sim.fault_rate=0.03"))
+    assert random.getstate() == before
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [("sync", 0), ("async", 1), ("async", 3)])
+def test_a_run_without_faults_completes_and_accounts_for_everything(mode: tuple[str, int]) -> None:
+    result = simulate(config(f"run.mode={mode[0]}", f"rollout.alpha={mode[1]}"))
+    ledger = result.ledger
+    assert result.summary["reason"] == "completed"
+    assert result.summary["steps"] == 4
+    assert result.lives == 1
+    assert ledger["in_flight"] == 0
+    assert ledger["failed"] == 0
+    assert ledger["trained"] >= 4 * 3 * 2
+    ends = ("trained", "evicted_stale", "aborted_redundant", "deferred", "filtered", "failed")
+    assert ledger["started"] == sum(ledger[name] for name in ends)
+    assert max(map(int, result.summary["staleness"])) <= mode[1]
+
+
+@pytest.mark.parametrize("mode", [("sync", 0), ("async", 1)])
+def test_workers_fetch_new_weights_before_they_stand_still(mode: tuple[str, int]) -> None:
+    result = simulate(config(f"run.mode={mode[0]}", f"rollout.alpha={mode[1]}", "sim.update_seconds=4.0"))
+    events = [json.loads(line) for line in result.events.decode().splitlines()]
+    wanted = ("prepare", "suspend", "update", "resume")
+    stages = [event for event in events if event["kind"] == "stage" and event["stage"] in wanted]
+    assert len(stages) >= 4 * 4
+    for index in range(0, len(stages), 4):
+        group = stages[index : index + 4]
+        assert tuple(stage["stage"] for stage in group) == wanted
+        prepare, _, update, _ = group
+        assert "from the relay" in prepare["waiting_for"]
+        assert prepare["end"] - prepare["start"] == pytest.approx(FETCH_SHARE * 4.0)
+        assert update["end"] - update["start"] == pytest.approx((1 - FETCH_SHARE) * 4.0)
+
+
+def test_asynchronous_training_is_faster_than_synchronous() -> None:
+    """The reason for the protocol, and a check that the twins' times mean something."""
+    costs = ("sim.train_seconds_per_token=0.01", "run.steps=6")
+    sync = simulate(config("run.mode=sync", "rollout.alpha=0", *costs)).summary
+    other = simulate(config("run.mode=async", "rollout.alpha=1", *costs)).summary
+    assert other["seconds"] < sync["seconds"]
+
+
+def test_a_folder_gets_everything_that_a_run_leaves(tmp_path: Path) -> None:
+    lines: list[str] = []
+    result = simulate(config(), tmp_path / "run", lines.append)
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == result.events == "".join(lines).encode()
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == result.journal
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"] == result.ledger
+
+
+def test_a_steps_figures_are_those_of_its_trajectories() -> None:
+    result = simulate(config())
+    events = [json.loads(line) for line in result.events.decode().splitlines()]
+    steps = [event for event in events if event["kind"] == "step"]
+    assert len(steps) == 4
+    for step in steps:
+        figures = step["metrics"]
+        assert figures["response_tokens_mean"] * step["trained"] == pytest.approx(step["tokens"], abs=1e-3)
+        assert figures["response_tokens_mean"] <= figures["response_tokens_p95"] <= figures["response_tokens_max"]
+        assert 0.0 <= figures["truncated_share"] <= 1.0
+    assert any("prompts_repeated" in step["metrics"] for step in steps)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_trajectory_is_accounted_for_in_seeded_fault_runs() -> None:
+    """Seeds of runs of many shapes, each with crashes, delays, drops, duplicates, cancellations, kills and resumes."""
+    wrong: list[str] = []
+    kinds: Counter[str] = Counter()
+    lives, started = 0, 0
+    for seed in range(SEEDS):
+        result = simulate(ledger_faults.config_of(seed), strict=False)
+        wrong += [f"seed {seed}: {line}" for line in result.violations]
+        kinds.update(result.injected)
+        lives += result.lives
+        started += result.ledger["started"]
+        assert result.unaccounted == 0, wrong[-5:]
+        assert result.summary["reason"] == "completed", wrong[-5:]
+    assert not wrong, "\n".join(wrong[:20])
+    assert started > 20 * SEEDS
+    assert lives > SEEDS, "nothing was ever killed and resumed"
+    for kind in ("crash", "delay", "drop", "duplicate", "cancel"):
+        assert sum(count for name, count in kinds.items() if name.startswith(f"{kind} ")) > SEEDS / 4, kind
+
+
+@pytest.mark.parametrize("kind", ["crash", "delay", "drop", "duplicate", "cancel"])
+def test_each_kind_of_fault_alone_is_survived(kind: str) -> None:
+    for seed in range(4):
+        result = simulate(config("sim.fault_rate=0.1", f'sim.faults=["{kind}"]', f"run.seed={seed}"))
+        injected = {name.split(" ")[0] for name in result.injected}
+        assert injected == {kind}
+        events = [json.loads(line) for line in result.events.decode().splitlines() if line]
+        logged = [event for event in events if event["kind"] == "injected"]
+        assert len(logged) == sum(result.injected.values()) or result.lives > 1
+        assert all(event["what"] == kind and event["where"] and event["t"] >= 0 for event in logged)
+
+
+# -- mutations: each must be caught ------------------------------------------------------------------------------------
+
+
+def failures(settings: Config) -> str:
+    with pytest.raises(SimulationFailed) as caught:
+        simulate(settings)
+    return str(caught.value)
+
+
+def test_a_trajectory_that_the_buffer_loses_is_caught() -> None:
+    result = ledger_faults.run_that_loses_one(3)
+    assert result.unaccounted == 1
+    assert "in flight" in "\n".join(result.violations)
+
+
+def test_a_trajectory_that_the_ledger_forgets_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Ledger.end
+    skipped: list[str] = []
+
+    def end(self: Ledger, trajectory_id: str, state: str, cause: str = "", step: int = -1) -> None:
+        if state == "trained" and not skipped:
+            skipped.append(trajectory_id)
+            return
+        honest(self, trajectory_id, state, cause, step)
+
+    monkeypatch.setattr(Ledger, "end", end)
+    assert "in flight" in failures(config())
+
+
+def test_a_total_that_is_counted_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Ledger._count_end
+
+    def count(self: Ledger, state: str, cause: str) -> None:
+        honest(self, "trained" if state == "aborted_redundant" else state, cause)
+
+    monkeypatch.setattr(Ledger, "_count_end", count)
+    assert "aborted_redundant" in failures(config("run.mode=sync", "rollout.alpha=0", "rollout.redundant_groups=2"))
+
+
+def test_a_journal_line_that_is_not_written_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Ledger._write
+    skipped: list[str] = []
+
+    def write(self: Ledger, record: dict[str, Any]) -> None:
+        if record["state"] == "scoring" and not skipped:
+            skipped.append(record["id"])
+            self.sequence += 1
+            return
+        honest(self, record)
+
+    monkeypatch.setattr(Ledger, "_write", write)
+    assert "journal" in failures(config())
+
+
+def test_a_staleness_check_that_is_removed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted = 0
+    for seed in range(3):
+        evicted += simulate(slow_trainer(f"run.seed={seed}")).ledger["evicted_stale"]
+    assert evicted, "the check never does anything in this workload"
+    monkeypatch.setattr(StalenessBound, "admissible", lambda self, trainer, first: True)
+    found = "".join("\n".join(simulate(slow_trainer(f"run.seed={seed}"), strict=False).violations) for seed in range(3))
+    assert "was taken with lag 2" in found
+
+
+def test_a_batch_that_is_trained_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = SampleBuffer.hand_over
+
+    def hand_over(self: SampleBuffer) -> list[Taken]:
+        kept = dict(list(self._taken.items())[:1])
+        batch = honest(self)
+        self._taken.update(kept)
+        return batch
+
+    monkeypatch.setattr(SampleBuffer, "hand_over", hand_over)
+    assert "trained" in failures(config())
+
+
+def test_versions_that_are_recorded_wrong_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def newest_only(**fields: Any) -> Turn:
+        versions = fields["versions"]
+        return Turn(**{**fields, "versions": ((versions[-1][0], sum(count for _, count in versions)),)})
+
+    monkeypatch.setattr(orchestrator.envs, "Turn", newest_only)
+    settings = slow_trainer("sim.decode_seconds_per_step=1.0")
+    assert "are not those of the engine" in failures(settings)
+
+
+def _swap_tokens(item: Completion) -> Completion:
+    return replace(item, token_ids=item.token_ids[::-1])
+
+
+def _lose_a_token(item: Completion) -> Completion:
+    return replace(item, token_ids=item.token_ids[1:])
+
+
+@pytest.mark.parametrize("damage", [_swap_tokens, _lose_a_token])
+def test_tokens_that_are_damaged_on_the_way_are_caught(
+    damage: Callable[[Completion], Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = SimWorker.completions
+
+    async def completions(self: SimWorker) -> list[Completion]:
+        return [damage(item) if len(item.token_ids) > 2 else item for item in await honest(self)]
+
+    monkeypatch.setattr(SimWorker, "completions", completions)
+    assert failures(config())
+
+
+def test_a_resume_that_trains_on_what_was_trained_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that also holds the trajectories trained in it: the next life gets them again."""
+    honest = SampleBuffer.stored
+    trained: list[Trajectory] = []
+    hand_over = SampleBuffer.hand_over
+
+    def remember(self: SampleBuffer) -> list[Taken]:
+        batch = hand_over(self)
+        trained.extend(item.trajectory for item in batch)
+        return batch
+
+    def stored(self: SampleBuffer) -> list[Trajectory]:
+        return [*honest(self), *trained]
+
+    restore = Ledger.restore
+
+    def blind(self: Ledger, lines: Any, checkpoint_step: int, held: Any) -> list[str]:
+        restore(self, lines, checkpoint_step, held)
+        return list(held)
+
+    monkeypatch.setattr(SampleBuffer, "hand_over", remember)
+    monkeypatch.setattr(SampleBuffer, "stored", stored)
+    monkeypatch.setattr(Ledger, "restore", blind)
+    found: list[str] = []
+    for seed in range(12):
+        trained.clear()
+        found += simulate(config("sim.fault_rate=0.02", f"run.seed={seed}"), strict=False).violations
+        if found:
+            return
+    raise AssertionError("not noticed")
+
+
+def test_a_hang_is_found_and_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: SampleBuffer, groups: int, on_take: Any) -> list[Taken]:
+        import asyncio
+
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    monkeypatch.setattr(SampleBuffer, "get_batch", never)
+    result: SimResult = simulate(config(), strict=False)
+    assert result.deadlocks == 1
+    assert result.unaccounted > 0
+    text = "\n".join(result.violations)
+    assert "StandstillError" in text
+    assert "Pipeline._get_batch" in text
+
+
+def test_events_carry_virtual_time() -> None:
+    """No event is stamped by another clock: their times never go back within a life and end with the run."""
+    result = simulate(config())
+    times = [json.loads(line)["t"] for line in result.events.decode().splitlines()]
+    assert times == sorted(times)
+    assert times[-1] == result.summary["seconds"]

@@ -1,0 +1,122 @@
+"""Several tasks in one run: each plays and is scored as if it were alone, in words that all share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from orchestrator.api import ConfigError, Prompt, StepResult, parts_of
+from orchestrator.config import load_config
+from orchestrator.environments.episode_context import rules_of
+from orchestrator.runtime import preflight
+from orchestrator.tasks import mixture
+from orchestrator.tasks.game_memory import MemoryTask
+from orchestrator.tasks.mixture import MixtureTask
+from orchestrator.tasks.nim import NimTask
+from orchestrator.tasks.text import TextTask
+
+ROOT = Path(__file__).parents[2]
+SHARES = {"nim": 3.0, "household": 1.0, "calculator": 1.0}
+
+
+@pytest.fixture(scope="module")
+def mixed() -> MixtureTask:
+    return MixtureTask(20, SHARES)
+
+
+def test_prompts_are_drawn_by_share_and_follow_from_the_seed(mixed: MixtureTask) -> None:
+    drawn = [prompt.task for prompt in islice(mixed.prompts("train", 0), 1000)]
+    counts = Counter(drawn)
+    assert set(counts) == set(SHARES)
+    assert 540 < counts["nim"] < 660
+    assert drawn == [prompt.task for prompt in islice(mixed.prompts("train", 0), 1000)]
+    assert drawn != [prompt.task for prompt in islice(mixed.prompts("train", 1), 1000)]
+    heldout = list(mixed.prompts("heldout", 0))
+    assert len(heldout) == 20
+    assert set(Counter(prompt.task for prompt in heldout).values()) <= {6, 7}
+    trained = {(prompt.task, prompt.key) for prompt in islice(mixed.prompts("train", 0), 1000)}
+    assert not trained & {(prompt.task, prompt.key) for prompt in heldout}
+
+
+@pytest.mark.parametrize("name", ["nim", "household"])
+def test_a_part_plays_in_the_mixture_as_it_does_alone(mixed: MixtureTask, name: str) -> None:
+    task = mixed.tasks[name]
+    assert isinstance(task, TextTask)
+    prompt = next(prompt for prompt in mixed.prompts("train", 0) if prompt.task == name)
+    own = [task.words.turn(said) for _, said in task.expert(prompt.payload)]
+    words = mixed.words_of[name]
+    spoken = [words.shared(turn) for turn in own]
+    assert all(turn[-1] == mixed.end_id for turn in spoken)
+
+    async def play(environment: object, turns: list[tuple[int, ...]]) -> list[StepResult]:
+        await environment.reset(prompt)  # type: ignore[attr-defined]
+        return [await environment.step(turn) for turn in turns]  # type: ignore[attr-defined]
+
+    alone = asyncio.run(play(task.environment(), own))
+    among = asyncio.run(play(mixed.environment(), spoken))
+    assert [words.own(result.observation.token_ids) for result in among] == [r.observation.token_ids for r in alone]
+    assert [(result.reward, result.done) for result in among] == [(result.reward, result.done) for result in alone]
+    assert among[-1].done
+    assert mixed.played(name, spoken) == own
+    payload = {"task": name, "prompt": prompt.payload, "actions": [list(turn) for turn in mixed.played(name, spoken)]}
+    assert mixture.score(payload)["reward"] == 1.0
+
+
+def test_a_word_that_the_part_has_not_is_no_answer_of_it(mixed: MixtureTask) -> None:
+    nim, household = mixed.words_of["nim"], mixed.words_of["household"]
+    stranger = household.shared((7,))
+    assert nim.own((*stranger, mixed.end_id)) == (NimTask.words.pad_id, NimTask.words.end_id)
+    assert NimTask.words.said(nim.own((*stranger, mixed.end_id))) is None
+    assert len(mixed.vocabulary) % 32 == 0
+    assert len(set(mixed.vocabulary)) == len(mixed.vocabulary)
+
+
+def test_demonstrations_are_in_the_words_of_the_mixture(mixed: MixtureTask) -> None:
+    for tokens, mask in mixed.demonstrations(20, 0, 1.0):
+        assert len(tokens) == len(mask)
+        assert tokens[-1] == mixed.end_id
+        assert all(0 <= token < len(mixed.vocabulary) for token in tokens)
+
+
+def test_limits_and_context_rules_are_those_of_the_part(mixed: MixtureTask) -> None:
+    assert mixed.parts["nim"].max_response_tokens == 2 < mixed.max_response_tokens == 48
+    assert mixed.parts["household"].max_turns == 10
+    config = load_config(None, ['context.tasks.household={strategy="restart", recent_turns=2}'])
+    rules = {name: rules_of(config, part)[0] for name, part in parts_of(mixed).items()}
+    assert (rules["household"].strategy, rules["nim"].strategy) == ("restart", "keep")
+    remembering = MemoryTask(mixed, turns=4)
+    assert parts_of(remembering)["household"].max_turns == 14
+
+
+def test_the_reward_function_scores_built_in_tasks_only() -> None:
+    for name in ("os:system", "mixture", "None"):
+        with pytest.raises(ConfigError, match="is none of"):
+            mixture.score({"task": name, "prompt": "", "actions": []})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.name=mixture"], "needs two tasks or more"),
+        (["task.mixture={nim=1.0}"], "only for name = 'mixture'"),
+        (["task.name=mixture", "task.mixture={nim=1.0, household=0.0}"], "greater than 0"),
+        (["task.name=mixture", 'task.mixture={nim=1.0, "my:Task"=1.0}'], "only built-in tasks are mixed"),
+        (["task.name=mixture", "task.mixture={nim=1.0, reasoning_gym=1.0}"], "dataset: name = 'reasoning_gym' needs one"),
+        (["task.name=mixture", "task.mixture={nim=1.0, household=1.0}", "task.dataset=x"], "only for name = 'reasoning_gym'"),
+    ],
+)  # fmt: skip
+def test_a_mixture_that_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides)
+
+
+def test_the_example_of_several_tasks_could_start() -> None:
+    config = load_config(ROOT / "examples/tasks.toml")
+    task = preflight.make_task(config)
+    preflight.check(config, task)
+    assert set(parts_of(task)) == {"nim", "household", "calculator", "coding", "reasoning_gym"}
+    assert isinstance(next(task.prompts("train", 0)), Prompt)

@@ -1,0 +1,171 @@
+"""The mapping of a checkpoint into a model is the whole truth, or there is none: loaders that do more are detected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_rlplugin.worker.inprocess_engine import prepare_process  # noqa: E402
+
+Weights = Iterable[tuple[str, Any]]
+Loader = Callable[[Any, Weights], Any]
+
+
+@pytest.fixture(scope="module")
+def mapping() -> Any:
+    """The module; it imports vLLM, which wants its environment first."""
+    prepare_process(1)
+    from vllm_rlplugin.weights import checkpoint_mapping as mapping
+
+    return mapping
+
+
+class Model(torch.nn.Module):  # type: ignore[misc]
+    """A fused matrix of two checkpoint tensors, a norm, and a padded table; ``loader`` fills it."""
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.table = torch.nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+        self.loader = loader
+
+    def load_weights(self, weights: Weights) -> None:
+        self.loader(self, weights)
+
+
+SHAPES = {"a": (2, 4), "b": (8, 4), "norm": (4,), "table": (5, 4), "extra": (3,)}
+
+
+def plain(model: Any, weights: Weights) -> None:
+    """As vLLM's loaders do it: views and copies; rank 1 of 2 of ``b``; constant padding."""
+    for name, tensor in weights:
+        if name == "a":
+            model.fused.data[:2].copy_(tensor)
+        elif name == "b":
+            model.fused.data.narrow(0, 2, 4).copy_(tensor.narrow(0, 4, 4))
+        elif name == "norm":
+            model.norm.data[:] = tensor
+        elif name == "table":
+            model.table[:5].data.copy_(tensor)
+            model.table[5:].data.fill_(0)
+
+
+def layout(mapping: Any) -> Any:
+    return {name: mapping.TensorSpec(shape, torch.float32) for name, shape in SHAPES.items()}
+
+
+def test_applying_a_mapping_is_what_the_loader_does(mapping: Any) -> None:
+    model, twin = Model(plain), Model(plain)
+    found = mapping.discover(model, layout(mapping))
+    assert not any(parameter.any() for parameter in model.parameters())  # discovery wrote nothing
+    tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    twin.load_weights(iter(tensors.items()))
+    for item in found.slices:
+        item.target.copy_(item.cut(tensors[item.tensor]))
+    for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert [(item.tensor, item.offset, item.size, item.stride, item.parameter) for item in found.slices] == [
+        ("a", 0, (2, 4), (4, 1), "fused"),
+        ("b", 16, (4, 4), (4, 1), "fused"),
+        ("norm", 0, (4,), (1,), "norm"),
+        ("table", 0, (5, 4), (4, 1), "table"),
+    ]
+    assert [(item.parameter, item.value) for item in found.fills] == [("table", 0)]
+    assert found.unused == ("extra",)
+    assert found.elements == 24 + 4 + 32
+
+
+def test_a_parameter_that_moved_or_changed_ends_the_mapping(mapping: Any) -> None:
+    model = Model(plain)
+    found = mapping.discover(model, layout(mapping))
+    assert found.holds_for(model)
+    model.norm.data = model.norm.data.clone()
+    assert not found.holds_for(model)
+
+
+def test_tied_weights_are_counted_once_and_may_be_transposed_targets(mapping: Any) -> None:
+    def tied(model: Any, weights: Weights) -> None:
+        plain(model, weights)
+
+    model = Model(tied)
+    model.head = torch.nn.Module()
+    model.head.weight = model.table
+    assert mapping.discover(model, layout(mapping)).elements == 24 + 4 + 32
+
+    def transposed(model: Any, weights: Weights) -> None:
+        for name, tensor in weights:
+            if name == "b":
+                model.fused.data.t()[:, :3].copy_(tensor[:4, :3])
+                model.fused.data.t()[:, 3:].copy_(tensor[4:, :3])
+            elif name in ("norm", "table"):
+                plain(model, [(name, tensor)])
+
+    model = Model(transposed)
+    found = mapping.discover(model, layout(mapping))
+    source = torch.randn(8, 4)
+    for item in found.slices:
+        if item.tensor == "b":
+            item.target.copy_(item.cut(source))
+    assert torch.equal(model.fused.t(), torch.cat([source[:4, :3], source[4:, :3]], dim=1))
+
+
+def except_for(name: str, load: Callable[[Any, Any], Any]) -> Loader:
+    def loader(model: Any, weights: Weights) -> None:
+        for other, tensor in weights:
+            if other == name:
+                load(model, tensor)
+            else:
+                plain(model, [(other, tensor)])
+
+    return loader
+
+
+LOADERS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "computes": ("norm", lambda model, tensor: model.norm.data.copy_(tensor + 1)),
+    "casts first": ("norm", lambda model, tensor: model.norm.data.copy_(tensor.to(torch.bfloat16))),
+    "reinterprets": ("norm", lambda model, tensor: model.norm.data.copy_(tensor.view(torch.int32))),
+    "stacks": ("norm", lambda model, tensor: model.norm.data.copy_(torch.cat([tensor[:2], tensor[2:]]))),
+    "adds in place": ("norm", lambda model, tensor: model.norm.data.add_(tensor)),
+    "reads values": ("norm", lambda model, tensor: model.norm.data.fill_(tensor.max().item())),
+    "goes through other memory": ("norm", lambda model, tensor: model.norm.data.copy_(torch.zeros(4).copy_(tensor))),
+    "replaces memory": ("norm", lambda model, tensor: setattr(model.norm, "data", tensor)),
+    "leaves a gap": ("norm", lambda model, tensor: model.norm.data[:3].copy_(tensor[:3])),
+    "leaves all out": ("norm", lambda model, tensor: None),
+    "writes twice": ("a", lambda model, tensor: model.fused.data[:3].copy_(tensor[0].expand(3, 4))),
+    "raises": ("norm", lambda model, tensor: tensor.undefined),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_that_does_more_than_copy_views_is_refused(mapping: Any, kind: str) -> None:
+    name, load = LOADERS[kind]
+    model = Model(except_for(name, load))
+    model.fused.data.fill_(7.0)
+    model.norm.data.fill_(7.0)
+    with pytest.raises(mapping.NoMappingError):
+        mapping.discover(model, layout(mapping))
+    assert bool((model.fused == 7.0).all())
+    assert bool((model.norm == 7.0).all())
+
+
+def test_layers_that_change_their_weights_after_loading_are_refused(mapping: Any) -> None:
+    class Quantised:
+        pass
+
+    model = Model(plain)
+    model.quant_method = Quantised()
+    with pytest.raises(mapping.NoMappingError, match="Quantised changes after loading"):
+        mapping.discover(model, layout(mapping))
+    model = Model(plain)
+    model.process_weights_after_loading = lambda: None
+    with pytest.raises(mapping.NoMappingError, match="changes its weights"):
+        mapping.discover(model, layout(mapping))
+    model = Model(plain)
+    model.dropped = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    with pytest.raises(mapping.NoMappingError, match="empty"):
+        mapping.discover(model, layout(mapping))

@@ -1,0 +1,245 @@
+"""Both supported vLLM versions have every hook as we use it: the installed one, and the sources of the other.
+
+The other one is read from its wheel on pip's index, the needed files only (some megabytes). Without an index the test
+is skipped and says why; ``python scripts/vllm_sources.py --check`` is the same comparison by hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.hooks import VLLM, find, signature_mismatches
+from orchestrator.hooks.source_signatures import SourceTree, imported_names
+from vllm_rlplugin import hookpoints
+from vllm_rlplugin.worker.inprocess_engine import prepare_process
+
+ROOT = Path(__file__).parents[2]
+
+
+def _load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("vllm_sources", ROOT / "scripts" / "vllm_sources.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["vllm_sources"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+vllm_sources = _load_script()
+
+
+@pytest.fixture(scope="module")
+def installed() -> SourceTree:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return SourceTree.installed(Path(spec.origin).parent.parent)
+
+
+@pytest.fixture(scope="module")
+def other() -> SourceTree:
+    """The sources of the supported version that is not installed."""
+    sources = vllm_sources.Sources(vllm_sources.OTHER_VERSION, vllm_sources.default_cache())
+    try:
+        sources.read("vllm/version.py")
+        tree = SourceTree(sources.read)
+        tree.has("vllm.v1.request:Request")
+    except vllm_sources.UnavailableError as error:
+        pytest.skip(f"sources of vLLM {vllm_sources.OTHER_VERSION}: {error}")
+    return tree
+
+
+def test_the_two_versions_are_different_and_both_in_the_tested_range() -> None:
+    found = find(VLLM)
+    assert found is not None
+    versions = (found[1], vllm_sources.OTHER_VERSION)
+    assert versions[0].split("+")[0] != versions[1]
+    assert all(version in VLLM.tested for version in versions)
+    assert all(version.split("+")[0] in VLLM.how for version in versions)
+
+
+@pytest.mark.engine
+def test_every_hook_of_the_installed_vllm_is_as_it_was_tested() -> None:
+    prepare_process(1)  # this may be the first import of vLLM in the test process
+    assert hookpoints.check_all() == ()
+    checked, differing = hookpoints.check_loaded()  # all of it is imported now
+    assert (checked, differing) == (len(hookpoints.HOOKS) + len(hookpoints.names()), ())
+
+
+@pytest.mark.engine
+def test_a_server_that_says_again_what_is_live_reads_no_source_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its event loop waits while it looks: 0.7 s for every status, when that parsed vLLM's sources anew."""
+    prepare_process(1)
+    hookpoints.check_all()
+    monkeypatch.setattr(hookpoints.SourceTree, "installed", lambda folder: pytest.fail("the sources are read again"))
+    assert hookpoints.check_loaded()[1] == ()
+    scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+    monkeypatch.setattr(scheduler, "add_request", lambda self, changed: None)
+    (differs,) = hookpoints.check_loaded()[1]
+    assert "Scheduler.add_request" in differs, "what can change in a process is looked at again"
+
+
+def test_every_hook_and_import_is_in_the_installed_sources(installed: SourceTree) -> None:
+    assert vllm_sources.differences(installed) == []
+
+
+def test_every_hook_and_import_is_in_the_sources_of_the_other_version(other: SourceTree) -> None:
+    assert vllm_sources.differences(other) == []
+
+
+@pytest.mark.engine
+def test_sources_and_import_give_the_same_parameters(installed: SourceTree) -> None:
+    """So that what is read of the other version is what importing it would find."""
+    prepare_process(1)
+    for target, expected in hookpoints.HOOKS.items():
+        names = tuple(parameter.name for parameter in installed.parameters(target))
+        assert signature_mismatches({target: names}) == ()
+        assert [name for name in names if name in expected] == list(expected)
+
+
+def test_a_hook_that_was_renamed_or_changed_is_named(installed: SourceTree) -> None:
+    """The comparison of the other version can fail: the same sources, with upstream changes made in them."""
+    scheduler = "vllm/v1/core/sched/scheduler.py"
+    changes = {
+        scheduler: [
+            ("def _preempt_request(", "def _evict_request("),
+            ("def add_request(self, request: Request)", "def add_request(self, request: Request, tenant: str)"),
+            ("self.prev_step_scheduled_req_ids", "self.last_step_scheduled_req_ids"),
+        ],
+        "vllm/v1/core/sched/interface.py": [("UNPAUSED", "RUNNING")],
+    }
+
+    def read(path: str) -> str | None:
+        text = installed._read(path)
+        for old, new in changes.get(path, []):
+            assert text is not None
+            assert old in text
+            text = text.replace(old, new)
+        return text
+
+    found = vllm_sources.differences(SourceTree(read))
+    for part in (
+        "Scheduler._preempt_request: expected parameters",
+        "where tenant is new and has no default",
+        "Scheduler.prev_step_scheduled_req_ids: nothing there",
+        "PauseState.UNPAUSED: nothing there",
+    ):
+        assert [line for line in found if part in line], part
+    assert len(found) == 4
+
+
+def test_a_file_that_is_gone_is_a_difference_and_no_error() -> None:
+    found = vllm_sources.differences(SourceTree(lambda path: None))
+    assert len(found) >= len(hookpoints.HOOKS) + len(hookpoints.names())
+
+
+def test_our_imports_from_vllm_are_found_wherever_they_are() -> None:
+    files = [ROOT / "vllm_rlplugin" / "engine.py", ROOT / "patches" / "vllm" / "cpu_keep_weights.py"]
+    names = imported_names(files, "vllm")
+    assert "vllm.v1.engine.llm_engine:LLMEngine" in names  # in a function
+    assert "vllm.model_executor.layers.utils:" in names
+    assert not [name for name in names if name.startswith("vllm_rlplugin")]
+
+
+class _Index(BaseHTTPRequestHandler):
+    """Serves one file by range requests, and counts the bytes."""
+
+    data = b""
+    sent = 0
+    ranges = True
+
+    def do_GET(self) -> None:
+        first, last = (int(part) for part in self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = self.data[first : last + 1] if self.ranges else self.data
+        self.send_response(206 if self.ranges else 200)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(self.data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+        type(self).sent += len(part)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Index]]:
+    wheel = io.BytesIO()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/one.py", "def one(a, b=1): ...\n")
+        archive.writestr("vllm/heavy.so", bytes(4 << 20))
+        archive.writestr("vllm/two.py", "from vllm.one import one\n")
+    handler = type("Index", (_Index,), {"data": wheel.getvalue(), "sent": 0})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    found = vllm_sources.Wheel(f"http://127.0.0.1:{server.server_port}/vllm.whl", "")
+    monkeypatch.setattr(vllm_sources, "locate", lambda version, pip_options: found)
+    yield handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_only_the_files_that_are_needed_are_read_and_only_once(index: type[_Index], tmp_path: Path) -> None:
+    tree = SourceTree(vllm_sources.Sources("9.9", tmp_path).read)
+    assert [parameter.name for parameter in tree.parameters("vllm.two:one")] == ["a", "b"]
+    assert not tree.has("vllm.three:x")
+    assert 0 < index.sent < len(index.data) / 2
+    index.sent = 0
+    again = SourceTree(vllm_sources.Sources("9.9", tmp_path).read)
+    assert again.has("vllm.two:one")
+    assert not again.has("vllm.three:x")
+    assert index.sent == 0
+
+
+def test_a_damaged_file_is_not_taken(index: type[_Index], tmp_path: Path) -> None:
+    index.data = index.data.replace(b"def one(a", b"def one(x")
+    with pytest.raises(zipfile.BadZipFile, match="CRC"):
+        vllm_sources.Sources("9.9", tmp_path).read("vllm/one.py")
+    assert not list(tmp_path.rglob("*.py"))
+
+
+def test_an_index_that_does_not_answer_is_said(index: type[_Index], tmp_path: Path) -> None:
+    index.ranges = False
+    with pytest.raises(vllm_sources.UnavailableError, match="no range requests"):
+        vllm_sources.Sources("9.9", tmp_path).read("vllm/one.py")
+
+
+def test_pip_is_asked_and_its_refusal_is_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = (tmp_path / "index").as_uri()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+            patch.setenv(name, "")
+        code = vllm_sources.main(["--check", "--cache", str(tmp_path), "--version", "9.9.9", "--index-url", nowhere])
+    assert code == 3
+    assert "vLLM 9.9.9: pip: ERROR" in capsys.readouterr().err
+
+
+def test_a_downloaded_wheel_is_taken_only_with_the_announced_sha256(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "vllm-9.9"
+
+    def pip(arguments: list[str], timeout: float) -> str:
+        with zipfile.ZipFile(folder / "vllm-9.9-py3-none-any.whl", "w") as archive:
+            archive.writestr("vllm/one.py", "x = 1\n")
+        return ""
+
+    monkeypatch.setattr(vllm_sources, "_pip", pip)
+    monkeypatch.setattr(vllm_sources, "locate", lambda version, pip_options: vllm_sources.Wheel("", "0" * 64))
+    with pytest.raises(vllm_sources.UnavailableError, match="the index announces 0000"):
+        vllm_sources.Sources("9.9", tmp_path, whole=True).read("vllm/one.py")
+    assert not list(folder.glob("*.whl"))

@@ -1,0 +1,220 @@
+"""A judge with streamed layers behind an OpenAI-compatible endpoint, on the GPU of a rollout engine (RollPacker 4.3).
+
+    python -m vllm_rlplugin.judge.judge_server MODEL --port 8100 [--device cuda] [--memory-mb N] [--layers-file FILE]
+
+`[reward.judge] path` starts it as a child of a run (:mod:`orchestrator.rewards.judge_host`); by hand it serves several.
+``POST /v1/chat/completions`` (messages, max_tokens, temperature, seed) and ``GET /health``; what `[reward.judge]` asks for with
+``structured = false``. Before each request the number of resident layers is chosen from the length of its sequence and the
+memory left; under MPS it is started with the environment of :class:`orchestrator.ops.mps.MpsControl`.
+
+Guarantees: loopback unless ``--host`` says otherwise, and then TLS unless ``--allow-plain-http`` says so; every
+request needs the bearer token of RL_COSERVE_JUDGE_TOKEN, and without one it does not start; one request computes at a
+time, the others wait; a sequence that does not fit is status 413, a request that is none 400, and both leave the judge
+as it was. When it answers it prints ``{"port": P}``; with ``--die-with-stdin`` it ends when its standard input does,
+so that it never outlives the process that holds the other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import os
+import signal
+import ssl
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from orchestrator.api import ConfigError, tls
+from vllm_rlplugin.judge.streamed_model import StreamedModel
+
+TOKEN = "RL_COSERVE_JUDGE_TOKEN"
+LARGEST_BODY = 8 << 20  # bytes
+
+
+class JudgeServer:
+    """``memory``: bytes that the judge may have, now; see :func:`memory_left`."""
+
+    def __init__(self, model: StreamedModel, tokenizer: Any, name: str, token: str, memory: Callable[[], int]) -> None:
+        if not token:
+            raise ConfigError(TOKEN, "", "set it: every request must carry it as its bearer token")
+        self._model, self._tokenizer, self._name = model, tokenizer, name
+        self._token = token
+        self._memory = memory
+        self._busy = asyncio.Lock()
+        self._count = 0
+
+    def app(self) -> web.Application:
+        """To be served."""
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        residency, counts = self._model.residency, self._model.counts
+        return web.json_response(
+            {
+                "device": str(self._model.device),
+                "layers": residency.layers,
+                "resident": residency.resident,
+                "copies": counts.copies,
+                "passes": counts.passes,
+            }
+        )
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return _refuse(401, "give the bearer token")
+        try:
+            prompt, most, temperature, seed = self._read(await request.json())
+        except (ValueError, TypeError, LookupError) as error:
+            return _refuse(400, str(error))
+        stop = frozenset({self._tokenizer.eos_token_id} - {None})
+        async with self._busy:
+            try:
+                self._model.fit(len(prompt) + most, self._memory())
+            except ValueError as error:
+                return _refuse(413, str(error))
+            found = await asyncio.to_thread(
+                self._model.generate, prompt, most, stop=stop, temperature=temperature, seed=seed
+            )
+        self._count += 1
+        ended = bool(found) and found[-1] in stop
+        text = self._tokenizer.decode(found[:-1] if ended else found)
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(found),
+            "total_tokens": len(prompt) + len(found),
+        }
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop" if ended else "length",
+        }
+        answer = {"id": f"judge-{self._count}", "object": "chat.completion", "model": self._name}
+        kept = {"layers": self._model.residency.layers, "resident": self._model.residency.resident}
+        return web.json_response({**answer, "choices": [choice], "usage": usage, "residency": kept})
+
+    def _read(self, body: Mapping[str, Any]) -> tuple[list[int], int, float, int]:
+        """Raises ValueError, TypeError or LookupError for what is no request of ours."""
+        if body.get("response_format"):
+            raise ValueError("response_format is not supported: set reward.judge.structured to false")
+        if body.get("stream") or int(body.get("n", 1)) != 1:
+            raise ValueError("stream and n > 1 are not supported")
+        messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in body["messages"]]
+        if not messages:
+            raise ValueError("messages is empty")
+        most, temperature = int(body.get("max_tokens", 64)), float(body.get("temperature", 0.0))
+        if most < 1 or not 0 <= temperature <= 10:
+            raise ValueError("max_tokens is at least 1, temperature 0 to 10")
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        room = int(self._model.model.config.max_position_embeddings)
+        if len(prompt) + most > room:
+            raise ValueError(f"{len(prompt)} + {most} tokens are more than the model's {room}")
+        return prompt, most, temperature, int(body.get("seed") or 0)
+
+
+def memory_left(model: StreamedModel, given: int) -> Callable[[], int]:
+    """``given`` bytes; 0: what is free on the device, with what the judge holds of it."""
+
+    def read() -> int:
+        if given or model.device.type != "cuda":
+            return given or sys.maxsize
+        free, _ = torch.cuda.mem_get_info(model.device)
+        residency = model.residency
+        return int(free) + model.memory.fixed + (residency.resident + residency.buffers) * model.memory.layer
+
+    return read
+
+
+def _refuse(status: int, why: str) -> web.Response:
+    return web.json_response({"error": {"message": why, "code": status}}, status=status)
+
+
+async def serve(
+    app: web.Application, host: str, port: int, die_with_stdin: bool, context: ssl.SSLContext | None = None
+) -> None:
+    """Until SIGTERM, SIGINT or, if so asked, the end of standard input."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
+        print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+        if die_with_stdin:
+            await loop.connect_read_pipe(lambda: _EndOfInput(ended), sys.stdin)
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+class _EndOfInput(asyncio.Protocol):
+    """Tells when the other end of the pipe is gone."""
+
+    def __init__(self, ended: asyncio.Event) -> None:
+        self._ended = ended
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
+
+
+def device_of(wanted: str) -> str:
+    """``auto`` is the GPU where there is one. Raises ConfigError for a GPU that is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("--device", wanted, "there is no GPU here: cpu, or auto")
+    return wanted
+
+
+def main() -> int:
+    """Entry point. 2: what it was given cannot be used, or the port is taken."""
+    parser = argparse.ArgumentParser(description="A judge whose layers are streamed from host memory.")
+    parser.add_argument("model", help="Hugging Face folder with a tokenizer and a chat template")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True, help="0: a free one, which is printed")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, or auto: cuda where there is one")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--memory-mb", type=int, default=0, help="what the judge may have; 0: what is free (CPU: any)")
+    parser.add_argument("--layers-file", type=Path, help="keep the layers here instead of in memory (CPU)")
+    parser.add_argument("--die-with-stdin", action="store_true", help="end when standard input ends")
+    parser.add_argument("--allow-plain-http", action="store_true", help="listen unencrypted where others can reach it")
+    tls.add_arguments(parser)
+    arguments = parser.parse_args()
+    try:
+        context = tls.check_listener(arguments.host, tls.of_arguments(arguments), "--host", arguments.allow_plain_http)
+        asyncio.run(
+            serve(_server(arguments).app(), arguments.host, arguments.port, arguments.die_with_stdin, context),
+        )
+    except (ConfigError, OSError, ValueError) as error:
+        print(f"the judge cannot start: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _server(arguments: argparse.Namespace) -> JudgeServer:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype, device = getattr(torch, arguments.dtype), device_of(arguments.device)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("model", arguments.model, "its tokenizer has no chat template, so that it cannot be asked")
+    given = arguments.memory_mb << 20
+    judge = StreamedModel(model, device, file=arguments.layers_file, resident=0 if given else None)
+    return JudgeServer(judge, tokenizer, arguments.model, os.environ.get(TOKEN, ""), memory_left(judge, given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

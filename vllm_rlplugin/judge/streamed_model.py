@@ -1,0 +1,186 @@
+"""A judge whose layers come from host memory while it computes (RollPacker 4.3): a transformers model in less memory.
+
+Guarantees: what it computes is bit for bit what the same model computes fully resident, whichever layers are streamed; at most
+``buffers`` layers beside the resident ones are on the device at a time; the number of resident layers changes between two
+forward passes only, by :meth:`StreamedModel.arrange`, or by :meth:`StreamedModel.fit` from sequence length and memory left.
+
+The model is stock: each decoder layer's parameters point into a buffer from just before its forward to just after, by hooks.
+The next streamed layers are being copied meanwhile, those of the next pass too (decode steps follow one another).
+One forward pass at a time; inference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.policies.serving.judge_residency import BUFFERS, JudgeMemory, Residency, plan, spread
+from vllm_rlplugin.judge.layer_store import HostLayers, Mover, mover
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """Since the start."""
+
+    passes: int = 0
+    copies: int = 0  # layers that were brought
+    bytes: int = 0
+
+
+class StreamedModel:
+    """Takes over the decoder layers of a loaded causal ``model`` (its weights on the host) and runs on ``device``.
+
+    ``file``: where the layers are kept instead of in memory (CPU). ``activation_bytes``: of one token at the peak, beyond KV;
+    None: what a layer's own sizes suggest. ``resident`` layers (None: all) are kept until :meth:`fit` or :meth:`arrange`
+    says otherwise.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device | str = "cpu",
+        *,
+        file: Path | None = None,
+        buffers: int = BUFFERS,
+        activation_bytes: float | None = None,
+        reserve: int = 0,
+        resident: int | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.model = model.eval().requires_grad_(False)
+        self._layers = list(model.model.layers)
+        parameters = [dict(layer.named_parameters()) for layer in self._layers]
+        self._parameters = parameters
+        self.host = HostLayers(parameters, file, pin=self.device.type == "cuda")
+        for named in parameters:
+            for parameter in named.values():
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self.model.to(self.device)  # what is left: embedding, norms, head, rotary tables
+        config, count = model.config, len(self._layers)
+        fixed = sum(item.nbytes for item in [*model.parameters(), *model.buffers()])
+        size = next(iter(model.parameters())).dtype.itemsize
+        kv = 2 * count * config.num_key_value_heads * config.head_dim * size
+        wide = config.vocab_size + 4 * config.intermediate_size + 8 * config.hidden_size
+        token = kv + (wide * size if activation_bytes is None else activation_bytes)
+        self.memory = JudgeMemory(count, fixed, self.host.layer_bytes, token, reserve)
+        self.counts = StreamCounts()
+        self._buffers = buffers
+        self._mover: Mover | None = None
+        self._kept: dict[int, torch.Tensor] = {}  # resident layers' bytes on the device
+        self._queue: list[int] = []  # streamed layers, in the order of a pass
+        self._filled: dict[int, int] = {}  # streamed layer -> buffer that it is in, or on its way to
+        self._next = 0  # place in the queue of what is brought next
+        self.residency = Residency(count, (), 0, 0)
+        self.arrange(spread(self.memory, 0, count if resident is None else resident, buffers))
+        for index, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(self._before(index))
+            layer.register_forward_hook(self._after(index))
+
+    def fit(self, tokens: int, free: int) -> Residency:
+        """Arrange for sequences of ``tokens`` in ``free`` bytes of the device, what the model has now included. ValueError:
+        it cannot run, and nothing changed."""
+        self.arrange(plan(self.memory, tokens, free, self._buffers))
+        return self.residency
+
+    def arrange(self, residency: Residency) -> None:
+        """Between two passes: bring what is to be resident, drop what is not, buffers first where memory gets less."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+        self._filled.clear()
+        streamed = frozenset(residency.streamed)
+        for index in streamed & self._kept.keys():
+            del self._kept[index]
+            self._point(index, None)
+        self.residency = residency
+        for index in range(residency.layers):
+            if index not in streamed and index not in self._kept:
+                self._kept[index] = self.host.flat(index).to(self.device, copy=True)
+                self._point(index, self._kept[index])
+        self._queue, self._next = list(residency.streamed), 0
+        if self._queue:
+            self._mover = mover(residency.buffers, self.host.layer_bytes, self.device)
+            for buffer in range(residency.buffers):
+                self._bring(buffer)
+
+    def forward(self, token_ids: torch.Tensor, **keywords: Any) -> Any:
+        """The model's own, of ids ``[batch, tokens]``."""
+        self.counts.passes += 1
+        try:
+            with torch.no_grad():
+                return self.model(input_ids=token_ids.to(self.device), **keywords)
+        except BaseException:
+            self.arrange(self.residency)  # the next pass begins with the first layer again
+            raise
+
+    def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        stop: frozenset[int] = frozenset(),
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[int]:
+        """The ids that follow a prompt, the stop id included. ``temperature`` 0: the most likely ones."""
+        chance = torch.Generator().manual_seed(seed)
+        found: list[int] = []
+        cache: Any = None
+        ids = torch.tensor([prompt])
+        while len(found) < max_tokens:
+            answer = self.forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, logits = answer.past_key_values, answer.logits[0, -1].float().cpu()
+            if temperature > 0:
+                token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=chance))
+            else:
+                token = int(logits.argmax())
+            found.append(token)
+            if token in stop:
+                break
+            ids = torch.tensor([[token]])
+        return found
+
+    def close(self) -> None:
+        """Free the buffers. The model cannot run any more."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+        self._kept.clear()
+
+    def _bring(self, buffer: int) -> None:
+        """Begin to copy the next streamed layer."""
+        assert self._mover is not None
+        index = self._queue[self._next]
+        self._next = (self._next + 1) % len(self._queue)
+        self._mover.fill(self.host.flat(index), buffer)
+        self._filled[index] = buffer
+        self.counts.copies += 1
+        self.counts.bytes += self.host.layer_bytes
+
+    def _before(self, index: int) -> Any:
+        def point(_: Any, __: Any) -> None:
+            if self._mover is not None and index in self._filled:
+                self._point(index, self._mover.wait(self._filled[index]))
+
+        return point
+
+    def _after(self, index: int) -> Any:
+        def leave(_: Any, __: Any, ___: Any) -> None:
+            if self._mover is not None and index in self._filled:
+                self._point(index, None)
+                buffer = self._filled.pop(index)
+                self._mover.release(buffer)
+                self._bring(buffer)
+
+        return leave
+
+    def _point(self, index: int, flat: torch.Tensor | None) -> None:
+        slots: Mapping[str, Any] = self.host.slots[index]
+        for name, parameter in self._parameters[index].items():
+            parameter.data = (
+                torch.empty(0, dtype=parameter.dtype, device=self.device) if flat is None else slots[name].view(flat)
+            )

@@ -1,0 +1,1 @@
+"""KV blocks that move between engines (Heddle 5.3)."""

@@ -1,0 +1,1 @@
+"""A vLLM engine whose KV cache lies in a pool."""

@@ -1,0 +1,47 @@
+"""Has an engine of a pool look at its pages while it has nothing to do, or is paused: a served engine sleeps until asked.
+
+Guarantees: while the engine answers, what nobody used for ``--rl-kv-pool-keep`` seconds goes back to the pool, and a smaller
+budget is complied with, ``LOOK_SECONDS`` later at the latest: an engine without requests is not taken for one that hangs, and
+killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from orchestrator.api import RetryableError
+from vllm_rlplugin.worker.live_engine import LiveEngine
+
+LOOK_SECONDS = 0.25  # as often as an engine with requests looks by itself; a cut has a deadline of seconds
+
+_TOLD = ("process", "patches", "pages", "budget", "free", "displaced", "reason", "async_scheduling")
+
+_logger = logging.getLogger("vllm.rl_coserve")
+
+
+class PoolKeeper:
+    """Of the engine behind one front end, in its event loop. ``latest``: what the scheduler said last (``page_pool``)."""
+
+    def __init__(self, engine: LiveEngine, every: float = LOOK_SECONDS) -> None:
+        self._engine = engine
+        self._every = every
+        self.latest: dict[str, Any] = {}
+
+    def said(self) -> dict[str, Any]:
+        """What of it is for everybody: JSON."""
+        return {name: self.latest[name] for name in _TOLD if name in self.latest}
+
+    async def run(self) -> None:
+        """For ever; ends when the engine has died."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(self._every)
+        except RetryableError as error:
+            _logger.info("the engine's pages are no longer looked after: %s", error)
+
+    async def look(self) -> None:
+        """Once, between two steps. Raises RetryableError when the engine is dead."""
+        self.latest = await self._engine.command("page_pool", {})

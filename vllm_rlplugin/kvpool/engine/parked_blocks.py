@@ -1,0 +1,189 @@
+"""Blocks of vLLM's own ``BlockPool`` that have pages behind them, and those that are parked because they have none.
+
+Guarantees (tests/kvpool/test_engine.py, on a real engine):
+
+* Only a block that nobody references is parked, the null block never. A parked block is in no free queue and in no prefix
+  cache, so that nothing stock does can touch it: "no page" is to stock "no free block".
+* A group's pages are dropped when all of its blocks are parked and every step is over that was scheduled before that: with
+  async scheduling a batch in flight still reads and writes them. Steps are counted when they are scheduled and when their
+  outputs are there, in that order; nothing else, such as a look, counts as one. A drafter goes on on the device, and writes
+  KV, when the output of its step is here already: that is waited for too.
+* The pool grows by what is wanted and there is; what there is not is not waited for.
+* A group that nobody has used for ``keep`` seconds is given back, the least recently used first.
+
+The stock pool stays as it is; block ids are those of vLLM. One thread: the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from vllm_rlplugin.kvpool.pages.page_geometry import Geometry
+
+
+class Backing(Protocol):
+    """What maps pages behind groups, all or none; see :class:`vllm_rlplugin.kvpool.engine.pool_engine.EnginePool`."""
+
+    def back(self, groups: list[int]) -> bool:
+        """Pages behind these groups; False: there are not so many."""
+
+    def drop(self, groups: list[int]) -> None:
+        """Their pages are free for others."""
+
+    def settle(self) -> None:
+        """Returns when the device has done what it was told to do before."""
+
+
+class Parking:
+    """``after``: steps that must have ended after the last one that may use a group (1 with a drafter); where none is in flight,
+    the device is waited for. ``now``: seconds, monotonic."""
+
+    def __init__(
+        self,
+        pool: Any,
+        geometry: Geometry,
+        backing: Backing,
+        *,
+        backed: Iterable[int],
+        now: Callable[[], float],
+        keep: float = 10.0,
+        after: int = 0,
+    ) -> None:
+        self.geometry = geometry
+        self.keep = keep
+        self._pool = pool
+        self._backing = backing
+        self._now = now
+        self._after = after
+        self._used: OrderedDict[int, float] = OrderedDict.fromkeys(backed, now())  # backed groups -> last seen in use
+        self._scheduled = self._ended = 0  # steps
+        self._leaving: dict[int, int] = {}  # parked, still mapped -> steps that had been scheduled by then
+        self.most = geometry.groups  # that may have pages: less in a static partition
+        self.asleep = False  # nothing has pages; no step may run
+        for group in range(geometry.groups):
+            if group not in self._used:
+                self._park(group)
+
+    @property
+    def backed(self) -> int:
+        """Groups whose blocks may be used."""
+        return len(self._used)
+
+    @property
+    def held(self) -> int:
+        """Groups that have pages."""
+        return len(self._used) + len(self._leaving)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were scheduled, and whose outputs are not there yet."""
+        return self._scheduled - self._ended
+
+    def began(self) -> None:
+        """A step was scheduled, an empty one too."""
+        self._scheduled += 1
+
+    def ended(self) -> None:
+        """The output of the earliest step in flight is there."""
+        self._ended += 1
+        self._let_go()
+
+    def want(self, blocks: int, allowed: int | None = None) -> bool:
+        """Have so many free blocks, if there are pages; whether there are so many now. ``allowed``: groups that may be
+        used; those on their way beyond it go on leaving."""
+        missing = blocks - self._pool.get_num_free_blocks()
+        if missing <= 0 or self.asleep:
+            return not self.asleep
+        count = -(-missing // self.geometry.group_blocks)
+        count = min(count, max(0, (self.most if allowed is None else min(self.most, allowed)) - len(self._used)))
+        coming = list(self._leaving)[:count]  # these have their pages still
+        for group in coming:
+            del self._leaving[group]
+            self._unpark(group)
+        parked = (
+            group for group in range(self.geometry.groups) if group not in self._used and group not in self._leaving
+        )
+        fresh = [group for group, _ in zip(parked, range(count - len(coming)), strict=False)]
+        while fresh and not self._backing.back(fresh):
+            fresh = fresh[: len(fresh) // 2]
+        for group in fresh:
+            self._unpark(group)
+        return bool(self._pool.get_num_free_blocks() >= blocks)
+
+    def look(self) -> None:
+        """Note which groups are in use; give back what was not for ``keep`` seconds. Costs a look at every backed block."""
+        now = self._now()
+        if self.asleep:
+            return
+        for group in list(self._used):
+            if self._busy(group):
+                self._used[group] = now
+                self._used.move_to_end(group)
+        idle = [group for group, since in self._used.items() if now - since >= self.keep and not self._busy(group)]
+        self._leave(idle)
+
+    def shrink(self, groups: int) -> int:
+        """Give back so many groups that nobody references now, the least recently used first; returns how many that were.
+        Group 0, with the null block, stays."""
+        idle = [group for group in self._used if not self._busy(group)][: max(0, groups)]
+        self._leave(idle)
+        return len(idle)
+
+    def sleep(self) -> None:
+        """Give back everything, the null block's group too: no step may run until :meth:`wake`. Raises RuntimeError while blocks
+        are in use, or a step is in flight."""
+        if self.in_flight:
+            raise RuntimeError(f"{self.in_flight} steps are in flight")
+        self.shrink(len(self._used))
+        if set(self._used) != {0} or self._pool.get_num_free_blocks() != self.geometry.group_blocks - 1:
+            raise RuntimeError("blocks are in use")
+        self._backing.settle()
+        self._backing.drop([0])
+        self.asleep = True
+
+    def wake(self) -> bool:
+        """Have the first group again; False: there are no pages for it."""
+        if self.asleep and self._backing.back([0]):
+            self.asleep = False
+        return not self.asleep
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def _leave(self, groups: list[int]) -> None:
+        for group in groups:
+            del self._used[group]
+            self._park(group)
+            self._leaving[group] = self._scheduled
+        self._let_go()
+
+    def _let_go(self) -> None:
+        ended = self._ended - self._after
+        if self._after and self._leaving and not self.in_flight:
+            self._backing.settle()
+            ended = self._ended
+        gone = [group for group, before in self._leaving.items() if before <= ended]
+        if gone:
+            self._backing.drop(gone)
+            for group in gone:
+                del self._leaving[group]
+
+    def _blocks(self, group: int) -> list[Any]:
+        return [self._pool.blocks[block] for block in self.geometry.blocks_of(group)]
+
+    def _busy(self, group: int) -> bool:
+        return any(block.is_null or block.ref_cnt > 0 for block in self._blocks(group))
+
+    def _park(self, group: int) -> None:
+        blocks = self._blocks(group)
+        for block in blocks:
+            self._pool._maybe_evict_cached_block(block)
+            self._pool.free_block_queue.remove(block)
+        self._pool.num_gpu_blocks -= len(blocks)  # reset_prefix_cache and get_usage count with it
+
+    def _unpark(self, group: int) -> None:
+        blocks = self._blocks(group)
+        self._pool.free_block_queue.append_n(blocks)
+        self._pool.num_gpu_blocks += len(blocks)
+        self._used[group] = self._now()

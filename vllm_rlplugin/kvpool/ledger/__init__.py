@@ -1,0 +1,1 @@
+"""Which tenant owns which page, and what tenants tell each other."""

@@ -1,0 +1,313 @@
+"""Which tenant owns which physical page of a device's KV pool.
+
+Guarantees (``csrc/pages.c`` enforces them; tests/kvpool/test_ledger.py):
+
+* A page has at most one owner, and is mapped by nobody else; ``used`` of a tenant is the number of pages it owns, whoever was
+  killed when.
+* A rollout tenant's acquire leaves the headroom free and stays inside its budget; budgets change by revisions that only grow.
+* The pages of a tenant whose process is gone are free from the next :meth:`PagePool.reap` or :meth:`PagePool.join` on. A tenant
+  lives as long as its process, a child that it forked without exec, or a page that is mapped. Where pages are memory of a device
+  it lives until its process has closed all its files, the device's among them (seen from the same PID namespace).
+* A pool file left by a crash is taken over, or made anew where its shape differs; one that tenants live in is never changed;
+  another user's file, or a file that is no pool, is refused.
+
+* A process that is stopped or dies inside the ledger holds up no serving tenant: it is killed, and what it held is recounted.
+
+Pages and places are ``uint64`` arrays. Everything here takes microseconds and never waits for another tenant's engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.api import ConfigError, RunError
+from vllm_rlplugin.kvpool.ledger import native_pages
+from vllm_rlplugin.kvpool.ledger.tenant_processes import kill, stopped
+
+Pages = npt.NDArray[np.uint64]
+Role = Literal["serving", "rollout"]
+ROLES: tuple[Role, ...] = ("serving", "rollout")
+PAGE_BYTES = 2 << 20  # what CUDA maps at least
+STUCK_SECONDS = 2.0  # after which a process that holds the lock, and is not stopped, counts as hung
+
+_logger = logging.getLogger(__name__)
+
+
+class PoolError(RunError):
+    """The pool refused what no correct tenant asks for: pages that are not its own, or still mapped; or the tenant is gone."""
+
+
+class TenantGone(PoolError):
+    """It left, or was taken for dead: what was seen of it a moment ago holds no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """One tenant. ``used`` and ``budget`` in pages; ``generation``: of its slot, one more at each join."""
+
+    slot: int
+    name: str
+    role: Role
+    pid: int
+    used: int
+    budget: int
+    revision: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A consistent snapshot. ``deaths``: tenants whose pages were taken back; ``recoveries``: that died inside the ledger."""
+
+    pages: int
+    page_bytes: int
+    free: int
+    headroom: int
+    epoch: int
+    deaths: int
+    recoveries: int
+    tenants: tuple[TenantView, ...]
+
+    def tenant(self, name: str) -> TenantView | None:
+        """By name."""
+        return next((tenant for tenant in self.tenants if tenant.name == name), None)
+
+    @property
+    def serving(self) -> TenantView | None:
+        """The serving tenant, if there is one."""
+        return next((tenant for tenant in self.tenants if tenant.role == "serving"), None)
+
+
+class PagePool:
+    """A pool, opened or made; a tenant of it after :meth:`join`. Join, leave, publish and close are of one thread; the rest may
+    be called from any."""
+
+    def __init__(self, path: Path, handle: int, made: bool) -> None:
+        self.path = path
+        self.made = made
+        self.handle = handle
+        self._library = native_pages.library()
+        self._role: Role | None = None
+        self._slot = -1
+        view = self.view()
+        self.pages, self.page_bytes = view.pages, view.page_bytes
+        device = ctypes.create_string_buffer(native_pages.NAME)
+        self._library.rlc_pool_device(handle, device)
+        self.device = device.value.decode()  # what the maker said
+
+    @classmethod
+    def create(
+        cls, path: Path, pages: int, *, page_bytes: int = PAGE_BYTES, host: bool = True, device: str = "cpu"
+    ) -> PagePool:
+        """Open, or make if nobody lives in it. ``host``: the pages' memory is in the file too.
+
+        Raises ConfigError for a shape that no pool has, or a file that is not ours to use.
+        """
+        if pages < 1:
+            raise ConfigError("kv_pool.pages", pages, "must be at least 1")
+        return cls._open(path, pages, page_bytes, host, device)
+
+    @classmethod
+    def open(cls, path: Path) -> PagePool:
+        """One that is there. Raises ConfigError."""
+        return cls._open(path, 0, 0, False, "")
+
+    @classmethod
+    def _open(cls, path: Path, pages: int, page_bytes: int, host: bool, device: str) -> PagePool:
+        made, handle = ctypes.c_int(), ctypes.c_void_p()
+        epoch = time.time_ns()
+        code = native_pages.library().rlc_pool_open(
+            *(os.fsencode(path), pages, page_bytes, host, device.encode(), epoch),
+            *(ctypes.addressof(made), ctypes.addressof(handle)),
+        )
+        if code:
+            raise ConfigError("kv_pool.path", str(path), _reason(code, pages, page_bytes))
+        assert handle.value is not None
+        return cls(path, handle.value, bool(made.value))
+
+    def close(self) -> None:
+        """Let go. A tenant's pages are free from the next look on; where they are memory of a device and were not dropped, when
+        the process is gone. Idempotent."""
+        if self.handle:
+            if self._role is not None and self.device != "cpu" and not self._owns():
+                self.leave()
+            self._library.rlc_pool_close(self.handle)
+            self.handle = 0
+
+    # -- a tenant ----------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, role: Role, budget: int = 0) -> int:
+        """Become a tenant; returns the slot. Raises ConfigError: a second serving engine, a name that is taken, no slot."""
+        if not 0 < len(name.encode()) < native_pages.NAME:
+            raise ConfigError("kv_pool.name", name, f"must have 1 to {native_pages.NAME - 1} bytes")
+        if self._role is not None:
+            raise PoolError(f"{self.path}: this process is a tenant already")
+        slot = self._try("rlc_pool_join", name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
+        if slot == native_pages.BUSY:
+            there = ", ".join(f"{tenant.name} ({tenant.role}, process {tenant.pid})" for tenant in self.view().tenants)
+            fix = f"the pool has one serving engine, and each name once; there are: {there}"
+            raise ConfigError("kv_pool.name", name, fix)
+        if slot == native_pages.FULL:
+            raise ConfigError("kv_pool.name", name, f"the pool has {native_pages.TENANTS} tenants already")
+        self._role, self._slot = role, self._checked(slot)
+        return self._slot
+
+    def leave(self) -> None:
+        """No tenant any more. Raises PoolError while it owns pages."""
+        self._call("rlc_pool_leave")
+        self._role = None
+
+    def _owns(self) -> int:
+        return next((tenant.used for tenant in self.view().tenants if tenant.slot == self._slot), 0)
+
+    def acquire(self, count: int, *, whole: bool = True, lease: float | None = None) -> Pages:
+        """``count`` free pages, or none at all; ``whole=False``: as many as there may be. Leased until ``lease`` (seconds of
+        the monotonic clock), None: for good. What may not be had is not an error: the result is empty, or short."""
+        out = np.empty(count, np.uint64)
+        found = self._call("rlc_pool_acquire", count, whole, _time(lease), out.ctypes.data)
+        return out[:found]
+
+    def release(self, pages: Pages) -> None:
+        """Give back. Raises PoolError, and keeps all of them, where one is not ours or is mapped."""
+        pages = _contiguous(pages)
+        self._call("rlc_pool_release", pages.ctypes.data, pages.size)
+
+    def renew(self, pages: Pages, lease: float | None) -> None:
+        """A new lease; None: for good."""
+        pages = _contiguous(pages)
+        self._call("rlc_pool_renew", pages.ctypes.data, pages.size, _time(lease))
+
+    def expired(self, now: float) -> Pages:
+        """Our pages whose lease has ended."""
+        out = np.empty(self.pages, np.uint64)
+        found = self._call("rlc_pool_expired", _time(now), out.ctypes.data, out.size)
+        return out[:found].copy()
+
+    def publish(self, words: npt.NDArray[np.uint64]) -> None:
+        """Our state, for :meth:`read` of others: ``native.WORDS`` words. Never waits."""
+        if words.shape != (native_pages.WORDS,) or words.dtype != np.uint64:
+            raise ValueError(
+                f"{native_pages.WORDS} words of uint64 are published, not {words.dtype}{list(words.shape)}"
+            )
+        self._call("rlc_pool_publish", _contiguous(words).ctypes.data)
+
+    # -- anybody -----------------------------------------------------------------------------------------------------
+
+    def read(self, slot: int) -> npt.NDArray[np.uint64] | None:
+        """What that tenant published last; None: nothing, or nobody is there."""
+        words = np.empty(native_pages.WORDS, np.uint64)
+        return words if self._call("rlc_pool_read", slot, words.ctypes.data) else None
+
+    def set_budget(self, slot: int, pages: int, revision: int) -> bool:
+        """Pages that a tenant may own from now on; False: a newer revision is there already. Raises TenantGone: nobody is."""
+        code = self._try("rlc_pool_budget", slot, pages, revision)
+        return code != native_pages.OLD and self._checked(code) == 0
+
+    def set_headroom(self, pages: int) -> None:
+        """Pages that stay free for serving whenever a rollout tenant acquires."""
+        self._call("rlc_pool_headroom", pages)
+
+    def controls(self) -> tuple[int, ...]:
+        """What people and other processes ask for: :class:`vllm_rlplugin.kvpool.ledger.tenant_words.Control`. Never waits."""
+        found = (ctypes.c_uint64 * native_pages.CONTROLS)()
+        self._checked(self._library.rlc_pool_controls(self.handle, found))
+        return tuple(found)
+
+    def control(self, index: int, value: int, *, add: bool = False) -> None:
+        """Ask for it. ``add``: so much more than now. Never waits."""
+        self._checked(self._library.rlc_pool_control(self.handle, index, value, add))
+
+    def reap(self) -> int:
+        """Take back what dead tenants owned; returns how many those were."""
+        return int(self._call("rlc_pool_reap"))
+
+    def trim(self, pages: int) -> int:
+        """Return the memory of up to so many free pages to the system (host memory only); returns how many."""
+        return int(self._call("rlc_pool_trim", pages))
+
+    def view(self) -> PoolView:
+        """A snapshot."""
+        return self._snapshot(None)
+
+    def owners(self) -> npt.NDArray[np.int16]:
+        """Of each page: the slot that owns it, -1: free."""
+        found = np.empty(self.pages, np.uint8)
+        self._snapshot(found)
+        return found.astype(np.int16) - 1
+
+    def _snapshot(self, owners: npt.NDArray[np.uint8] | None) -> PoolView:
+        numbers, rows = (ctypes.c_uint64 * 8)(), (native_pages.TenantRow * native_pages.TENANTS)()
+        at = None if owners is None else owners.ctypes.data
+        self._call("rlc_pool_snapshot", numbers, rows, at, None)
+        tenants = tuple(
+            TenantView(
+                *(slot, row.name.decode(), ROLES[row.role - 1], row.pid, row.used, row.budget),
+                *(row.revision, row.generation),
+            )
+            for slot, row in enumerate(rows)
+            if row.role
+        )
+        pages, page_bytes, free, headroom, epoch, deaths, recoveries, _ = numbers
+        return PoolView(pages, page_bytes, free, headroom, epoch, deaths, recoveries, tenants)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        return self._checked(self._try(name, *arguments))
+
+    def _try(self, name: str, *arguments: Any) -> int:
+        """Under the ledger's lock. Who holds it for long was stopped or hangs in there: a serving tenant ends it, as its pages
+        are needed; others wait for the serving tenant to do so. Raises PoolError when nothing helps."""
+        function, since, asked = getattr(self._library, name), 0.0, 0.0
+        while (code := int(function(self.handle, *arguments))) == native_pages.STUCK:
+            now, holder = time.monotonic(), int(self._library.rlc_pool_holder(self.handle))
+            since = since or now
+            if self._role == "serving" and holder and (stopped(holder) or now - since > STUCK_SECONDS) and now > asked:
+                asked = now + 0.05
+                if kill(holder, self.path):
+                    _logger.warning("process %d held the pool's ledger without moving, and was killed", holder)
+            if now - since > 2 * STUCK_SECONDS:
+                raise PoolError(f"{self.path}: process {holder} holds the ledger and does not move; end it")
+        return code
+
+    def _checked(self, code: int) -> int:
+        if code >= 0:
+            return code
+        if code == native_pages.SYSTEM:
+            raise native_pages.system_error()
+        kind = TenantGone if code == native_pages.GONE else PoolError
+        raise kind(f"{self.path}: {_TENANT.get(code, f'refused ({code})')}")
+
+
+_TENANT = {
+    native_pages.NOT_OWNER: "a page that this tenant does not own",
+    native_pages.MAPPED: "a page that is still mapped, or still owned",
+    native_pages.GONE: "no such tenant (it left, or was taken for dead)",
+}
+
+
+def _reason(code: int, pages: int, page_bytes: int) -> str:
+    if code == native_pages.SYSTEM:
+        return str(native_pages.system_error())
+    return {
+        native_pages.FOREIGN: "belongs to another user, can be opened by others, or is no KV pool: choose another pool name",
+        native_pages.VERSION: "was made by another version of rl-coserve: end the engines that use it first",
+        native_pages.SHAPE: f"{pages} pages of {page_bytes} bytes do not fit: engines that run have a pool of another shape "
+        "there, "
+        "or the size of a page is no power of two of at least 4096",
+    }[code]
+
+
+def _time(seconds: float | None) -> int:
+    return 0 if seconds is None else max(1, round(seconds * 1e9))
+
+
+def _contiguous(pages: Pages) -> Pages:
+    return np.ascontiguousarray(pages, np.uint64)

@@ -1,0 +1,132 @@
+"""What engines of a pool tell each other every tick, as the words of their tenant's published state, and what people ask of them.
+
+Guarantees: packing and unpacking are inverse, to the nanosecond; words of another kind or another version read as None. Times are
+seconds of the machine's monotonic clock, which all processes share; infinite and unknown times survive.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.policies.serving.admission import MODES, Mode, ServingState
+from vllm_rlplugin.kvpool.ledger import native_pages
+
+Words = npt.NDArray[np.uint64]
+_SERVING, _ROLLOUT = 0x5301, 0x5201  # kind and version
+_ALL = (1 << 64) - 1
+_INFINITE = (1 << 63) - 1  # nanoseconds
+
+
+class Control(IntEnum):
+    """Places of the pool's control words."""
+
+    LENT = 0  # the most that is lent, in millionths of the pool, plus 1; 0: what the serving engine's flag says
+    DRY = 1  # 1: rollout engines say what they would have run, and run nothing
+    STEPS = 2  # counts the RL steps that began
+    LOOKS = 3  # counts the serving side's looks at this page: people see that it is heard
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Of a serving engine. Counts since its start: ``firsts``, ``nexts``: first tokens and tokens after them; ``late_*``: of
+    these beyond their SLO; ``blamed_*``: of the late ones, those that would have been in time without the time rollouts ran."""
+
+    state: ServingState
+    mode: Mode = "dual"
+    firsts: int = 0
+    late_first: int = 0
+    blamed_first: int = 0
+    nexts: int = 0
+    late_next: int = 0
+    blamed_next: int = 0
+
+    def pack(self) -> Words:
+        """For :meth:`vllm_rlplugin.kvpool.ledger.page_ledger.PagePool.publish`."""
+        state = self.state
+        head = _SERVING | MODES.index(self.mode) << 16 | state.busy << 24 | state.waiting << 25
+        head |= min(state.sharers, 255) << 32
+        times = (state.at, state.ttft_slack, state.tpot_slack, state.arriving, state.step_end)
+        counts = (self.firsts, self.late_first, self.blamed_first, self.nexts, self.late_next, self.blamed_next)
+        return _words([head, *map(_nanoseconds, times), state.tick, *counts])
+
+    @classmethod
+    def unpack(cls, words: Words | None) -> Served | None:
+        """None: nothing of a serving engine."""
+        if words is None or (head := int(words[0])) & 0xFFFF != _SERVING:
+            return None
+        at, ttft, tpot, arriving, end = (_seconds(int(word)) for word in words[1:6])
+        busy, waiting, sharers = bool(head >> 24 & 1), bool(head >> 25 & 1), max(1, head >> 32 & 255)
+        state = ServingState(at, ttft, tpot, end, busy, arriving, int(words[6]), sharers, waiting)
+        return cls(state, MODES[(head >> 16 & 255) % len(MODES)], *(int(word) for word in words[7:13]))
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """Of a rollout engine. ``running``: a step of it runs since ``begun``; ``busy``: seconds of all steps before; ``minimum``:
+    pages that it cannot give back while it lives. Counts since its start; ``would``: tokens admitted in a dry run, never
+    computed; ``refused``: steps; ``stalls``, ``returned``: requests; ``misses``: steps after which serving had no slack left.
+    ``inactive``: it was deactivated, and runs nothing; ``weights``: bytes of its weights that are in memory, 0: not said;
+    ``activation``: seconds that the latest one took."""
+
+    running: bool = False
+    dry: bool = False
+    begun: float = 0.0
+    busy: float = 0.0
+    guard: float = 0.0
+    minimum: int = 0
+    steps: int = 0
+    tokens: int = 0
+    would: int = 0
+    refused: int = 0
+    stalls: int = 0
+    returned: int = 0
+    misses: int = 0
+    inactive: bool = field(default=False, kw_only=True)
+    weights: int = field(default=0, kw_only=True)
+    activation: float = field(default=0.0, kw_only=True)
+
+    def pack(self) -> Words:
+        """For :meth:`vllm_rlplugin.kvpool.ledger.page_ledger.PagePool.publish`."""
+        head = _ROLLOUT | self.running << 16 | self.dry << 17 | self.inactive << 18
+        counts = (self.steps, self.tokens, self.would, self.refused, self.stalls, self.returned, self.misses)
+        times = map(_nanoseconds, (self.begun, self.busy, self.guard))
+        return _words([head, *times, self.minimum, *counts, self.weights, _nanoseconds(self.activation)])
+
+    @classmethod
+    def unpack(cls, words: Words | None) -> Rolled | None:
+        """None: nothing of a rollout engine."""
+        if words is None or (head := int(words[0])) & 0xFFFF != _ROLLOUT:
+            return None
+        begun, busy, guard = (_seconds(int(word)) for word in words[1:4])
+        counts = [int(word) for word in words[4:12]]
+        said = cls(bool(head >> 16 & 1), bool(head >> 17 & 1), begun, busy, guard, *counts)
+        took = _seconds(int(words[13]))
+        return replace(said, inactive=bool(head >> 18 & 1), weights=int(words[12]), activation=took)
+
+    def used_until(self, now: float) -> float:
+        """Seconds that its steps have taken so far."""
+        return self.busy + (max(0.0, now - self.begun) if self.running else 0.0)
+
+
+def _words(values: list[int]) -> Words:
+    words = np.zeros(native_pages.WORDS, np.uint64)
+    words[: len(values)] = [value & _ALL for value in values]
+    return words
+
+
+def _nanoseconds(seconds: float) -> int:
+    if math.isinf(seconds):
+        return _INFINITE if seconds > 0 else -_INFINITE
+    return round(seconds * 1e9)
+
+
+def _seconds(word: int) -> float:
+    signed = word - (1 << 64) if word >> 63 else word
+    if abs(signed) == _INFINITE:
+        return math.copysign(math.inf, signed)
+    return signed / 1e9

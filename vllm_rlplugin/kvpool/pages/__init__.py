@@ -1,0 +1,1 @@
+"""The memory behind pages: host or CUDA, reserved once, mapped and unmapped."""

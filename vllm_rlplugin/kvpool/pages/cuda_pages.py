@@ -1,0 +1,141 @@
+"""Pages of GPU memory, by CUDA's virtual memory management (ROSE 4.1): reserved once, mapped and unmapped while the engine runs.
+
+Where the memory of a page comes from is hidden from the range, and is the same for all engines of a pool:
+
+* *kept*: a process of its own (:mod:`vllm_rlplugin.kvpool.pages.page_keeper`) has made all pages when the pool was
+  made. Each engine imports a page when it first gets it, and keeps the handle: from then on a page that moves costs a
+  map and an unmap. Who serves imports all of them at its start, so that it needs the keeper no more.
+* *created*: each engine makes the pages that the ledger gives it, and releases them to the driver. Nothing is reserved: where
+  others took the device's memory, there is "no page".
+
+Memory that is not to be had is "no page" for now, said once, never an exception in a step. A process that dies leaves no
+memory behind: the driver takes back its mappings and handles.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, Protocol
+
+import numpy as np
+
+from vllm_rlplugin.kvpool.ledger import native_pages
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Pages, PoolError
+from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
+from vllm_rlplugin.kvpool.pages.cuda_driver import DeviceFull, Driver, Handles
+from vllm_rlplugin.kvpool.pages.page_keeper import KeeperGone, KeptPages
+
+Supply = Literal["kept", "created"]
+SUPPLIES: tuple[Supply, ...] = ("kept", "created")
+
+_logger = logging.getLogger(__name__)
+
+
+class Memory(Protocol):
+    """Where the memory of pages comes from."""
+
+    def take(self, pages: Pages) -> Handles:
+        """Of these pages, which are ours now. Raises DeviceFull or KeeperGone, and then nothing was taken."""
+
+    def give(self, pages: Pages) -> None:
+        """They are not mapped any more, and will be somebody else's."""
+
+    def close(self) -> None:
+        """Let go of all handles."""
+
+
+class CreatedPages:
+    """Made when they are needed, released to the driver when not."""
+
+    def __init__(self, driver: Driver, pages: int) -> None:
+        self._driver = driver
+        self._handles: Handles = np.zeros(pages, np.uint64)
+
+    def take(self, pages: Pages) -> Handles:
+        """See :class:`Memory`."""
+        at = pages.astype(np.int64)
+        self._handles[at] = self._driver.create(pages.size)
+        return self._handles[at]
+
+    def give(self, pages: Pages) -> None:
+        """See the protocol."""
+        at = pages.astype(np.int64)
+        self._driver.release(self._handles[at])
+        self._handles[at] = 0
+
+    def close(self) -> None:
+        """See the protocol."""
+        self.give(np.flatnonzero(self._handles).astype(np.uint64))
+
+
+class CudaRange(PageRange):
+    """``places`` pages of device addresses. ``scrub``: what appears here is zeroed before."""
+
+    def __init__(self, pool: PagePool, places: int, driver: Driver, memory: Memory, *, scrub: bool = False) -> None:
+        self._driver, self._memory, self._scrub = driver, memory, scrub
+        self._said = ""
+        super().__init__(pool, places)
+
+    def close(self) -> None:
+        """See the base class. Lets go of the handles, not of the driver."""
+        if self.address:
+            super().close()
+            self._memory.close()
+
+    def settle(self) -> None:
+        """See the base class."""
+        self._driver.settle()
+
+    def _reserve(self) -> int:
+        return self._driver.reserve(self.bytes)
+
+    def _free(self) -> None:
+        self._driver.free(self.address, self.bytes)
+
+    def _map(self, places: Pages, pages: Pages) -> bool:
+        try:
+            handles = self._memory.take(pages)
+        except (DeviceFull, KeeperGone) as error:
+            self._say(str(error))
+            return False
+        done = False
+        try:
+            self._mark(pages, True)
+            self._driver.map(self.address, places, handles)
+            if self._scrub:
+                self._zero(places)
+            done = True
+        except DeviceFull as error:  # it needs memory for its own tables too
+            self._say(str(error))
+        finally:
+            if not done:
+                self._memory.give(pages)
+                self._mark(pages, False)
+        return done
+
+    def _zero(self, places: Pages) -> None:
+        try:
+            self._driver.zero(self.address, places)
+        except PoolError:
+            self._driver.unmap(self.address, places)
+            raise
+
+    def _unmap(self, places: Pages, pages: Pages) -> None:
+        self._driver.unmap(self.address, places)
+        self._memory.give(pages)
+        self._mark(pages, False)
+
+    def _mark(self, pages: Pages, mapped: bool) -> None:
+        code = native_pages.library().rlc_pool_mark(self._pool.handle, pages.ctypes.data, pages.size, mapped)
+        if code:
+            raise PoolError(f"{self._pool.path}: a page is not ours, or is mapped already ({code})")
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            _logger.warning("no memory for pages that the pool has: %s", text)
+
+
+def memory_of(pool: PagePool, driver: Driver, supply: Supply) -> Memory:
+    """Of this pool. Raises KeeperGone."""
+    return KeptPages(pool, driver) if supply == "kept" else CreatedPages(driver, pool.pages)

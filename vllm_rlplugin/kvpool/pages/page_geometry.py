@@ -1,0 +1,87 @@
+"""Which pages of an engine's KV range its blocks lie in. Pure numbers, of vLLM's ``KVCacheConfig``.
+
+A *group* is the least run of blocks that begins and ends at a page in every layer: its pages come and go together, and hold
+nothing else. In a layer-outermost layout these are some pages of each layer's region; where all layers of a block lie together
+it is one run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_rlplugin.kvpool.ledger.page_ledger import Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """``blocks``: of the engine; ``regions``: (offset of block 0, bytes from one block to the next), in bytes of the range."""
+
+    blocks: int
+    regions: tuple[tuple[int, int], ...]
+    page_bytes: int
+    group_blocks: int
+
+    @classmethod
+    def of(cls, blocks: int, regions: Iterable[tuple[int, int]], page_bytes: int) -> Geometry:
+        """Raises ValueError, with the number of blocks that would do, where groups do not lie in whole pages."""
+        found = tuple(sorted(set(regions)))
+        if blocks < 1 or not found:
+            raise ValueError("there is no KV cache")
+        group = math.lcm(*(page_bytes // math.gcd(page_bytes, stride) for _, stride in found))
+        wrong = [offset for offset, _ in found if offset % page_bytes]
+        if blocks % group or wrong:
+            best = max(group, blocks // group * group)
+            raise ValueError(
+                f"{blocks} blocks of {found[0][1]} bytes do not lie in whole pages of {page_bytes} bytes: give "
+                f"--num-gpu-blocks-override {best} (a multiple of {group}), or another page size"
+            )
+        if group >= blocks:
+            raise ValueError(
+                f"all {blocks} blocks together are one group of pages of {page_bytes} bytes: give more blocks, or smaller pages"
+            )
+        return cls(blocks, found, page_bytes, group)
+
+    @property
+    def groups(self) -> int:
+        """How many there are."""
+        return self.blocks // self.group_blocks
+
+    @property
+    def pages_a_group(self) -> int:
+        """Pages that come and go together."""
+        return sum(self.group_blocks * stride // self.page_bytes for _, stride in self.regions)
+
+    def places(self, groups: Iterable[int]) -> Pages:
+        """Places in the range, in pages, of these groups."""
+        runs = []
+        for group in groups:
+            if not 0 <= group < self.groups:
+                raise ValueError(f"group {group} of {self.groups}")
+            for offset, stride in self.regions:
+                count = self.group_blocks * stride // self.page_bytes
+                begin = offset // self.page_bytes + group * count
+                runs.append(np.arange(begin, begin + count, dtype=np.uint64))
+        return np.concatenate(runs) if runs else np.empty(0, np.uint64)
+
+    def blocks_of(self, group: int) -> range:
+        """Block ids."""
+        return range(group * self.group_blocks, (group + 1) * self.group_blocks)
+
+
+def regions_of(tensors: Sequence[Any], layout: Any) -> list[tuple[int, int]]:
+    """Of vLLM's ``KVCacheTensor`` and ``KVCacheLayout``: (offset of block 0, bytes from one block to the next) of each run of
+    blocks. Raises ValueError for a layout in which a block of a layer is not one run of bytes."""
+    if layout.is_block_outermost:  # all layers of a block lie together: one run, from its first byte on
+        return [(min(tensor.offset for tensor in tensors), tensors[0].block_stride)]
+    if not layout.is_block_compact:
+        raise ValueError("the heads of a block lie apart there: set VLLM_KV_CACHE_LAYOUT to LBHNC or BLHNC")
+    return [
+        (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
+        for tensor in tensors
+        for index in range(len(tensor.layers))
+    ]

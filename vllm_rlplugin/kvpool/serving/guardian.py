@@ -1,0 +1,217 @@
+"""The serving side of a pool: it decides what rollout engines may have, and takes it back (ROSE 4.1).
+
+Guarantees: the decisions are those of :class:`orchestrator.policies.serving.kv_sharing.KvSharing`, over all rollout
+engines together; each of them that is active gets an equal share. The serving engine never waits here: a tick reads the
+ledger, and now and then writes a budget. A rollout engine that does not give back in time is killed, if its process can
+be seen and holds this pool's file (a process number may mean another process in another namespace); else that is said
+once, and its pages stay where they are.
+
+Opened when a rollout engine joins, by :meth:`Guardian.open`, and when a rollout engine says that an RL step begins. What the
+serving team says about the most that is lent holds from the next look on, in both directions. Looks are made before each step
+and, so that an idle engine reacts too, by a thread (:meth:`Guardian.watch`). What a rollout engine cannot give back while it
+lives (the pages of its null block) is on top of its budget. ``now``: seconds, monotonic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from orchestrator.policies.serving.kv_sharing import Budget, KvSharing, SharingRules
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
+from vllm_rlplugin.kvpool.ledger.tenant_processes import holds, kill
+from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled
+
+_TICK = 0.005  # seconds between two looks
+WATCH_SECONDS = 0.02  # between two looks of the thread
+
+_logger = logging.getLogger(__name__)
+
+
+class Guardian:
+    """Of the serving tenant of ``pool``, which has joined. ``window``: seconds over which serving's peak counts."""
+
+    def __init__(self, pool: PagePool, rules: SharingRules, now: Callable[[], float], window: float = 60.0) -> None:
+        self._pool = pool
+        self._now = now
+        self._window = window
+        self._own = rules
+        self._sharing = KvSharing(rules)
+        self._peaks: deque[tuple[float, int]] = deque()  # falling maxima of the window
+        self._known: dict[tuple[int, int], int] = {}  # (slot, generation) -> pages it was told
+        self._looked = float("-inf")
+        self._blamed: set[tuple[int, int]] = set()
+        self._flag, self._said = rules.lent, 0  # the share that is lent by flag; what people said last
+        self._steps = pool.controls()[Control.STEPS]
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.rollouts: tuple[int, ...] = ()  # their slots, at the last look
+        self.kills = self.cuts = 0
+        pool.set_headroom(rules.headroom_pages)
+
+    @property
+    def budget(self) -> Budget:
+        """Of all rollout engines together."""
+        return self._sharing.budget
+
+    @property
+    def rules(self) -> SharingRules:
+        """Those that hold now: ``lent`` may have been changed."""
+        return self._sharing.rules
+
+    def open(self) -> Budget:
+        """An RL step begins: budgets anew, from serving's recent peak."""
+        with self._lock:
+            return self._open(self._pool.view(), self._now())
+
+    def partition(self, share: float) -> int:
+        """From now on rollouts have this share of the pool, whatever serving needs, and serving the rest, which the caller sees
+        to; 0: by the rules again. Returns the pages that serving may have. For comparisons: nobody gives way to anybody."""
+        with self._lock:
+            rules = replace(self._own, headroom=0.0, lent=share) if share else self._own
+            self._flag, self._said = rules.lent, 0
+            self._sharing = KvSharing(rules)
+            self._pool.control(Control.LENT, 0)
+            self._pool.set_headroom(rules.headroom_pages)
+            self._known.clear()
+            return rules.pages - int(share * rules.pages)
+
+    def tick(self) -> None:
+        """Before a step, and when there is nothing to do. A look that another thread is at is not waited for."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._tick(self._now())
+            finally:
+                self._lock.release()
+
+    def watch(self, also: Callable[[], None]) -> None:
+        """Look, and do ``also``, in a thread of its own until :meth:`stop`: an idle engine has no steps."""
+
+        def run() -> None:
+            while not self._over.wait(WATCH_SECONDS):
+                try:
+                    self.tick()
+                    also()
+                except PoolError as error:  # a process is stopped inside the ledger; the next look may find it gone
+                    _logger.warning("the pool could not be looked at: %s", error)
+
+        threading.Thread(target=run, name="kv pool guardian", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def _open(self, view: PoolView, now: float) -> Budget:
+        self._note(view, now)
+        budget = self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
+        self._tell(view, budget)
+        return budget
+
+    def _tick(self, now: float) -> None:
+        if now - self._looked < _TICK:
+            return
+        self._looked = now
+        self._pool.reap()  # also those that were killed a moment ago
+        view = self._pool.view()
+        self.rollouts = tuple(tenant.slot for tenant in self._active(view))
+        self._hear(view, now)
+        if not self.rollouts:
+            self._known.clear()
+            return
+        self._note(view, now)
+        if any((tenant.slot, tenant.generation) not in self._known for tenant in self._active(view)):
+            self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
+        before = self._sharing.budget
+        budget = self._sharing.observe(now, _serving(view) + self._minimum(view), self._used(view))
+        self.cuts += budget.pages < before.pages
+        if budget.kill:
+            budget = self._end(view, budget)
+            view = self._pool.view()
+        self._tell(view, budget)
+
+    def _hear(self, view: PoolView, now: float) -> None:
+        """What people and rollout engines have asked for."""
+        controls = self._pool.controls()
+        if controls[Control.LENT] != self._said:
+            self._said = controls[Control.LENT]
+            share = (self._said - 1) / 1e6 if self._said else self._flag
+            self._note(view, now)
+            self._sharing.lend(now, min(1.0, share), self._used(view))
+            self._open(view, now)
+        if controls[Control.STEPS] != self._steps:
+            self._steps = controls[Control.STEPS]
+            self._open(view, now)
+        self._pool.control(Control.LOOKS, 1, add=True)
+
+    def _note(self, view: PoolView, now: float) -> None:
+        used = _serving(view)
+        while self._peaks and self._peaks[-1][1] <= used:
+            self._peaks.pop()
+        self._peaks.append((now, used))
+        while self._peaks[0][0] < now - self._window:
+            self._peaks.popleft()
+
+    def _peak(self) -> int:
+        return self._peaks[0][1] if self._peaks else 0
+
+    def _tell(self, view: PoolView, budget: Budget) -> None:
+        tenants = self._active(view)
+        share = budget.pages // len(tenants) if tenants else 0
+        told: dict[tuple[int, int], int] = {}
+        for tenant in tenants:
+            key = (tenant.slot, tenant.generation)
+            told[key] = pages = share + self._least(tenant)
+            if self._known.get(key) != pages:
+                with contextlib.suppress(TenantGone):  # it left since it was looked at: the next look knows
+                    self._pool.set_budget(tenant.slot, pages, tenant.revision + 1)
+        self._known = told
+
+    def _end(self, view: PoolView, budget: Budget) -> Budget:
+        """Kill those that hold more than their share."""
+        tenants = self._active(view)
+        share = budget.pages // max(1, len(tenants))
+        gone = [tenant for tenant in tenants if tenant.used > share + self._least(tenant) and self._kill(tenant)]
+        if not gone:
+            return budget
+        self.kills += len(gone)
+        return self._sharing.killed() if len(gone) == len(tenants) else budget
+
+    def _kill(self, tenant: TenantView) -> bool:
+        key = (tenant.slot, tenant.generation)
+        if kill(tenant.pid, self._pool.path):
+            text = "rollout engine %s did not give back its pages in time: process %d is killed"
+            _logger.warning(text, tenant.name, tenant.pid)
+            return True
+        if not holds(tenant.pid, self._pool.path) and key not in self._blamed:
+            self._blamed.add(key)
+            text = "rollout engine %s holds %d pages more than it may, and its process %d cannot be killed from here"
+            _logger.error(text, tenant.name, tenant.used - tenant.budget, tenant.pid)
+        return False
+
+    def _active(self, view: PoolView) -> list[TenantView]:
+        """The rollout engines that share what is lent: one that was deactivated has nothing and gets nothing."""
+        said = [(tenant, Rolled.unpack(self._pool.read(tenant.slot))) for tenant in _rollouts(view)]
+        return [tenant for tenant, found in said if tenant.used or found is None or not found.inactive]
+
+    def _least(self, tenant: TenantView) -> int:
+        """Pages that it cannot give back, or needs to start."""
+        found = Rolled.unpack(self._pool.read(tenant.slot))
+        return found.minimum if found is not None else 0
+
+    def _minimum(self, view: PoolView) -> int:
+        return sum(self._least(tenant) for tenant in _rollouts(view))
+
+    def _used(self, view: PoolView) -> int:
+        return sum(max(0, tenant.used - self._least(tenant)) for tenant in _rollouts(view))
+
+
+def _rollouts(view: PoolView) -> list[TenantView]:
+    return [tenant for tenant in view.tenants if tenant.role == "rollout"]
+
+
+def _serving(view: PoolView) -> int:
+    return view.serving.used if view.serving is not None else 0

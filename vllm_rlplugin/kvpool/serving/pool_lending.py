@@ -1,0 +1,179 @@
+"""For the serving team: what is lent of a device's pool, to whom, and how to take it back.
+
+``rl-coserve lend`` and ``rl-coserve reclaim`` are carried out by :func:`run`. Guarantees: who may use the pool's file (its owner
+only) may decide; what was said stays in the pool until something else is said, and holds for rollout engines that join later. The
+serving engine carries it out, also when it is idle; where there is none, budgets are set here. ``--kill`` ends rollout engines at
+once, whatever they do, by their process, which must have the pool's file open; nothing is lent afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+from orchestrator.api import ConfigError, RetryableError
+from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, TenantGone
+from vllm_rlplugin.kvpool.ledger.tenant_processes import kill
+from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled, Served
+from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
+
+WAIT = 5.0  # seconds that `reclaim` waits until everything is back
+_PART = 1_000_000
+
+
+def status(pool: PagePool) -> dict[str, Any]:
+    """What is lent, by whom and to whom. Plain data; pages, seconds, tokens."""
+    view, controls = pool.view(), pool.controls()
+    serving = view.serving
+    said = Served.unpack(pool.read(serving.slot)) if serving is not None else None
+    rollouts = []
+    for tenant in view.tenants:
+        if tenant.role == "rollout":
+            told = Rolled.unpack(pool.read(tenant.slot)) or Rolled()
+            row = {"name": tenant.name, "pid": tenant.pid, "pages": tenant.used, "budget": tenant.budget}
+            rollouts.append({**row, **asdict(told)})
+    return {
+        "pages": view.pages,
+        "page_bytes": view.page_bytes,
+        "free": view.free,
+        "headroom": view.headroom,
+        "most": (controls[Control.LENT] - 1) / _PART if controls[Control.LENT] else None,
+        "dry_run": bool(controls[Control.DRY]),
+        "serving": None if serving is None else {"name": serving.name, "pid": serving.pid, "pages": serving.used},
+        "slo": None if said is None else _plain(asdict(said)),
+        "rollouts": rollouts,
+    }
+
+
+def leased(pool: PagePool) -> dict[str, Any] | None:
+    """Which RL job has the pool's GPU, and for how long unless it renews that; None: none. Raises ConfigError."""
+    try:
+        lease = LeaseBook("", lease_path(pool.path)).present()
+    except RetryableError as error:
+        raise ConfigError("--pool", str(pool.path), str(error)) from error
+    return None if lease is None else {"job": lease.job, "seconds": round(lease.left(time.monotonic()), 3)}
+
+
+def lend(pool: PagePool, most: float | None, dry: bool | None) -> None:
+    """Say how much of the pool is lent at most, and whether rollouts only say what they would run; None: as before."""
+    if most is not None:
+        if not 0 <= most <= 1:
+            raise ConfigError("--max", most, "give a share of the pool, from 0 to 1")
+        pool.control(Control.LENT, round(most * _PART) + 1)
+        if pool.view().serving is None:
+            _share(pool, int(most * pool.pages))
+    if dry is not None:
+        pool.control(Control.DRY, int(dry))
+
+
+def reclaim(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str, Any]:
+    """Take everything back; ``end``: kill whoever has any. Returns how many pages are still out, and who was killed."""
+    lend(pool, 0.0, None)
+    killed: list[int] = []
+    deadline = time.monotonic() + wait
+    while True:
+        tenants = [tenant for tenant in pool.view().tenants if tenant.role == "rollout"]
+        if end:
+            killed += [tenant.pid for tenant in tenants if tenant.pid not in killed and kill(tenant.pid, pool.path)]
+        pool.reap()
+        least = {tenant.slot: (Rolled.unpack(pool.read(tenant.slot)) or Rolled()).minimum for tenant in tenants}
+        out = 0 if not tenants else sum(tenant.used for tenant in pool.view().tenants if tenant.role == "rollout")
+        if out <= (0 if end else sum(least.values())) or time.monotonic() >= deadline:
+            return {"out": out, "kept": 0 if end else min(out, sum(least.values())), "killed": killed}
+        time.sleep(0.02)
+
+
+def _share(pool: PagePool, pages: int) -> None:
+    """Without a serving engine: equal shares, at once."""
+    found = [tenant for tenant in pool.view().tenants if tenant.role == "rollout"]
+    told = [(tenant, Rolled.unpack(pool.read(tenant.slot)) or Rolled()) for tenant in found]
+    active = [(tenant, said) for tenant, said in told if not said.inactive]
+    for tenant, said in active:
+        with contextlib.suppress(TenantGone):  # it left since it was looked at
+            pool.set_budget(tenant.slot, pages // len(active) + said.minimum, tenant.revision + 1)
+
+
+def _plain(values: Any) -> Any:
+    """Without infinities, which JSON has not."""
+    if isinstance(values, dict):
+        return {key: _plain(value) for key, value in values.items()}
+    return None if isinstance(values, float) and abs(values) == float("inf") else values
+
+
+def _open(name: str) -> PagePool:
+    path = pool_path(name)
+    if not path.exists():
+        prefix = pool_path("").name
+        files = [file for file in path.parent.glob(f"{prefix}*") if file.suffix not in (".pages", ".log", ".lock")]
+        there = sorted(file.name.removeprefix(prefix) for file in files)
+        known = (
+            f"yours are: {', '.join(there)}" if there else "you have none: a `vllm serve` with --rl-kv-pool makes it"
+        )
+        raise ConfigError("--pool", name, f"there is no such pool of this user; {known}; only its owner may lend it")
+    return PagePool.open(path)
+
+
+def describe(found: dict[str, Any]) -> str:
+    """For people."""
+    mib = found["page_bytes"] / (1 << 20)
+    most = "as the serving engine's flag says" if found["most"] is None else f"{found['most']:.0%}"
+    lines = [
+        f"pool of {found['pages']} pages of {mib:g} MiB, {found['free']} free, headroom {found['headroom']}; lent at most: {most}"
+        + ("; dry run: rollouts compute nothing" if found["dry_run"] else "")
+    ]
+    serving = found["serving"]
+    lines.append(
+        "no serving engine" if serving is None else f"serving: process {serving['pid']}, {serving['pages']} pages"
+    )
+    if (slo := found["slo"]) is not None:
+        state = slo["state"]
+        slack = ", ".join(
+            f"{what} {'-' if (value := state[name]) is None else f'{1000 * value:.1f} ms'}"
+            for what, name in (("TTFT", "ttft_slack"), ("TPOT", "tpot_slack"), ("arriving", "arriving"))
+        )
+        lines.append(f"  slack: {slack} ({'busy' if state['busy'] else 'idle'}); admission: {slo['mode']}")
+        lines.append(
+            f"  late first tokens {slo['late_first']} of {slo['firsts']}, {slo['blamed_first']} by rollouts; "
+            f"late later ones {slo['late_next']} of {slo['nexts']}, {slo['blamed_next']} by rollouts"
+        )
+    if (lease := found.get("lease")) is not None:
+        lines.append(f"job {lease['job']} has the lease, renewed or over within {lease['seconds']:.0f} s")
+    for row in found["rollouts"]:
+        lines.append(
+            f"rollout {row['name']}: process {row['pid']}, {_state(row)}; {row['tokens']} tokens in "
+            f"{row['steps']} admitted steps, {row['would']} in dry runs, {row['refused']} refusals, {row['stalls']} stalls, "
+            f"{row['returned']} handed back"
+        )
+    return "\n".join(lines)
+
+
+def _state(row: dict[str, Any]) -> str:
+    weights = f", weights {row['weights'] / (1 << 20):.1f} MiB" if row["weights"] or row["inactive"] else ""
+    took = f", last activated in {row['activation']:.3f} s" if row["activation"] else ""
+    return ("inactive" if row["inactive"] else f"{row['pages']} of {row['budget']} pages") + weights + took
+
+
+def run(options: argparse.Namespace) -> int:
+    """``rl-coserve lend`` or ``reclaim``, as ``orchestrator/cli.py`` has parsed it; returns the exit code. Raises ConfigError."""
+    pool = _open(options.pool)
+    try:
+        if options.command == "reclaim":
+            found = reclaim(pool, end=options.kill)
+            kept = f", {found['kept']} of them what engines that live cannot give" if found["kept"] else ""
+            text = f"{found['out']} pages are still out{kept}; killed: {found['killed'] or 'nobody'}"
+            print(json.dumps(found) if options.json else text)
+            return 0 if found["out"] <= found["kept"] else 1
+        if not options.status:
+            if options.max is None and options.dry_run is None:
+                raise ConfigError("--max", None, "say what is lent: --max SHARE, --dry-run, or --status")
+            lend(pool, options.max, options.dry_run)
+        found = {**status(pool), "lease": leased(pool)}
+        print(json.dumps(found) if options.json else describe(found))
+        return 0
+    finally:
+        pool.close()

@@ -1,0 +1,239 @@
+"""The rollout side of time: no step without an admission that names its size (ROSE 4.1, dual-SLO admission).
+
+Guarantees: beside a serving engine a step computes at most what
+:class:`orchestrator.policies.serving.admission.Admission` admits from what that engine published last, one step at a
+time; what is not admitted is an empty step to stock. A serving engine that is there and has said nothing admits
+nothing; where there is none, everything runs. In a dry run nothing is computed, only counted.
+
+Requests that made no progress for ``STALL_SECONDS`` here, and those whose pages were taken, are handed back: they end as aborted,
+with the tokens that they have, so that their owner goes on with them elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.policies.parallelism.learned_costs import Costs
+from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, Admitted
+from vllm_rlplugin.kvpool.engine.step_parts import parts_of
+from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
+from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled, Served
+
+_FIND_SECONDS = 0.25  # between two looks for the serving tenant, and at who made progress
+_LEAST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds that a refused step waits
+_ASLEEP = 1.0  # seconds without a look: the engine was idle or paused, and nothing was stalled
+
+
+class Turns:
+    """Of one rollout engine's stock scheduler, in its thread. ``minimum``: pages that it never gives back."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        pool: PagePool,
+        costs: Costs,
+        minimum: int,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._scheduler, self._pool, self._costs = scheduler, pool, costs
+        self._minimum, self._now, self._sleep = minimum, now, sleep
+        self._admission = Admission(costs.prefill, costs.decode)
+        self._serving = -1  # its slot
+        self._found = -math.inf  # when it was looked for
+        self._flights: list[tuple[int, int]] = []  # (tokens of prefill, sequences) of the steps under way
+        self._begun = 0.0
+        self._granted = math.inf  # seconds that the latest step was admitted for
+        self._pretends = 0.0  # until when a step of a dry run counts as running
+        self._before: Served | None = None  # what serving said when the step began
+        self._busy = 0.0
+        self._counts = dict.fromkeys(("steps", "tokens", "would", "refused", "stalls", "returned", "misses"), 0)
+        self._progress: dict[str, tuple[int, float]] = {}
+        self._looked = -math.inf
+        self._moved = 0.0  # when anything was computed last
+        self._inactive, self._weights, self._activation = False, 0, 0.0
+        self.reason = ""  # why the last step was refused; "" if it was not
+        self._tell()
+
+    # -- before a step -----------------------------------------------------------------------------------------------
+
+    def schedule(self, stock: Callable[..., Any], throttle: bool) -> Any:
+        """Stock's step, cut to what is admitted."""
+        now = self._now()
+        serving = self._state(now)
+        free = self._free(serving)
+        if self._flights and not free:
+            return self._limited(stock, 0, throttle)  # async scheduling: one step at a time
+        self._before = serving
+        if free:
+            output = stock(throttle)
+        else:
+            admitted = self._admit(serving, now)
+            size = admitted.tokens + admitted.decode
+            output = self._limited(stock, size, throttle or not admitted.tokens)
+            if not size:
+                self._refuse(serving, now)
+        if output.total_num_scheduled_tokens:
+            self._begin(output)
+        return output
+
+    def _free(self, serving: Served | None) -> bool:
+        """Whether there is nobody to consider."""
+        return self._serving < 0 or (serving is not None and serving.mode == "none")
+
+    def _admit(self, serving: Served | None, now: float) -> Admitted:
+        dry = self._dry()
+        if serving is None:
+            found = Admitted(reason="serving has not said anything yet")
+        elif dry and now < self._pretends:
+            found = Admitted(reason="a step of the dry run")
+        else:
+            self._admission.mode = serving.mode
+            found = self._admission.admit(serving.state, now, *self._work())
+            self._granted = found.seconds or self._granted
+        self.reason = found.reason
+        if dry and (size := found.tokens + found.decode):
+            self._counts["would"] += size
+            self._pretends = now + found.seconds
+            self.reason = "a dry run"
+            return Admitted(reason=self.reason)
+        return found
+
+    def _dry(self) -> bool:
+        return bool(self._pool.controls()[Control.DRY])
+
+    def _work(self) -> tuple[int, int]:
+        """Tokens to prefill, at least a chunk of them if there are so many, and sequences that decode."""
+        scheduler, tokens, decoding = self._scheduler, 0, 0
+        for request in scheduler.running:
+            left = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+            if request.num_output_tokens and left <= 1:
+                decoding += 1
+            else:
+                tokens += max(0, left)
+        if len(scheduler.running) < scheduler.max_num_running_reqs:
+            for request in scheduler.waiting:
+                if tokens >= self._admission.chunk:
+                    break
+                tokens += max(1, request.num_tokens - request.num_computed_tokens)
+        return tokens, decoding
+
+    def _limited(self, stock: Callable[..., Any], tokens: int, throttle: bool) -> Any:
+        """``throttle``: stock defers prefills, as it does to balance data-parallel engines."""
+        scheduler = self._scheduler
+        most, bound = scheduler.max_num_scheduled_tokens, scheduler.prefill_capacity_bound
+        scheduler.max_num_scheduled_tokens = min(most, tokens)
+        scheduler.prefill_capacity_bound = False
+        try:
+            return stock(throttle)
+        finally:
+            scheduler.max_num_scheduled_tokens = most
+            scheduler.prefill_capacity_bound = bound
+
+    def _refuse(self, serving: Served | None, now: float) -> None:
+        self._counts["refused"] += 1
+        if self._counts["refused"] % 64 == 1:
+            self._tell()
+        pause = _LEAST_PAUSE if serving is None else serving.state.step_end - now
+        self._sleep(min(_LONGEST_PAUSE, max(_LEAST_PAUSE, pause)))
+
+    def _begin(self, output: Any) -> None:
+        tokens, batch = parts_of(output, self._scheduler.requests)
+        if not self._flights:
+            self._begun = self._now()
+        self._flights.append((tokens, batch))
+        self._tell()
+
+    # -- after a step ------------------------------------------------------------------------------------------------
+
+    def ended(self, output: Any) -> None:
+        """The output of a step is there."""
+        if not output.total_num_scheduled_tokens or not self._flights:
+            return
+        now, (tokens, batch) = self._now(), self._flights.pop(0)
+        seconds, self._begun, self._moved = now - self._begun, now, now
+        self._busy += seconds
+        self._counts["steps"] += 1
+        self._counts["tokens"] += tokens + batch
+        after, before = self._state(now), self._before
+        shared = any(found is not None and found.state.busy for found in (before, after))
+        self._costs.saw(tokens, batch, seconds, shared)
+        if after is not None and before is not None and after.state.tick > before.state.tick and after.state.busy:
+            least = self._admission.considered(after.state)
+            if least > -math.inf:
+                self._counts["misses"] += least < 0
+                self._admission.ran(least, seconds > self._granted)
+        self._tell()
+
+    def to_hand_back(self, displaced: set[str]) -> list[str]:
+        """Names of the requests that go on elsewhere: ``displaced``, and those that stalled."""
+        now = self._now()
+        if now - self._looked < _FIND_SECONDS and not displaced:
+            return []
+        if now - self._looked > _ASLEEP:
+            self._progress.clear()
+            self._moved = now
+        self._looked = now
+        scheduler = self._scheduler
+        idle = now - self._moved >= STALL_SECONDS  # nothing at all: who waits in the queue waits for us
+        running = {request.request_id for request in scheduler.running}
+        seen: dict[str, tuple[int, float]] = {}
+        names = [name for name in displaced if name in scheduler.requests]
+        for name, request in scheduler.requests.items():
+            if request.is_finished() or name in displaced:
+                continue
+            made = request.num_computed_tokens + request.num_output_tokens
+            known = self._progress.get(name)
+            since = known[1] if known is not None and known[0] == made else now
+            if now - since >= STALL_SECONDS and (name in running or idle) and not self._alone():
+                names.append(name)
+                self._counts["stalls"] += 1
+            else:
+                seen[name] = (made, since)
+        self._progress = seen
+        self._counts["returned"] += len(names)
+        if names:
+            self._tell()
+        return names
+
+    def _alone(self) -> bool:
+        return self._serving < 0
+
+    # -- the other side ----------------------------------------------------------------------------------------------
+
+    def _state(self, now: float) -> Served | None:
+        """What the serving tenant published last; None: nothing, or there is none."""
+        if now - self._found >= _FIND_SECONDS:
+            self._found = now
+            self._pool.reap()  # it may have died
+            serving = self._pool.view().serving
+            self._serving = -1 if serving is None else serving.slot
+        return Served.unpack(self._pool.read(self._serving)) if self._serving >= 0 else None
+
+    def is_active(self, active: bool) -> None:
+        """Whether it is; the serving engine reckons with one that is, and with what it needs at least."""
+        self._inactive = not active
+        self._tell()
+
+    def note(self, weights: int, activation: float | None) -> None:
+        """Bytes of the weights that are in memory; what the last activation took, None: as before."""
+        self._weights = weights
+        self._activation = self._activation if activation is None else activation
+        self._tell()
+
+    def _tell(self) -> None:
+        self._pool.publish(self.told().pack())
+
+    def told(self) -> Rolled:
+        """What is published."""
+        running = bool(self._flights)
+        times = (self._begun, self._busy, self._admission.guard)
+        minimum = 0 if self._inactive else self._minimum
+        counts: dict[str, Any] = self._counts
+        said = Rolled(running, self._dry(), *times, minimum, **counts)
+        return replace(said, inactive=self._inactive, weights=self._weights, activation=self._activation)

@@ -1,0 +1,1 @@
+"""Weight versions in a running engine: fetched, staged, put in place, verified."""

@@ -1,0 +1,267 @@
+"""From the version that is live to another one by differences, without a second copy of the weights: what to write where.
+
+Runs while the model generates: it reads live weights, which nobody writes then, and writes nothing. Guarantees of
+:func:`follow`:
+
+* It starts from what is live and from nothing else: epoch, version and content of :class:`Base` are those that the first
+  difference names. Of a shard whose digest did not change nothing is fetched.
+* It keeps places, old and new values (:class:`~vllm_rlplugin.weights.slice_edits.Touched`): memory as large as the
+  change. To prove what will be there it makes one shard at a time, and drops it.
+* Of a shard that lies wholly in this rank, the live values with the change in them have the digest that was published.
+* Of a shard that lies here only in part no published digest can be computed here. Its bytes are those that were published
+  (checksum and digest of the encoded shard), what they are applied to has the digest that was taken when it was loaded, the
+  steps are exact, and what the update must find in the model afterwards is the digest of the outcome.
+* Tensors that cannot be followed in place (:class:`~vllm_rlplugin.weights.element_places.Places`: cast, for example)
+  have their published values in a :class:`~orchestrator.transfer.Resident`, which holds these tensors only; they are
+  compared with what is live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from orchestrator.transfer import CorruptWeightsError, DeltaCodec, Region, Resident, StoredManifest, Subscriber
+from orchestrator.transfer.bucket import Bytes
+from orchestrator.transfer.delta import Edit
+from orchestrator.transfer.job_head import FULL
+from orchestrator.transfer.shard_routing import Box, box_of, elements, extent, label
+from vllm_rlplugin.weights.checkpoint_mapping import Fill, Layout, Slice
+from vllm_rlplugin.weights.checkpoint_mapping import Mapping as ModelMapping
+from vllm_rlplugin.weights.digests import digest_for, digest_of_parts, xxh3
+from vllm_rlplugin.weights.element_places import Place, Places, together
+from vllm_rlplugin.weights.slice_edits import Scratch, Touched
+
+CHUNK_BYTES = 16 << 20  # of a slice at a time, while its digest is made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Which weights: a version within its epoch, and the published digests of the shards that this rank has in place."""
+
+    epoch: int
+    version: int
+    content: int
+    shards: Mapping[str, int]  # by label
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """What is live, verified: what a difference is applied to."""
+
+    origin: Origin
+    mapping: ModelMapping
+    digests: Mapping[Slice | Fill, int]  # of the live slices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """A digest that a part of the live model must have after the update."""
+
+    slice: Slice
+    view: torch.Tensor
+    digest: int
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """What the update has to do."""
+
+    base: Base
+    touched: list[Touched]
+    proofs: list[Proof] = field(default_factory=list)
+    digests: dict[Slice | Fill, int] = field(default_factory=dict)  # of the touched slices, afterwards
+
+    @property
+    def tensors(self) -> int:
+        """Checkpoint tensors of which something changes here."""
+        return len({item.slice.tensor for item in self.touched})
+
+    @property
+    def positions(self) -> int:
+        """Live elements that change."""
+        return sum(item.index.size for item in self.touched)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(item.bytes for item in self.touched)
+
+
+def origin_of(manifest: StoredManifest, places: Mapping[int, Sequence[Place]]) -> Origin:
+    """What is live once this version is."""
+    shards = {label(manifest.shards[number]): manifest.pieces[number].digest for number in places}
+    return Origin(manifest.epoch, manifest.version, manifest.content(), shards)
+
+
+class Following:
+    """One version on its way to where it will live. ``check`` is called before every shard and may raise to give up."""
+
+    def __init__(self, base: Base, places: Places, codec: DeltaCodec, device: torch.device, check: Callable[[], None]):
+        self.fetched_bytes = 0
+        self._base = base
+        self._places = places
+        self._codec = codec
+        self._device = device
+        self._check = check
+        self._digest = digest_for(device)
+        self._parts = digest_of_parts(device)
+        self._scratch = Scratch(device)
+        self._touched: dict[Slice, Touched] = {}
+        self._changed: dict[str, list[Place]] = {}  # by the label of a shard that came
+        self._expected: dict[str, int] = {}  # its published digest, of the last version that it came with
+        self._proofs: dict[Slice, list[Proof]] = {}  # of the shards that came
+        self._followed = Followed(base, [])
+
+    def chain(self, subscriber: Subscriber, chain: Sequence[StoredManifest]) -> None:
+        """Take in differences, in their order. Raises CorruptWeightsError or RelayError."""
+        digests = dict(self._base.origin.shards)
+        for manifest in chain:
+            if manifest.base_version == FULL:
+                raise CorruptWeightsError("chain", f"version {manifest.version} is no difference")
+            places = self._places.of(manifest.shards)
+            origin = origin_of(manifest, places)
+            if origin.shards.keys() != digests.keys():
+                detail = f"version {manifest.version} is cut differently from its base {manifest.base_version}"
+                raise CorruptWeightsError("layout", detail)
+            # What has the digest of the base is the base: nothing to fetch.
+            needed = [
+                number for number in places if manifest.pieces[number].digest != digests[_label(manifest, number)]
+            ]
+            for number, stored in subscriber.fetch_shards(manifest, needed):
+                self._check()
+                self._take(manifest, number, stored, places[number])
+            for item in self._touched.values():
+                item.settle()
+            self.fetched_bytes += sum(manifest.pieces[number].length for number in needed)
+            digests.update(origin.shards)
+
+    def compare(self, resident: Resident, published: Layout, regions: Iterable[Region]) -> None:
+        """Take in what a resident holds of tensors that cannot be followed in place: what differs from what is live."""
+        for region in regions:
+            self._check()
+            spec = published[region.tensor]
+            part = torch.from_numpy(resident.region(region)).view(spec.dtype).view(extent(region.box))
+            for item in self._base.mapping.of(region.tensor):
+                self._compare(item, spec.shape, region.box, part)
+
+    def prove(self) -> Followed:
+        """Make sure of what will be live. Raises CorruptWeightsError."""
+        followed = self._followed
+        partial: dict[Slice, None] = {}
+        for name, places in self._changed.items():
+            self._check()
+            if not self._prove(name, places):
+                partial.update(dict.fromkeys(place.slice for place in places))
+        for item in partial:
+            self._check()
+            self._compare_base(item)
+        for item, touched in self._touched.items():
+            if touched.index.size:
+                self._check()
+                followed.touched.append(touched)
+                self._expect(item, touched)
+        return followed
+
+    def _expect(self, item: Slice, touched: Touched) -> None:
+        """What the update must find in a slice: its shards where each of them lies in one piece, else all of it at once."""
+        followed = self._followed
+        if item not in followed.digests:
+            chunks = (touched.predicted(chunk, self._scratch) for chunk in _chunks(item.target))
+            followed.digests[item] = self._parts(chunks)
+        proofs = self._proofs.get(item, [])
+        if not proofs or any(not proof.view.is_contiguous() for proof in proofs):
+            proofs = [Proof(item, item.target, followed.digests[item])]
+        followed.proofs += proofs
+
+    def _take(self, manifest: StoredManifest, number: int, stored: Bytes, places: list[Place]) -> None:
+        """Where a stored shard changes what, from what is there now."""
+        key = manifest.shards[number]
+        spans = [place.span() for place in places]
+        start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
+        width = places[0].view.element_size()
+        for edit in self._codec.edits(key.encoding, stored, elements(box_of(key)), width, start, stop):
+            for place in places:
+                self._edit(place, edit)
+        self._changed[label(key)] = places
+        self._expected[label(key)] = manifest.pieces[number].digest
+
+    def _edit(self, place: Place, edit: Edit) -> None:
+        chosen, index = place.locate(edit.positions)
+        if index.size:
+            self._of(place.slice).add(index, edit.only(chosen).new)
+
+    def _of(self, item: Slice) -> Touched:
+        found = self._touched.get(item)
+        if found is None:
+            found = self._touched[item] = Touched(item)
+        return found
+
+    def _compare(self, item: Slice, shape: tuple[int, ...], box: Box, part: torch.Tensor) -> None:
+        if 0 in item.size:
+            return
+        made = torch.empty(item.target.size(), dtype=item.target.dtype)
+        made.copy_(item.cut_box(shape, box, part))  # cast as vLLM's loader casts
+        touched = self._of(item)
+        touched.replace(made)
+        if touched.index.size:
+            self._followed.digests[item] = self._digest(made.to(self._device))
+
+    def _prove(self, name: str, places: list[Place]) -> bool:
+        """Whether this rank has all of a shard; then it is proved, with a copy of it that is dropped at once."""
+        whole = together(places)
+        if len(whole) > 1:
+            assembled = torch.empty(extent(box_of(whole[0].key)), dtype=whole[0].view.dtype, device=self._device)
+            for place in whole:
+                assembled[tuple(slice(*bounds) for bounds in place.source)] = self._predicted(place)
+            self._compare_digest(name, xxh3(assembled))
+        for place in places:
+            made = self._predicted(place)
+            found = xxh3(made)
+            if place.whole:
+                self._compare_digest(name, found)
+            digest = found if self._digest is xxh3 else self._digest(made)
+            self._proofs.setdefault(place.slice, []).append(Proof(place.slice, place.view, digest))
+            if _same(place.view, place.slice.target):
+                self._followed.digests[place.slice] = digest
+        return bool(whole)
+
+    def _predicted(self, place: Place) -> torch.Tensor:
+        return self._of(place.slice).predicted(place.view, self._scratch)
+
+    def _compare_digest(self, name: str, found: int) -> None:
+        expected = self._expected[name]
+        if found != expected:
+            detail = f"tensor {name}: xxh3-64 {found:016x} where it lives, published {expected:016x}"
+            raise CorruptWeightsError("digest", detail)
+
+    def _compare_base(self, item: Slice) -> None:
+        """What no published digest covers must be live as it was loaded."""
+        found, expected = self._parts(_chunks(item.target)), self._base.digests[item]
+        if found != expected:
+            detail = f"tensor {item.tensor} in {item.parameter}: digest {found:016x}, loaded was {expected:016x}"
+            raise CorruptWeightsError("base", detail)
+
+
+def _label(manifest: StoredManifest, number: int) -> str:
+    return label(manifest.shards[number])
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two views of one parameter are the same elements in the same order."""
+    return (one.numel(), one.storage_offset()) == (other.numel(), other.storage_offset()) and (
+        (one.size(), one.stride()) == (other.size(), other.stride()) or (one.is_contiguous() and other.is_contiguous())
+    )
+
+
+def _chunks(target: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The target in parts, in its order; all but the last have a multiple of 8 elements."""
+    if target.dim() == 0 or target.numel() * target.element_size() <= CHUNK_BYTES:
+        yield target
+        return
+    row = target[0].numel() * target.element_size()
+    rows = max(CHUNK_BYTES // row // 8, 1) * 8
+    for begin in range(0, target.size(0), rows):
+        yield target[begin : begin + rows]

@@ -1,0 +1,259 @@
+"""What is in the live model: puts a staged version there, and knows the digest that every part of it must have.
+
+:class:`Mapped` copies slices in place and compares the digest of every live slice with that of the staged one.
+:class:`Reloaded` goes through vLLM's layerwise reload where no mapping exists (its tensors are verified before loading);
+the digests are then those of the parameters as they came out, good for finding what changes later.
+
+Both: ``load`` raises when the model is not, element by element, what was staged; it is then in no defined state. Where a
+version was followed by differences (:mod:`vllm_rlplugin.weights.delta_update`) only the places that change are written
+and only what they are part of is read, and ``undo`` brings back what was there: the old bits, proved by the digests
+they had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from vllm_rlplugin.weights.checkpoint_mapping import Fill, Mapping, Slice
+from vllm_rlplugin.weights.delta_update import Followed
+from vllm_rlplugin.weights.digests import digest_for
+from vllm_rlplugin.weights.rank_slices import pack
+from vllm_rlplugin.weights.version_staging import Staged
+
+IN_PLACE = "in place, digest of every live slice compared"
+RELOAD = "layerwise reload, tensors verified before loading"
+_NAMED = 4  # mismatches spelled out in an error
+
+
+class Mismatch(Exception):
+    """Live weights are not those that were published; names tensor, parameter and both digests."""
+
+
+class Loaded(Protocol):
+    """The weights of one rank."""
+
+    how: str
+
+    def load(self, staged: Staged) -> dict[str, float]:
+        """Put a version into the model; returns seconds of each phase. See the module for what it raises."""
+
+    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+        """Take back what ``load`` wrote, whether it raised or not. What is not as it was; None: it cannot be taken back."""
+
+    def mismatches(self) -> list[dict[str, str]]:
+        """Recompute every live digest; what differs from what was loaded. Before any ``load``: from the first look."""
+
+    def slices(self) -> dict[str, list[list[Any]]]:
+        """tensor -> [[offset, size, stride, dtype, digest], ...] of what must be live; {} where it is not known."""
+
+
+class Mapped:
+    """In place, slice by slice."""
+
+    how = IN_PLACE
+
+    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+        self.mapping = mapping
+        self._device = device
+        self._digest = digest_for(device)
+        self._expected: dict[Slice | Fill, int] = {}
+
+    def load(self, staged: Staged) -> dict[str, float]:
+        if staged.followed is not None:
+            return self._follow(staged.followed)
+        marks = [time.perf_counter()]
+        with torch.no_grad():
+            for piece in staged.pieces:
+                piece.slice.target.copy_(piece.source, non_blocking=True)
+            for fill in self.mapping.fills:
+                fill.target.fill_(fill.value)
+        self._synchronize()
+        marks.append(time.perf_counter())
+        self._expected = {piece.slice: piece.digest for piece in staged.pieces}
+        self._expected.update({fill: self._fill_digest(fill) for fill in self.mapping.fills})
+        lost = [item.tensor for item in self.mapping.slices if item not in self._expected]
+        if lost:
+            raise Mismatch(f"nothing was staged for {', '.join(lost[:_NAMED])}")
+        if found := self.mismatches():
+            raise Mismatch(describe(found))
+        marks.append(time.perf_counter())
+        for packed in staged.packed:
+            packed.layer.cpu_linear = packed.linear
+        marks.append(time.perf_counter())
+        return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
+
+    def _follow(self, followed: Followed) -> dict[str, float]:
+        """Write what changes, compare what it is part of, pack anew what computes with it."""
+        marks = [time.perf_counter()]
+        with torch.no_grad():
+            for touched in followed.touched:
+                touched.write()
+        self._synchronize()
+        marks.append(time.perf_counter())
+        if found := self._differing((proof.slice, proof.view, proof.digest) for proof in followed.proofs):
+            raise Mismatch(describe(found))
+        marks.append(time.perf_counter())
+        self._pack_again(followed)
+        self._expected = {**self._expected, **followed.digests}
+        marks.append(time.perf_counter())
+        return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
+
+    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+        followed = staged.followed
+        if followed is None:
+            return None
+        with torch.no_grad():
+            for touched in followed.touched:
+                touched.restore()
+        self._synchronize()
+        before = {item: followed.base.digests[item] for item in followed.digests}
+        self._pack_again(followed)
+        self._expected = {**self._expected, **before}
+        return self._differing((item, item.target, digest) for item, digest in before.items())
+
+    @property
+    def digests(self) -> dict[Slice | Fill, int]:
+        """Of what was loaded last, or of what was there at the first look."""
+        return dict(self._expected)
+
+    def mismatches(self) -> list[dict[str, str]]:
+        if not self._expected:
+            parts: tuple[Slice | Fill, ...] = (*self.mapping.slices, *self.mapping.fills)
+            self._expected = {item: self._digest(item.target) for item in parts}
+            return []
+        return self._differing((item, item.target, expected) for item, expected in self._expected.items())
+
+    def _differing(self, parts: Iterable[tuple[Slice | Fill, torch.Tensor, int]]) -> list[dict[str, str]]:
+        found = []
+        for item, view, expected in parts:
+            live = self._digest(view)
+            if live != expected:
+                tensor = item.tensor if isinstance(item, Slice) else f"(constant {item.value})"
+                found.append(_mismatch(tensor, item.parameter, live, expected))
+        return found
+
+    def _pack_again(self, followed: Followed) -> None:
+        """A layer at a time: the copy that is replaced goes before the next one is made."""
+        parameters = {item.slice.parameter for item in followed.touched}
+        for layer, parameter in self.mapping.packed:
+            if parameter in parameters:
+                layer.cpu_linear = pack(layer, self.mapping.live[parameter]).linear
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def slices(self) -> dict[str, list[list[Any]]]:
+        rows: dict[str, list[list[Any]]] = {}
+        for item, digest in self._expected.items():
+            if isinstance(item, Slice):
+                dtype = str(item.target.dtype).removeprefix("torch.")
+                row = [item.offset, list(item.size), list(item.stride), dtype, f"{digest:016x}"]
+                rows.setdefault(item.tensor, []).append(row)
+        return rows
+
+    def _fill_digest(self, fill: Fill) -> int:
+        return self._digest(torch.full_like(fill.target, fill.value, memory_format=torch.contiguous_format))
+
+
+class Reloaded:
+    """Through vLLM's own reload, which allocates and takes seconds for a large model."""
+
+    how = RELOAD
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._digest = digest_for(device)
+        self._expected: dict[str, int] = {}
+
+    def load(self, staged: Staged) -> dict[str, float]:
+        started = time.perf_counter()
+        expected = {name for name, _ in self._model.named_parameters()}
+        initialize_layerwise_reload(self._model)
+        loaded = self._model.load_weights(iter(staged.tensors.items()))
+        with _quiet_reload():
+            finalize_layerwise_reload(self._model, self._model_config)
+        if loaded is not None and (missing := sorted(expected - loaded)):
+            raise Mismatch(f"the version lacks weights that the model has: {', '.join(missing[:8])}")
+        self._repack_tied_heads()
+        loaded_at = time.perf_counter()
+        self._expected = self._digests()
+        return {"reload": loaded_at - started, "verify": time.perf_counter() - loaded_at}
+
+    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+        return None
+
+    def mismatches(self) -> list[dict[str, str]]:
+        live = self._digests()
+        if not self._expected:
+            self._expected = live
+        return [
+            _mismatch("", name, live.get(name, 0), expected)
+            for name, expected in self._expected.items()
+            if live.get(name) != expected
+        ]
+
+    def slices(self) -> dict[str, list[list[Any]]]:
+        return {}
+
+    def _digests(self) -> dict[str, int]:
+        return {name: self._digest(parameter) for name, parameter in self._model.named_parameters()}
+
+    def _repack_tied_heads(self) -> None:
+        """Let a tied lm_head pack the new embedding.
+
+        The stock reload processes a shared parameter for one of its owners only (vLLM's reload/layerwise.py, limitation
+        2): on CPU, where lm_head computes with a packed copy, it would go on with the old weights, silently.
+        """
+        owners: dict[int, torch.nn.Module] = {}
+        for module in self._model.modules():
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, torch.Tensor) or weight.numel() == 0:
+                continue
+            shared = owners.setdefault(id(weight), module) is not module
+            method = getattr(module, "quant_method", None)
+            if shared and isinstance(module, ParallelLMHead) and isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
+
+
+def describe(mismatches: list[dict[str, str]]) -> str:
+    """One line for people."""
+    named = "; ".join(
+        f"{item['tensor'] or 'parameter'} in {item['parameter']} has digest {item['found']}, expected {item['expected']}"
+        for item in mismatches[:_NAMED]
+    )
+    more = f"; and {len(mismatches) - _NAMED} more" if len(mismatches) > _NAMED else ""
+    return f"live weights differ from what was published: {named}{more}"
+
+
+def _mismatch(tensor: str, parameter: str, live: int, expected: int) -> dict[str, str]:
+    return {"tensor": tensor, "parameter": parameter, "found": f"{live:016x}", "expected": f"{expected:016x}"}
+
+
+@contextlib.contextmanager
+def _quiet_reload() -> Iterator[None]:
+    """Drop vLLM's "Failed to load weights" for layers that have only buffers (rotary caches) or tied weights.
+
+    It would come with every update. Nothing is hidden: the caller compares what was loaded with the parameters there are.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

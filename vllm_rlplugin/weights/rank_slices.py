@@ -1,0 +1,84 @@
+"""This rank's slices of a whole version, in twins of the live parameters, and the packed copies that CPU layers compute with.
+
+Guarantees: a piece has the bits that vLLM's loader would put into its slice, and the digest of just these; a packed copy is
+made by vLLM's own functions, on a stand-in for the layer. Nothing here writes to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from orchestrator.transfer.shard_routing import Box
+from vllm_rlplugin.weights.checkpoint_mapping import Mapping, Slice
+from vllm_rlplugin.weights.digests import digest_for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One slice, ready to be copied into its target, and the digest it must have there."""
+
+    slice: Slice
+    source: torch.Tensor  # a part of a twin of the live parameter: same shape, dtype and strides
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """What a CPU layer will compute with."""
+
+    layer: torch.nn.Module
+    linear: Callable[..., torch.Tensor]
+
+
+def pack(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
+    """What a layer will compute with when this is its weight."""
+    stand_in = torch.nn.Module()
+    stand_in.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    layer.quant_method.process_weights_after_loading(stand_in)
+    return Packed(layer, stand_in.cpu_linear)
+
+
+class Cutter:
+    """Makes this rank's slices of one version, in twins of the live parameters (CUDA: pinned), each with its digest."""
+
+    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+        self._mapping = mapping
+        self._device = device
+        self._digest = digest_for(device)
+        self._twins: dict[str, torch.Tensor] = {}
+
+    def cut(
+        self, name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None, box: Box = ()
+    ) -> Iterator[Piece]:
+        """The slices of one checkpoint tensor, cast as vLLM's loader casts.
+
+        ``tensor``: all of it, or with ``shape`` what lies in ``box`` of one of that shape.
+        """
+        for item in self._mapping.of(name):
+            live = self._mapping.live[item.parameter]
+            offset = item.target.storage_offset() - live.storage_offset()
+            source = self._twin(item.parameter).as_strided(item.target.size(), item.target.stride(), offset)
+            source.copy_(item.cut(tensor) if shape is None else item.cut_box(shape, box, tensor))
+            yield Piece(item, source, self._digest(source.to(self._device)))
+
+    def pack(self) -> list[Packed]:
+        """Once all tensors were cut: the packed copies of CPU layers, made by vLLM's own functions on a stand-in."""
+        for fill in self._mapping.fills:
+            offset = fill.target.storage_offset() - self._mapping.live[fill.parameter].storage_offset()
+            self._twin(fill.parameter).as_strided(fill.target.size(), fill.target.stride(), offset).fill_(fill.value)
+        packed = []
+        for layer, parameter in self._mapping.packed:
+            packed.append(pack(layer, self._twin(parameter)))
+        return packed
+
+    def _twin(self, parameter: str) -> torch.Tensor:
+        twin = self._twins.get(parameter)
+        if twin is None:
+            live = self._mapping.live[parameter]
+            pinned = self._device.type == "cuda"
+            twin = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype, pin_memory=pinned)
+            self._twins[parameter] = twin
+        return twin

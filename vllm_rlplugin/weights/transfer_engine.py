@@ -1,0 +1,496 @@
+"""Weight updates from the relay, whole or by differences: a backend of vLLM's weight-transfer factory, ``rl_coserve``.
+
+Guarantees:
+
+* A received version equals a fresh load of the same checkpoint bit for bit, packed CPU linears and lm_head included.
+* All or nothing, on all ranks: every byte is fetched, verified and checked against the checkpoint's layout before the
+  model is touched, and no rank touches it unless all have the same published attempt at hand. When ``update_weights``
+  raises, the model is as it was.
+* Only ``finish_weight_update`` writes. Afterwards every live slice has the digest of the staged one; if not, or if
+  anything raised on any rank, the weights are unusable (``damaged``) until an update succeeds, and it raises. A version that
+  was followed by differences is taken back instead, on all ranks, bit for bit; only if that cannot be proved are they damaged.
+* The fetch can overlap generation (:func:`prepare`); the pause is then a copy in place and its verification. Where the
+  loader is more than copies of views, vLLM's layerwise reload does it (``report()["verified"]`` says so).
+* Differences are applied to the live weights themselves (:mod:`vllm_rlplugin.weights.delta_update`), of which there is
+  no other copy: only the tensors and elements that change are written (``report()["touched"]`` counts them).
+
+The functions below take vLLM's worker, as ``collective_rpc`` passes it, and return plain data: errors too, because they
+would cross vLLM's processes as text, and with several ranks put its executor out of step
+(:mod:`vllm_rlplugin.weights.rank_votes`).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from orchestrator.api import CoserveError, Meeting, RetryableError, RunError
+from orchestrator.transfer import RelayEndpoint
+from vllm_rlplugin.weights.checkpoint_mapping import Layout, NoMappingError, TensorSpec, discover
+from vllm_rlplugin.weights.delta_update import Base
+from vllm_rlplugin.weights.live_weights import Loaded, Mapped, Reloaded, describe
+from vllm_rlplugin.weights.rank_slices import Cutter
+from vllm_rlplugin.weights.rank_votes import Ranks
+from vllm_rlplugin.weights.version_fetch import Fetcher, Refusal
+from vllm_rlplugin.weights.version_staging import Plan, Staged
+
+_SAFETENSORS: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+_logger = logging.getLogger(__name__)
+_progress = logging.getLogger("vllm.rl_coserve")  # where people look
+
+
+@dataclass
+class RelayInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped here
+    """Where the relay is: ``RelayEndpoint.to_dict()``."""
+
+    endpoint: dict[str, Any]
+
+
+@dataclass
+class RelayUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which published version to load."""
+
+    version: int
+
+
+class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateInfo]):  # type: ignore[misc]
+    """One per vLLM worker process."""
+
+    init_info_cls = RelayInitInfo
+    update_info_cls = RelayUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.damage = ""  # why the weights cannot be used; empty: they can
+        self.refusal: CoserveError | None = None  # of the last call
+        self.version = -1  # that is loaded; -1: what the engine was started with
+        self.checksum = ""  # of its content
+        self.received_bytes = 0  # of the last version that was received
+        self.seconds: dict[str, float] = {}
+        self.touched: dict[str, Any] = {}  # by the last version that was loaded
+        self.fallback = ""  # why there is no mapping
+        self.ranks = Ranks(self.parallel_config)
+        self._fetcher: Fetcher | None = None
+        self._unprepared = ""  # why the last ``prepare`` did not begin
+        self._staged: Staged | None = None
+        self._layout = checkpoint_layout(
+            self.model_config.model, self.model_config.revision, vllm_config.load_config.download_dir
+        )
+        self._plan: Plan | None = None
+        self._loaded: Loaded | None = None
+        self._live: Base | None = None  # what differences can be applied to, unless the weights are damaged
+        self._broken = False  # vLLM's reload failed half-way: its bookkeeping is in no defined state either
+        self._worker: weakref.ref[Any] | None = None
+        self._session_left_open = False
+
+    # vLLM's life cycle.
+
+    def init_transfer_engine(self, init_info: RelayInitInfo) -> None:
+        """Connect to the relay; replaces an earlier connection. Raises ConfigError or RetryableError."""
+        self.shutdown()
+        self.refusal = None
+        try:
+            endpoint = RelayEndpoint.from_dict(init_info.endpoint)
+            self._fetcher = Fetcher(endpoint, self.ranks.number)
+        except CoserveError as error:
+            self.refusal = error
+        if not self.ranks.agree(self._fetcher is not None):
+            self._refuse()
+        self.plan()
+
+    def start_weight_update(self) -> None:
+        """Begin a session. The model is not touched yet. Never raises."""
+        self._staged = None
+        self.refusal = None
+
+    def receive_weights(self, update_info: RelayUpdateInfo) -> None:
+        """Take the version that was prepared, or fetch, verify and stage it. Raises RetryableError; nothing is touched.
+
+        With several ranks, before any of the functions below was called, it leaves the error to ``finish``.
+        """
+        self._staged = self._take(update_info.version)
+        staged = self._staged
+        if not self.ranks.agree(staged is not None, staged.checksum if staged else "0"):
+            self._staged = staged = None  # an exception keeps this frame's variables for as long as it is remembered
+            self._refuse(receiving=True)
+
+    def finish_weight_update(self) -> None:
+        """Load what was staged, in place (tensor storages stay, so CUDA graphs stay valid), and verify it."""
+        staged, self._staged = self._staged, None
+        if staged is not None and not staged.follows(self._base()):
+            self.refusal = RetryableError(f"weight version {staged.version} was made for other weights than are live")
+            staged = None
+        if not self.ranks.agree(staged is not None, staged.checksum if staged else "0") or staged is None:
+            if self.ranks.size == 1 and self.refusal is None:
+                self.refusal = RunError("finish_weight_update without received weights")
+            staged = None  # see receive_weights
+            self._refuse()
+            return
+        self.damage = f"the update to version {staged.version} did not end"
+        failure = self._apply(staged)
+        if not self.ranks.agree(not failure):
+            self._take_back(
+                staged, failure or "another rank of this engine could not load the version; its report says why"
+            )
+            staged = None
+            self._refuse()
+            return
+        self.damage = ""
+        self.version, self.checksum = staged.version, staged.checksum
+        self.refusal = None
+        self._note(staged)
+
+    def shutdown(self) -> None:
+        """Close the relay connection. Idempotent."""
+        self._staged = None
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    # What the functions of this module ask for.
+
+    def attach(self, worker: Any) -> None:
+        """Know the worker: its session is then closed when an update fails, so that the next one can begin."""
+        self._worker = weakref.ref(worker)
+        if self._session_left_open:
+            self._end_session()
+
+    def plan(self) -> Plan:
+        """What this rank needs of a version. Only while the model does not run: it may have to find the mapping."""
+        if self._plan is None or not (self._plan.mapping is None or self._plan.mapping.holds_for(self.model)):
+            self._plan = self._make_plan(self._layout)
+            self._loaded = None
+        return self._plan
+
+    def loaded(self) -> Loaded:
+        """The weights in the model."""
+        if self._loaded is None:
+            mapping = self.plan().mapping
+            if mapping is None:
+                self._loaded = Reloaded(self.model, self.model_config, self.device)
+            else:
+                self._loaded = Mapped(mapping, self.device)
+        return self._loaded
+
+    def leave(self, *, dropped: bool) -> None:
+        """The live weights go away for a while: nothing reads them when this returns. ``dropped``: they will not come back,
+        so the next version is taken whole."""
+        if self._fetcher is not None:
+            self._fetcher.settle()
+        if dropped:
+            self._live = None
+
+    def prepare(self, version: int) -> None:
+        """Begin to fetch; returns at once. Failures are told by :meth:`prepared`."""
+        self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
+        if self._fetcher is not None:
+            plan = self.plan()
+            self._fetcher.begin(version, plan, self._base())
+
+    def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> None:
+        """The same as :meth:`prepare`, from the trainer (:mod:`vllm_rlplugin.weights.collective_receiver`)."""
+        self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
+        if self._fetcher is not None:
+            self._fetcher.receive(version, self.plan(), meetings, place, limit)
+
+    def prepared(self, version: int) -> dict[str, Any]:
+        """{"state", "error", ...} of what was prepared; "none" when it is another version."""
+        if self._fetcher is None or self._unprepared:
+            return _state("failed", self._unprepared or _NOT_CONNECTED, version)
+        found = self._fetcher.state()
+        return found if found["version"] == version else _state("none", "", -1)
+
+    def verify(self) -> list[dict[str, str]]:
+        """Compare the live weights with what was loaded. A difference makes them unusable."""
+        found = self.loaded().mismatches()
+        if found:
+            self.damage = f"rank {self.ranks.number}: {describe(found)}"
+        return found
+
+    # Parts.
+
+    def _base(self) -> Base | None:
+        """What is live and known to be."""
+        live, mapping = self._live, self.plan().mapping
+        return live if live is not None and not self.damage and live.mapping is mapping else None
+
+    def _note(self, staged: Staged) -> None:
+        """What is live now."""
+        loaded, origin, followed = self.loaded(), staged.origin, staged.followed
+        self._live = None
+        if isinstance(loaded, Mapped) and origin is not None:
+            self._live = Base(origin, loaded.mapping, loaded.digests)
+        if followed is not None:
+            counts = {"tensors": followed.tensors, "elements": followed.positions, "staged_bytes": followed.bytes}
+            self.touched = {"how": "differences", **counts}
+        else:
+            tensors = len({piece.slice.tensor for piece in staged.pieces}) or len(staged.tensors)
+            elements = sum(piece.source.numel() for piece in staged.pieces)
+            elements = elements or sum(tensor.numel() for tensor in staged.tensors.values())
+            self.touched = {
+                "how": "whole",
+                "tensors": tensors,
+                "elements": elements,
+                "staged_bytes": staged.staged_bytes,
+            }
+        _progress.info("rank %d: weight version %d: %s", self.ranks.number, staged.version, self.touched)
+        if self._fetcher is not None:
+            self._fetcher.loaded(staged.version)
+
+    def _take_back(self, staged: Staged, failure: str) -> None:
+        """Bring back the weights of before, where that can be done; all ranks come here together."""
+        problem = failure
+        if staged.followed is not None:
+            try:
+                found = self.loaded().undo(staged)
+                problem = describe(found) if found else ""
+            except Exception as error:  # as in _apply
+                _logger.exception("weight version %d could not be taken back", staged.version)
+                problem = str(error) or type(error).__name__
+            problem = problem and f"{failure}; and it could not be taken back: {problem}"
+        if self.ranks.agree(not problem):
+            self.damage = ""
+            self.refusal = RetryableError(f"{failure}; the weights of before are back")
+            return
+        self.damage = problem or f"{failure}; another rank could not take it back"
+        self.refusal = RunError(self.damage)
+
+    def _take(self, version: int) -> Staged | None:
+        """The staged version, or None with the reason noted."""
+        if self._broken:
+            self.refusal = RunError("an earlier reload failed half-way; restart the engine")
+            return None
+        if self._fetcher is None:
+            self.refusal = RetryableError(_NOT_CONNECTED)
+            return None
+        plan = self.plan()
+        outcome = self._fetcher.take(version, plan, self._base())
+        if isinstance(outcome, Refusal):
+            self.refusal = outcome.exception()
+            return None
+        self.refusal = None
+        self.received_bytes = outcome.bytes
+        if plan.layout is None:  # the model is no local folder: this version says what a checkpoint looks like
+            layout = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in outcome.tensors.items()}
+            self._stage_by(self._make_plan(layout), outcome)
+        return outcome
+
+    def _stage_by(self, plan: Plan, staged: Staged) -> None:
+        """Cut whole tensors by a mapping that was found only now, so that this and all later versions go in place."""
+        if plan.mapping is None:
+            return
+        cutter = Cutter(plan.mapping, plan.device)
+        for name, tensor in staged.tensors.items():
+            staged.pieces.extend(cutter.cut(name, tensor))
+        staged.packed = cutter.pack()
+        staged.tensors, staged.plan = {}, plan
+        self._layout, self._plan, self._loaded = plan.layout, plan, None
+
+    def _make_plan(self, layout: Layout | None) -> Plan:
+        mapping = None
+        self.fallback = "the checkpoint's layout is not known before the first update"
+        if layout is not None:
+            try:
+                with set_current_vllm_config(self.vllm_config):
+                    mapping = discover(self.model, layout)
+                self.fallback = ""
+            except NoMappingError as error:
+                self.fallback = str(error)
+                _logger.warning("weight updates go through vLLM's layerwise reload: %s", error)
+        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        return Plan(str(self.model_config.model), self.device, layout, tied, mapping)
+
+    def _apply(self, staged: Staged) -> str:
+        """Load; returns what went wrong."""
+        loaded = self.loaded()
+        try:
+            seconds = loaded.load(staged)
+        except Exception as error:  # whatever a copy or vLLM's loader raises, all ranks must hear of it
+            self._broken = isinstance(loaded, Reloaded)
+            _logger.exception("weight version %d could not be loaded", staged.version)
+            return f"rank {self.ranks.number}: weight version {staged.version}: {error or type(error).__name__}"
+        self.seconds = {**staged.seconds, **seconds}
+        return ""
+
+    def _refuse(self, *, receiving: bool = False) -> None:
+        """Raise ``refusal``, where vLLM's executor can bear it. All ranks come here together."""
+        if self.refusal is None:
+            self.refusal = RetryableError("another rank of this engine refused; its report says why")
+        closed = self._end_session()
+        if self.ranks.size > 1 and (not self.ranks.may_raise or (receiving and not closed)):
+            return
+        raise self.refusal
+
+    def _end_session(self) -> bool:
+        """vLLM leaves a session open when ``finish`` raises, and then refuses the next ``start``."""
+        worker = self._worker() if self._worker is not None else None
+        self._session_left_open = worker is None
+        if worker is not None:
+            self.reset_weight_update_target()
+            worker._weight_update_active = False
+        return worker is not None
+
+
+def checkpoint_layout(model: str, revision: str | None = None, cache: str | None = None) -> Layout | None:
+    """The tensors of the checkpoint the engine was started from: a folder, or a name in the Hugging Face cache.
+
+    None when it has no safetensors files. Nothing is downloaded: vLLM has loaded the model before.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from safetensors import safe_open
+
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError):
+            return None
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+
+    layout: Layout = {}
+    for file in files:
+        with safe_open(str(file), framework="pt") as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118  (not a dictionary)
+                part = checkpoint.get_slice(name)
+                # A dtype that torch lacks matters only to loaders that look at it, and those have no mapping.
+                dtype = _SAFETENSORS.get(part.get_dtype(), torch.uint8)
+                layout[name] = TensorSpec(tuple(part.get_shape()), dtype)
+    return layout
+
+
+def ready(worker: Any) -> dict[str, Any]:
+    """After the engine's start: lets failed updates close vLLM's session. {"rank", "backend": whether it is ours}."""
+    return {"rank": int(worker.rank), "backend": _engine(worker) is not None}
+
+
+def prepare(worker: Any, version: int) -> None:
+    """Begin to fetch and verify ``version`` in a thread of this process; returns at once. Ask :func:`prepared`."""
+    engine = _engine(worker)
+    if engine is not None:
+        engine.prepare(version)
+
+
+def receive(worker: Any, version: int, meetings: Sequence[Mapping[str, Any]], place: int, limit: float) -> None:
+    """Begin to receive and verify ``version`` from the trainer, likewise. ``meetings``: as dictionaries."""
+    engine = _engine(worker)
+    if engine is not None:
+        engine.receive(version, [Meeting(**meeting) for meeting in meetings], place, limit)
+
+
+def prepared(worker: Any, version: int) -> dict[str, Any]:
+    """{"state": "none" | "fetching" | "ready" | "failed", "error", "version", "seconds", "checksum"} of ``version``."""
+    engine = _engine(worker)
+    if engine is None:
+        return _state("failed", _NO_BACKEND, version)
+    return engine.prepared(version)
+
+
+def report(worker: Any) -> dict[str, Any]:
+    """What this rank has loaded. Plain data; :func:`vllm_rlplugin.weights.version_agreement.agree` compares those of all ranks.
+
+    ``state`` is "intact" (the version named by ``version``; -1: what the engine was started with) or "unusable";
+    ``error`` and ``kind`` ("retryable", "fatal") say what went wrong last; ``seconds`` are of the phases of the last
+    update; ``touched`` says what it wrote: {"how": "differences" or "whole", "tensors", "elements", "staged_bytes": memory
+    held for it until then}; ``slices`` are {checkpoint tensor: [[offset, size, stride, dtype, digest], ...]} in elements.
+    """
+    engine = _engine(worker)
+    if engine is None:
+        return {"state": "intact", "error": _NO_BACKEND, "kind": "fatal", "damaged": False, "version": -1, "bytes": 0}
+    loaded = engine.loaded()
+    mapping = loaded.mapping if isinstance(loaded, Mapped) else None
+    layout = engine.plan().layout or {}
+    error = engine.damage or str(engine.refusal or "")
+    retryable = not engine.damage and isinstance(engine.refusal, RetryableError)
+    return {
+        "rank": engine.ranks.number,
+        "world_size": engine.ranks.size,
+        "version": engine.version,
+        "checksum": engine.checksum,
+        "bytes": engine.received_bytes,
+        "state": "unusable" if engine.damage else "intact",
+        "damaged": bool(engine.damage),
+        "error": error,
+        "kind": "" if not error else "retryable" if retryable else "fatal",
+        "verified": {
+            "how": loaded.how,
+            "why": engine.fallback,
+            "elements": 0 if mapping is None else mapping.elements,
+            "slices": 0 if mapping is None else len(mapping.slices),
+        },
+        "seconds": dict(engine.seconds),
+        "touched": dict(engine.touched),
+        "shapes": {name: list(spec.shape) for name, spec in layout.items()},
+        "slices": loaded.slices(),
+        "unused": [] if mapping is None else list(mapping.unused),
+    }
+
+
+def verify(worker: Any) -> dict[str, Any]:
+    """Recompute the digests of the live weights. {"rank", "state", "error", "mismatches", "slices"}.
+
+    Before the first update there is nothing to compare with: the first look becomes what later ones compare with.
+    """
+    engine = _engine(worker)
+    if engine is None:
+        return {"rank": 0, "state": "intact", "error": _NO_BACKEND, "mismatches": [], "slices": {}}
+    found = engine.verify()
+    return {
+        "rank": engine.ranks.number,
+        "state": "unusable" if engine.damage else "intact",
+        "error": engine.damage,
+        "mismatches": found,
+        "slices": engine.loaded().slices(),
+    }
+
+
+def leave(worker: Any, *, dropped: bool) -> None:
+    """Before the memory of the live weights is lent. ``dropped``: without what is in it."""
+    engine = _engine(worker)
+    if engine is not None:
+        engine.leave(dropped=dropped)
+
+
+_NOT_CONNECTED = "the weight-transfer engine was not initialised with a relay endpoint"
+_NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl_coserve'"
+
+
+def _state(state: str, error: str, version: int) -> dict[str, Any]:
+    return {"state": state, "error": error, "version": version, "seconds": {}, "checksum": ""}
+
+
+def _engine(worker: Any) -> RelayWeightTransferEngine | None:
+    engine = worker.weight_transfer_engine
+    if not isinstance(engine, RelayWeightTransferEngine):
+        return None
+    engine.attach(worker)
+    return engine

@@ -1,0 +1,277 @@
+"""Makes ready, while the model runs, what an update will copy: one version, from wherever its bytes come.
+
+Guarantees:
+
+* A :class:`Staged` is complete and verified (checksums of the relay or of the sender, names and shapes of the model's
+  checkpoint) and says which content it has.
+* With a mapping only what this rank's slices are cut from is asked for, shard by shard, whatever the trainer's layout; only
+  the slices are kept, cast to the parameter's dtype, each with the digest that the live slice must have after the update.
+  On CPU the packed copies that layers compute with are made here, too: packing takes several times as long as copying.
+* Nothing here writes to the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from orchestrator.api import RetryableError, WeightManifest
+from orchestrator.transfer import (
+    DeltaCodec,
+    Region,
+    Resident,
+    StoredManifest,
+    Subscriber,
+)
+from orchestrator.transfer.job_head import FULL
+from orchestrator.transfer.shard_assembly import Assembler
+from orchestrator.transfer.shard_routing import extent, whole
+from vllm_rlplugin.weights.checkpoint_mapping import Layout, Mapping, TensorSpec
+from vllm_rlplugin.weights.collective_receiver import Transmission
+from vllm_rlplugin.weights.delta_update import Base, Followed, Following, Origin, origin_of
+from vllm_rlplugin.weights.element_places import Places
+from vllm_rlplugin.weights.rank_slices import Cutter, Packed, Piece
+
+# ShardKey.dtype (numpy's and torch's common names) -> torch. What a checkpoint may hold; vLLM casts on load.
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+
+_logger = logging.getLogger(__name__)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What this rank wants of a version. No ``mapping``: whole tensors, for vLLM's own loader."""
+
+    model: str  # for messages
+    device: torch.device
+    layout: Layout | None  # None: not known yet; whatever is published is taken
+    tied: bool  # the head is the embedding, so that a published lm_head is ignored unless the checkpoint has one
+    mapping: Mapping | None
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A verified version: with a mapping ``followed``, or ``pieces`` and what CPU layers pack of them; else ``tensors``."""
+
+    version: int
+    checksum: str  # of its content, in hexadecimal: equal for equal weights, whatever way they came
+    bytes: int  # as fetched
+    plan: Plan
+    sent: bool = False  # by the trainer: the relay need not have it
+    pieces: list[Piece] = field(default_factory=list)
+    packed: list[Packed] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
+    seconds: dict[str, float] = field(default_factory=dict)
+    followed: Followed | None = None  # by differences from what was live when it was made
+    origin: Origin | None = None  # what differences of the next version can be applied to, once this one is live
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory held, the packed copies not counted."""
+        if self.followed is not None:
+            return self.followed.bytes
+        return sum(x.nbytes for x in (*(piece.source for piece in self.pieces), *self.tensors.values()))
+
+    def follows(self, base: Base | None) -> bool:
+        """Whether it can be put onto what is live."""
+        return self.followed is None or self.followed.base is base
+
+
+class Staging:
+    """One version on its way: what is fetched of it, and what is made of that. Refuses what does not fit the plan."""
+
+    def __init__(self, manifest: WeightManifest, checksum: str, plan: Plan, cancel: threading.Event) -> None:
+        self.plan = plan
+        self.version = manifest.version
+        self._cancel = cancel
+        self._started = time.perf_counter()
+        self._cutting = 0.0
+        ignored = match_layout(manifest, plan)
+        self._published = specs(manifest)
+        if plan.mapping is None:
+            boxes = {name: whole(spec.shape) for name, spec in self._published.items() if name not in ignored}
+        else:
+            boxes = plan.mapping.boxes(self._published)
+        self.regions = [Region(name, box) for name, box in boxes.items()]
+        self.places = None if plan.mapping is None else Places(plan.mapping, self._published)
+        direct = set() if self.places is None else {*self.places.direct}
+        self.kept = [region for region in self.regions if region.tensor not in direct]
+        self._staged = Staged(manifest.version, checksum, 0, plan)
+        self._cutter = None if plan.mapping is None else Cutter(plan.mapping, plan.device)
+
+    def check(self) -> None:
+        """Raises RetryableError when it is not wanted any more."""
+        if self._cancel.is_set():
+            raise RetryableError(
+                f"the fetch of weight version {self.version} was replaced by another, or given up for a release"
+            )
+
+    def from_snapshot(self, subscriber: Subscriber, manifest: StoredManifest) -> Staged:
+        """Nothing is kept but what the update needs."""
+        with _own_stream(self.plan.device):
+            self._add_snapshot(subscriber, manifest, self.regions)
+            return self._finish()
+
+    def from_anything(
+        self, subscriber: Subscriber, manifest: StoredManifest, codec: DeltaCodec, kept: Resident | None
+    ) -> Staged:
+        """All of it, by whatever there is: a full snapshot, or one and the differences after it, put together here."""
+        known = {region.tensor for region in self.kept}
+        others = [region for region in self.regions if region.tensor not in known]
+        with _own_stream(self.plan.device):
+            if kept is not None:
+                self._add_resident(kept, self.kept)
+            if manifest.base_version == FULL:
+                self._add_snapshot(subscriber, manifest, others)
+            elif others:
+                made = Resident(subscriber, others, codec)
+                made.advance(self.version, self.check)
+                self._add_resident(made, others)
+            if self.places is not None:
+                self._staged.origin = origin_of(manifest, self.places.of(manifest.shards))
+            return self._finish()
+
+    def from_live(
+        self,
+        subscriber: Subscriber,
+        codec: DeltaCodec,
+        base: Base,
+        chain: Sequence[StoredManifest],
+        kept: Resident | None,
+    ) -> Staged:
+        """By differences to what is live. Nothing of this staging is touched when it raises."""
+        places = self.places
+        assert places is not None
+        with _own_stream(self.plan.device):
+            following = Following(base, places, codec, self.plan.device, self.check)
+            following.chain(subscriber, chain)
+            fetched = time.perf_counter()
+            if kept is not None:
+                following.compare(kept, self._published, self.kept)
+            followed = following.prove()
+        last = chain[-1]
+        received = following.fetched_bytes + (0 if kept is None else kept.fetched_bytes)
+        return Staged(
+            self.version,
+            self._staged.checksum,
+            received,
+            self.plan,
+            seconds={"fetch": fetched - self._started, "prove": time.perf_counter() - fetched},
+            followed=followed,
+            origin=origin_of(last, places.of(last.shards)),
+        )
+
+    def from_trainer(self, coming: Transmission) -> Staged:
+        """As from a snapshot; known by its content once all has come."""
+        assembler = Assembler(coming.shards, self.regions)
+
+        def use(place: int, data: Bytes) -> None:
+            self.check()
+            for region, whole_region in assembler.add(place, data):
+                self._add(region, whole_region)
+
+        with _own_stream(self.plan.device):
+            for region, data in assembler.empty:
+                self._add(region, data)
+            self._staged.checksum = f"{coming.receive(use):016x}"
+            self._staged.bytes, self._staged.sent = coming.bytes, True
+            return self._finish()
+
+    def _add_snapshot(self, subscriber: Subscriber, manifest: StoredManifest, regions: Sequence[Region]) -> None:
+        for region, data in subscriber.fetch_regions(manifest, regions):
+            self.check()
+            self._staged.bytes += data.nbytes
+            self._add(region, data)
+
+    def _add_resident(self, resident: Resident, regions: Sequence[Region]) -> None:
+        self._staged.bytes += resident.fetched_bytes
+        for region in regions:
+            self.check()
+            self._add(region, resident.region(region))
+
+    def _add(self, region: Region, data: Bytes) -> None:
+        since = time.perf_counter()
+        spec = self._published[region.tensor]
+        part = torch.from_numpy(data).view(spec.dtype).view(extent(region.box))
+        if self._cutter is None:
+            self._staged.tensors[region.tensor] = part.clone()
+        else:
+            self._staged.pieces.extend(self._cutter.cut(region.tensor, part, spec.shape, region.box))
+        self._cutting += time.perf_counter() - since
+
+    def _finish(self) -> Staged:
+        fetched = time.perf_counter()
+        if self._cutter is not None:
+            self._staged.packed = self._cutter.pack()
+        self._staged.seconds = {
+            "fetch": fetched - self._started - self._cutting,
+            "cut_and_digest": self._cutting,
+            "pack": time.perf_counter() - fetched,
+        }
+        return self._staged
+
+
+def match_layout(manifest: WeightManifest, plan: Plan) -> frozenset[str]:
+    """Refuse, before anything is fetched, what vLLM's loader would refuse half-way; returns the names to leave out."""
+    published = specs(manifest)
+    layout = plan.layout
+    if layout is None:
+        return frozenset()
+    ignored = frozenset({TIED_HEAD} if plan.tied and TIED_HEAD not in layout else ())
+    reshaped = [
+        f"{name} {spec.shape} (the model has {layout[name].shape})"
+        for name, spec in published.items()
+        if name in layout and spec.shape != layout[name].shape
+    ]
+    problems = [
+        f"{what}: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
+        for what, names in (
+            ("missing", [name for name in layout if name not in published]),
+            ("unknown", [name for name in published if name not in layout and name not in ignored]),
+            ("other shape", reshaped),
+        )
+        if names
+    ]
+    if problems:
+        raise RetryableError(f"weight version {manifest.version} does not fit {plan.model}: {'; '.join(problems)}")
+    return ignored
+
+
+def specs(manifest: WeightManifest) -> Layout:
+    """Names, shapes and dtypes of a version. Raises RetryableError for a dtype that torch does not have."""
+    found: Layout = {}
+    for key in manifest.shards:
+        dtype = DTYPES.get(key.dtype)
+        if dtype is None:
+            raise RetryableError(f"{key.tensor}: dtype {key.dtype!r} is not one of {', '.join(DTYPES)}")
+        found[key.tensor] = TensorSpec(tuple(key.global_shape), dtype)
+    return found
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Uploads for digests must not queue behind the model's kernels."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))
+    return stream
