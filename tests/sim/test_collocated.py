@@ -6,7 +6,7 @@ import asyncio
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError
@@ -24,6 +24,7 @@ from orchestrator.sim.virtual_loop import run
 COSTS = Roofline(hardware.device("H800"), hardware.model("Qwen2.5-7B"))
 SLO = Slo(0.5, 0.15)
 STEP = 0.02  # of rollouts
+REST = STEP / 2  # of the step under way when a prompt comes
 Load = list[tuple[float, int, int]]
 
 
@@ -45,7 +46,7 @@ class Rollouts:
         self.granted, self.at = share, now
 
     def residual(self) -> float:
-        return STEP / 2 if self.granted > 0.01 else 0.0
+        return REST if self.granted > 0.01 else 0.0
 
     def room(self, pages: int) -> None:
         del pages
@@ -75,6 +76,11 @@ def play(
         return served, tenant.computed, engine
 
     return run(main())
+
+
+def first_tokens(load: Load, served: Served) -> list[float]:
+    """When each prompt has its own; ``load``: by time of arrival."""
+    return [at + ttft for (at, _, _), ttft in zip(load, served.ttft, strict=True)]
 
 
 def step(batch: int, context: float) -> float:
@@ -119,14 +125,29 @@ def test_every_request_is_answered_once_whatever_arrives(load: Load, mode: str) 
 
 @settings(deadline=None, max_examples=50)
 @given(LOADS, st.sampled_from(("dual", "ttft")))
+@example([(0.0, 6145, 1), (0.15625, 685, 1)], "dual")  # its first prompt waits for 0.0200039 s more than undisturbed
+@example([(0.0, 7138, 1), (0.16108, 454, 1)], "ttft")
+@example([(0.0, 4173, 1), (0.103, 5767, 1)], "dual")
+@example([(0.0, 8194, 1), (0.2121, 8129, 1)], "ttft")  # 0.051 s
+@example([(0.0, 6316, 1), (0.15378, 676, 1), (0.0, 164, 1)], "dual")
 def test_a_burst_of_prompts_waits_for_one_rollout_step_at_most(load: Load, mode: str) -> None:
+    """First tokens come exactly when a device of serving's own would make them that is held once a burst, for the rest of
+    the rollout step under way. Against a device that nobody holds there is no such bound for each prompt: the last chunk of
+    one that is held shares its step with prompts that came meanwhile, as a stock engine fills its steps, and their tokens
+    take time, too."""
     arrivals, at = [], 0.0
     for gap, prompt, _ in load:
         at += gap if gap > 0.1 else 0.0
         arrivals.append((at, prompt, 1))
-    alone, _, _ = play(arrivals)
     beside, computed, _ = play(arrivals, mode)
-    assert all(now <= before + STEP + 1e-6 for before, now in zip(alone.ttft, beside.ttft, strict=True))
+    held, until, idle = [], 0.0, -1.0
+    for (at, prompt, _), ttft in zip(arrivals, beside.ttft, strict=True):
+        if at > idle:  # a burst begins
+            until = at + REST
+        held.append((max(at, until), prompt, 1))
+        idle = at + ttft
+    apart, _, _ = play(held)
+    assert first_tokens(arrivals, beside) == pytest.approx(first_tokens(held, apart), rel=0.0, abs=1e-6)
     assert computed > 50.0
 
 
