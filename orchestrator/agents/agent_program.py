@@ -47,7 +47,7 @@ class Program:
             "OPENAI_API_KEY": key,
             "AGENT_PROMPT": prompt.payload,
         }
-        bridge = (package_files("orchestrator.agents") / "bridge.py").read_bytes()
+        bridge = (package_files("orchestrator.agents") / "sandbox_bridge.py").read_bytes()
         return await sandbox.run(
             [sandbox.interpreter, "-I", "-S", "-B", f"{WORK}/{_BRIDGE}", _SOCKET, str(PORT), *self.command],
             read_only={**self.files, _BRIDGE: bridge},

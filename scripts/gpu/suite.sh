@@ -50,7 +50,7 @@ lacks() { # lacks NEED...: the first that is not there; a need is a Python packa
 }
 
 installed_native() {
-    "$python" -c 'from vllm_rlplugin.kvpool import native; native.library()' >/dev/null 2>&1
+    "$python" -c 'from vllm_rlplugin.kvpool.ledger import native_pages; native_pages.library()' >/dev/null 2>&1
 }
 
 part() { # part NAME SECONDS "NEED..." COMMAND...

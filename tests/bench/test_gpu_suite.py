@@ -93,10 +93,11 @@ def test_parts_can_be_named_and_all_together_their_limits_are_told(play: Play) -
 
 def test_every_file_with_tests_of_a_gpu_is_in_a_part() -> None:
     text = SUITE.read_text()
-    marked = [path.name for path in (ROOT / "tests").glob("test_*.py") if re.search(r"mark\.gpu\b", path.read_text())]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    marked = [str(path.relative_to(ROOT)) for path in files if re.search(r"mark\.gpu\b", path.read_text())]
     assert marked
-    assert not [name for name in marked if f"tests/{name}" not in text]
-    for name in re.findall(r"tests/\w+\.py", text):
+    assert not [name for name in marked if name not in text]
+    for name in re.findall(r"tests/[\w/]+\.py", text):
         assert (ROOT / name).is_file(), name
     short = [int(limit) for limit in re.findall(r"^(?:part|tests) [\w-]+ (\d+)", text, re.MULTILINE)]
     assert sum(short[:5]) <= 600, "what needs PyTorch alone is over in ten minutes at the worst"

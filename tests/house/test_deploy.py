@@ -75,7 +75,7 @@ def test_an_image_that_builds_the_wheel_copies_all_that_it_is_built_from(path: P
         assert path.name == "Containerfile.relay"
         return
     settings = PROJECT["tool"]["setuptools"]
-    wanted = {name.split(".")[0] for name in settings["packages"]} | {"csrc", "patches", "pyproject.toml", "setup.py"}
+    wanted = {"orchestrator", "vllm_rlplugin", "megatron_rlplugin", "csrc", "patches", "pyproject.toml", "setup.py"}
     wanted |= {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
     wanted |= {pattern.split("/")[0] for patterns in settings["data-files"].values() for pattern in patterns}
     assert wanted <= copied(path)

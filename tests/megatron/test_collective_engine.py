@@ -46,7 +46,7 @@ ENGINE = """
 import asyncio, json, os, signal, sys
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 prepare_process(1)
-from vllm_rlplugin import staging
+from vllm_rlplugin.weights import version_staging as staging
 from vllm_rlplugin.worker.inprocess_worker import EngineWorker
 from orchestrator.api import CommandError, GenerationRequest, Meeting, RetryableError, Sampling
 

@@ -159,7 +159,10 @@ def test_a_value_comes_out_where_the_logits_came_out(tmp_path: Path, tied: bool)
 RANK = """
 import json, sys, torch
 import torch.distributed as dist
-from megatron_rlplugin import bridge, model, parallel, places
+from megatron_rlplugin import model
+from megatron_rlplugin.weights import hf_bridge as bridge
+from megatron_rlplugin import parallel_layout as parallel
+from megatron_rlplugin.weights import tensor_places as places
 from megatron_rlplugin.objective.critic import install_value_head
 rank, world, folder, cases, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]), sys.argv[5]
 torch.set_num_threads(1)

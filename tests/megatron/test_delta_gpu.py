@@ -18,7 +18,7 @@ import numpy as np, torch
 from orchestrator.api import ConfigError
 from orchestrator.transfer import delta
 from orchestrator.transfer.delta.bf16_line import steps_between
-from megatron_rlplugin import delta_gpu
+from megatron_rlplugin.weights import gpu_delta
 
 random = np.random.default_rng(0)
 odd = np.array([0, 0x8000, 1, 0x8001, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7FFF], np.uint16)
@@ -28,7 +28,7 @@ for count in (0, 1, 4097, 8192):
         other = random.choice(odd, count)
         new = np.where(random.random(count) < density, other, old)
         before, after = (torch.from_numpy(words.view(np.int16).copy()).view(torch.bfloat16) for words in (old, new))
-        positions, steps = delta_gpu.gather(before, after)
+        positions, steps = gpu_delta.gather(before, after)
         where = np.flatnonzero(old != new)
         assert np.array_equal(positions.numpy(), where), (count, density)
         assert np.array_equal(steps.numpy(), steps_between(old[where], new[where])), (count, density)
@@ -36,13 +36,13 @@ for count in (0, 1, 4097, 8192):
         base = old.copy()
         delta.apply(packed.data, base.view(np.uint8))
         assert np.array_equal(base, new)
-        delta_gpu.scatter(before, positions, steps)
+        gpu_delta.scatter(before, positions, steps)
         assert torch.equal(before.view(torch.int16), after.view(torch.int16))
-        delta_gpu.scatter(before, positions, steps, back=True)
+        gpu_delta.scatter(before, positions, steps, back=True)
         assert np.array_equal(before.view(torch.int16).numpy().view(np.uint16), old)
 for bad in (torch.zeros(4), torch.zeros(4, 4, dtype=torch.bfloat16).t()[:2]):
     try:
-        delta_gpu.gather(bad, bad)
+        gpu_delta.gather(bad, bad)
     except ConfigError:
         continue
     raise AssertionError("was taken")

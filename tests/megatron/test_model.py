@@ -320,7 +320,9 @@ def test_the_tiny_tokenizer_maps_words_to_their_indices(folder: Path) -> None:
 
 TWO_RANKS = """
 import sys, torch
-from megatron_rlplugin import bridge, model, parallel
+from megatron_rlplugin import model
+from megatron_rlplugin.weights import hf_bridge as bridge
+from megatron_rlplugin import parallel_layout as parallel
 rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
 parallel.initialize_parallel(parallel.Layout(tensor=2), rank, 2, f"file://{port}")

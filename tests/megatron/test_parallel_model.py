@@ -46,7 +46,10 @@ MIXTURE = {"head_dim": 16, "expert_intermediate_size": 24, "experts": 4, "expert
 RANK = """
 import json, sys, torch
 import torch.distributed as dist
-from megatron_rlplugin import bridge, model, parallel, places
+from megatron_rlplugin import model
+from megatron_rlplugin.weights import hf_bridge as bridge
+from megatron_rlplugin import parallel_layout as parallel
+from megatron_rlplugin.weights import tensor_places as places
 rank, world, cases, out = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
 BATCH, LENGTH = 4, 12

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::Deprecatio
 RANK = """
 import asyncio, json, sys
 import numpy as np
-from megatron_rlplugin import bridge
+from megatron_rlplugin.weights import hf_bridge as bridge
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
 from scripts.bench.probes.megatron.trainer_probe import make_batch
 import torch

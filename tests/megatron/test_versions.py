@@ -44,7 +44,9 @@ SHAPE: dict[str, Any] = {
 
 TRAIN = """
 import json, sys, torch
-from megatron_rlplugin import bridge, hookpoints, model, parallel
+from megatron_rlplugin import hookpoints, model
+from megatron_rlplugin.weights import hf_bridge as bridge
+from megatron_rlplugin import parallel_layout as parallel
 version = hookpoints.require_megatron()
 parallel.initialize_parallel()
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

@@ -18,7 +18,7 @@ from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.cli import main
 from orchestrator.config import Config
 from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
-from orchestrator.profiler import ProfileFile, ProfileKey, Progress, load, measure_grid, measurement, model_name, powers
+from orchestrator.profiler import ProfileFile, ProfileKey, Progress, grid, load, measure, model_name, powers
 from orchestrator.profiler.profile_command import Wanted, check
 
 KEY = ProfileKey("Qwen3ForCausalLM 2x64 float32 0a1b2c3d", "vLLM 0.32.0", "CPU X x 1")
@@ -38,7 +38,7 @@ def seconds(phase: str, layout: Layout, batch: int, tokens: int) -> float:
 
 
 def made(batches: tuple[int, ...] = (1, 8, 64), lengths: tuple[int, ...] = (32, 512, 4096)) -> Profile:
-    places = measure_grid([ONE, TWO], batches, lengths)
+    places = grid([ONE, TWO], batches, lengths)
     points = [
         Point(p.phase, p.layout, p.batch, p.tokens, seconds(p.phase, p.layout, p.batch, p.tokens)) for p in places
     ]
@@ -98,14 +98,12 @@ def test_the_predicted_rollout_lies_between_one_at_a_time_and_all_at_once(length
 
 
 def test_the_corners_of_a_grid_are_measured_first_and_every_place_once() -> None:
-    places = measure_grid([ONE, TWO], powers(1, 16), powers(32, 2000, 4))
+    places = grid([ONE, TWO], powers(1, 16), powers(32, 2000, 4))
     assert powers(32, 2000, 4) == (32, 128, 512, 2000)
     assert len(places) == len({place.key for place in places}) == 2 * 2 * 5 * 4
     assert [place.layout for place in places] == [ONE] * 40 + [TWO] * 40
     assert {(place.batch, place.tokens) for place in places[:8]} == {(1, 32), (1, 2000), (16, 32), (16, 2000)}
-    assert measure_grid([ONE], [4], [7]) == [
-        place for place in measure_grid([ONE], [4], [7]) if (place.batch, place.tokens) == (4, 7)
-    ]
+    assert grid([ONE], [4], [7]) == [place for place in grid([ONE], [4], [7]) if (place.batch, place.tokens) == (4, 7)]
 
 
 class TwinEngine:
@@ -136,15 +134,15 @@ class TwinEngine:
 
 def test_measuring_goes_on_where_it_was_interrupted_and_measures_nothing_twice(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
-    places = measure_grid([ONE, TWO], (1, 4, 16), (10, 100))
+    places = grid([ONE, TWO], (1, 4, 16), (10, 100))
     said: list[Progress] = []
     first = TwinEngine(dies=17)
     with pytest.raises(RunError, match=r"TP 2 failed: profile-tp2 died\n.*points are kept in .*profile.json"):
-        asyncio.run(measurement(ProfileFile(path, KEY), places, first.start, said.append))
+        asyncio.run(measure(ProfileFile(path, KEY), places, first.start, said.append))
     kept = load(path, key=KEY)
     assert len(kept.points) + len(kept.skipped) == 17 == said[-1].done
     second = TwinEngine()
-    asyncio.run(measurement(kept, places, second.start, said.append))
+    asyncio.run(measure(kept, places, second.start, said.append))
     assert second.starts == [TWO]
     assert sorted(first.asked + second.asked, key=str) == sorted((place.key for place in places), key=str)
     whole = load(path, key=KEY)
@@ -153,7 +151,7 @@ def test_measuring_goes_on_where_it_was_interrupted_and_measures_nothing_twice(t
     assert whole.profile.decode_seconds(4, 10, TWO) == pytest.approx(decode_law(TWO, 4, 10))
     assert whole.profile.shape(TWO).kv_bytes_per_token == 512.0
     third = TwinEngine()
-    asyncio.run(measurement(whole, places, third.start, said.append))
+    asyncio.run(measure(whole, places, third.start, said.append))
     assert third.starts == [], "a complete profile starts nothing"
 
 

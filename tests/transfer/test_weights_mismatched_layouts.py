@@ -53,7 +53,7 @@ RANK = (
 import asyncio
 import torch
 from safetensors.torch import save_file
-from megatron_rlplugin import bridge
+from megatron_rlplugin.weights import hf_bridge as bridge
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
 from scripts.bench.probes.megatron.trainer_probe import make_batch
 

@@ -236,7 +236,7 @@ from orchestrator.transfer import Publisher, RelayEndpoint
 from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
 from scripts.bench.probes.vllm.recompute_probe import publish, write_tiny_qwen3
 from orchestrator.api import GenerationRequest, Sampling
-from vllm_rlplugin import away
+from vllm_rlplugin.sleep import host_offload as away
 import time
 
 first, second = (write_tiny_qwen3(folder / f"model{seed}", seed) for seed in (1, 2))

@@ -270,8 +270,8 @@ from pathlib import Path
 folder, name = Path(sys.argv[1]), sys.argv[2]
 from orchestrator.api import GenerationRequest, Sampling
 from orchestrator.transfer import Publisher, RelayEndpoint
-from tests import sleep_twins
-from vllm_rlplugin import asleep
+from tests.support import sleep_twins
+from vllm_rlplugin.sleep import cuda_sleep as asleep
 from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
 from scripts.bench.probes.vllm.recompute_probe import publish, write_tiny_qwen3
 

@@ -146,7 +146,10 @@ def test_a_file_that_is_gone_is_a_difference_and_no_error() -> None:
 
 
 def test_our_imports_from_vllm_are_found_wherever_they_are() -> None:
-    files = [ROOT / "vllm_rlplugin" / "engine.py", ROOT / "patches" / "vllm" / "cpu_keep_weights.py"]
+    files = [
+        ROOT / "vllm_rlplugin" / "worker" / "inprocess_engine.py",
+        ROOT / "patches" / "vllm" / "cpu_keep_weights.py",
+    ]
     names = imported_names(files, "vllm")
     assert "vllm.v1.engine.llm_engine:LLMEngine" in names  # in a function
     assert "vllm.model_executor.layers.utils:" in names

@@ -29,7 +29,7 @@ def flip(worker, rank):
 
 def damage_while_loading(worker, rank, on):
     """Let what is copied into the model on one rank go wrong."""
-    from vllm_rlplugin import loaded
+    from vllm_rlplugin.weights import live_weights as loaded
     if worker.rank == rank:
         kept = loaded.Mapped.mismatches
         if on:
@@ -43,7 +43,7 @@ def damage_while_loading(worker, rank, on):
 
 def cut_off(worker, rank, on):
     """Let the relay be out of reach of one rank."""
-    from vllm_rlplugin import fetching
+    from vllm_rlplugin.weights import version_fetch as fetching
     if worker.rank == rank:
         if on:
             fetching.kept = fetching.Fetcher.take
