@@ -4,7 +4,7 @@ Guarantees: ``get_batch`` hands out complete GRPO groups only, in order of compl
 order), each trajectory within the staleness bound at the moment it is taken; stale ones are evicted eagerly when the
 trainer's version moves; a group that lost members is trained smaller (two at least) or dropped, never silently;
 ``get_batch`` can always say what it waits for (:attr:`SampleBuffer.waiting_for`). It decides nothing about starting
-trajectories: the pipeline does, told by the callbacks' return values. So its size is bounded by the start gate: alpha times
+trajectories: its owner does, told by its return values. So its size is bounded by the start gate: alpha times
 the environments, plus what is launched for a batch (:meth:`orchestrator.policies.batching.staleness.StartGate.bound`).
 
 A group with redundant members is complete when enough of them are scored; the others are surplus, and ended. What filters
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from orchestrator.api import Prompt, Trajectory
 from orchestrator.policies.batching.staleness import StalenessBound
@@ -52,34 +53,42 @@ class Taken:
     lag: int
 
 
+class BufferOwner(Protocol):
+    """Who starts and ends the trajectories that a buffer holds: it is told, and asked."""
+
+    def on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
+        """A scored trajectory leaves without being trained."""
+
+    def on_surplus(self, members: list[str]) -> None:
+        """These members are not needed any more."""
+
+    def on_group(self, group_id: str, outcome: str) -> None:
+        """A group is "complete", or is none any more, for this reason."""
+
+    def may_have_more(self) -> bool:
+        """Whether another group is under way or may start."""
+
+
 class SampleBuffer:
-    """``on_evict(trajectory, state, cause)`` is called for each scored trajectory that leaves without being trained.
-    ``max_filtered``: complete groups that are filtered for what they are (equal rewards, out of balance), a batch; 0: none.
-    ``on_surplus(ids)``: these members are not needed any more. ``more()``: whether another group is under way or may start.
-    ``on_group(id, outcome)``: a group is "complete", or is none any more, for this reason."""
+    """``owner`` is there before the first group is opened. ``max_filtered``: complete groups that are filtered for what they are
+    (equal rewards, out of balance), a batch; 0: none."""
+
+    owner: BufferOwner
 
     def __init__(
         self,
         bound: StalenessBound,
-        on_evict: Callable[[Trajectory, str, str], None],
         max_filtered: int = 0,
         *,
         dynamic: bool = True,
         filters: FilterChain | None = None,
         balance: Balance | None = None,
-        on_surplus: Callable[[list[str]], None] = lambda ids: None,
-        more: Callable[[], bool] = lambda: True,
-        on_group: Callable[[str, str], None] = lambda group, outcome: None,
     ) -> None:
         self._bound = bound
-        self._on_evict = on_evict
         self._max_filtered = max_filtered
         self._dynamic = dynamic
         self._filters = filters or FilterChain()
         self._balance = balance
-        self._on_surplus = on_surplus
-        self._more = more
-        self._on_group = on_group
         self._filtered = 0  # groups, for the batch that is being collected
         self._wanted = 0  # groups that a waiting get_batch wants
         self._groups: dict[str, Group] = {}
@@ -99,10 +108,10 @@ class SampleBuffer:
         """A member is scored. Returns whether it left at once, too stale or filtered: then the member is lost."""
         group = self._groups[trajectory.group_id]
         if not self._bound.admissible(self.version, trajectory.first_version):
-            self._on_evict(trajectory, "evicted_stale", "")
+            self.owner.on_evict(trajectory, "evicted_stale", "")
             return True
         if reason := self._filters.screen(trajectory):
-            self._on_evict(trajectory, "filtered", reason)
+            self.owner.on_evict(trajectory, "filtered", reason)
             return True
         del group.live[trajectory.id]
         group.scored.append(trajectory)
@@ -137,7 +146,7 @@ class SampleBuffer:
             if stale:
                 group.scored, self._scored = fresh, None
                 for trajectory in stale:
-                    self._on_evict(trajectory, "evicted_stale", "")
+                    self.owner.on_evict(trajectory, "evicted_stale", "")
                 self._settle(group)  # what is left of a complete group keeps its place: an older one is not overtaken
 
     def excuse(self, group_id: str, members: Sequence[str]) -> None:
@@ -152,7 +161,7 @@ class SampleBuffer:
         self._ready.pop(group_id, None)
         self._scored = None
         for trajectory in group.scored:
-            self._on_evict(trajectory, state, cause)
+            self.owner.on_evict(trajectory, state, cause)
 
     @property
     def taken(self) -> list[str]:
@@ -212,7 +221,7 @@ class SampleBuffer:
             index = self._balance.pick(kinds, [self._balance.kind(group) for group in taken], wanted)
             if index is not None:
                 return ready[index]
-            if self._more():
+            if self.owner.may_have_more():
                 return None
             if self._filtered >= self._max_filtered:  # nothing else is coming and nothing more may go: take it as it is
                 return ready[0]
@@ -237,7 +246,7 @@ class SampleBuffer:
         for group in list(self._groups.values()):
             scored, group.scored = group.scored, []
             for trajectory in scored:
-                self._on_evict(trajectory, state, cause)
+                self.owner.on_evict(trajectory, state, cause)
         self._groups.clear()
         self._ready.clear()
         self._scored = None
@@ -247,7 +256,7 @@ class SampleBuffer:
         self.drop_untaken(state, cause)
         for members in list(self._taken.values()):
             for taken in members:
-                self._on_evict(taken.trajectory, state, cause)
+                self.owner.on_evict(taken.trajectory, state, cause)
         self._taken.clear()
         self._scored = None
 
@@ -316,7 +325,7 @@ class SampleBuffer:
         if group.live:
             surplus = list(group.live)
             group.live.clear()
-            self._on_surplus(surplus)
+            self.owner.on_surplus(surplus)
         if len(group.scored) < 2:  # alone, it has nothing to be compared with
             self._filter(group, "group_too_small")
         elif self._dynamic and self._filtered < self._max_filtered and _uniform(group.scored):
@@ -324,7 +333,7 @@ class SampleBuffer:
             self._filter(group, "zero_variance")
         else:
             self._ready[group.id] = group
-            self._on_group(group.id, "complete")
+            self.owner.on_group(group.id, "complete")
         self._changed.set()
 
     def _filter(self, group: Group, cause: str) -> None:
@@ -332,8 +341,8 @@ class SampleBuffer:
         self._scored = None
         self._ready.pop(group.id, None)
         for trajectory in group.scored:
-            self._on_evict(trajectory, "filtered", cause)
-        self._on_group(group.id, cause)
+            self.owner.on_evict(trajectory, "filtered", cause)
+        self.owner.on_group(group.id, cause)
 
 
 def _uniform(group: Sequence[Trajectory]) -> bool:

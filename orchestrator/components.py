@@ -13,7 +13,8 @@ from orchestrator.environments.environment_source import EnvironmentSource
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.observe.occupancy import Gpus
-from orchestrator.placement.forecast_setup import Foresight
+from orchestrator.placement.length_tracker import Predictor
+from orchestrator.placement.worker_rates import RatesOf
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.policies.parallelism.degree_reallocation import Reallocation
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
@@ -46,7 +47,16 @@ class Display(Protocol):
 
 
 @dataclass
-class Parts:
+class ForecastParts:
+    """Of prediction and placement. ``predictor`` None: one in this process; ``rates`` of each worker, None: as the config
+    says."""
+
+    predictor: Predictor | None = None
+    rates: RatesOf | None = None
+
+
+@dataclass
+class Components:
     """Everything the pipeline talks to. Real or simulated, it cannot tell."""
 
     task: Task
@@ -65,7 +75,9 @@ class Parts:
     gpus: Gpus | None = None
     away: Callable[[], str] | None = None  # in words, which helper processes are being restarted; "": none
     kv_bytes: float = 0.0  # of one token in the model; 0: as the section `model` says
-    foresight: Foresight = field(default_factory=Foresight)  # what predicts lengths, and what moves trajectories
+    foresight: ForecastParts = field(
+        default_factory=ForecastParts
+    )  # what predicts lengths, and what moves trajectories
     planner: ParallelismPlanner | None = None  # at the layout that the workers were started with; None: a new one
     reallocation: Reallocation | None = None  # the same, of rollout.placement.degrees
     market: Market | None = None  # of servers to borrow, exchanged between steps; None: workers stay

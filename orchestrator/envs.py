@@ -30,7 +30,7 @@ from orchestrator.environments.environment_source import EnvironmentSource, Fres
 from orchestrator.environments.episode_context import Context, Setup, no_room
 from orchestrator.environments.lockstep import Lockstep
 from orchestrator.environments.reply_checks import observation_of, step_of, told
-from orchestrator.placement.length_tracker import Forecasts
+from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.proxy.gateway import LLMProxy
 
@@ -94,7 +94,7 @@ class EnvManager:
         contexts: Mapping[str, Setup] | None = None,
     ) -> None:
         self.source: EnvironmentSource = source or FreshEnvironments(task, step_timeout, proxy.note_fault)
-        self.forecasts: Forecasts | None = None  # set where lengths are predicted
+        self.forecasts: LengthTracker | None = None  # set where lengths are predicted
         # (episode, asked, answered, step began, step ended) of every turn, in the loop's time; set where turns are recorded
         self.on_turn: Callable[[Episode, float, float, float, float], None] | None = None
         self._task = task

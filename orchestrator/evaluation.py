@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 from orchestrator.api import Prompt, RetryableError, RewardFunction, Sampling, Task, TrajectoryError, parts_of
-from orchestrator.config import Config
 from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 
 
@@ -45,18 +44,29 @@ def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, floa
 
 
 class Evaluator:
-    """Plays held-out prompts in the run's environments. ``waiting_for``: how far it is, in words; "" while none is played."""
+    """Plays held-out prompts in the run's environments: ``prompts`` of the stream of ``seed``, at most ``slots`` at a time;
+    ``timeout``: seconds for a reward. ``waiting_for``: how far it is, in words; "" while none is played."""
 
-    def __init__(self, environments: EnvManager, task: Task, reward: RewardFunction, config: Config) -> None:
-        self._environments, self._task, self._reward, self._config = environments, task, reward, config
+    def __init__(
+        self,
+        environments: EnvManager,
+        task: Task,
+        reward: RewardFunction,
+        *,
+        seed: int,
+        prompts: int,
+        slots: int,
+        timeout: float,
+    ) -> None:
+        self._environments, self._task, self._reward = environments, task, reward
+        self._seed, self._prompts, self._slots, self._timeout = seed, prompts, slots, timeout
         self._parts = parts_of(task)
         self.waiting_for = ""
 
     async def evaluate(self, label: str) -> Evaluation:
         """Play each held-out prompt once, greedily. ``label`` makes request ids unique."""
-        config = self._config
-        prompts = list(islice(self._task.prompts("heldout", config.run.seed), config.evaluation.prompts))
-        slots, ended = asyncio.Semaphore(config.rollout.environments), 0
+        prompts = list(islice(self._task.prompts("heldout", self._seed), self._prompts))
+        slots, ended = asyncio.Semaphore(self._slots), 0
 
         async def play(index: int, prompt: Prompt) -> float | None:
             nonlocal ended
@@ -93,7 +103,7 @@ class Evaluator:
         episode = Episode(name, label, prompt, 0.0, heldout=True)
         try:
             await self._environments.play(episode, sampling)
-            async with asyncio.timeout(self._config.rollout.trajectory_timeout):
+            async with asyncio.timeout(self._timeout):
                 return await self._reward.score(episode.trajectory(0.0))
         except (TrajectoryError, RetryableError, StaleTrajectory, TimeoutError):
             return None

@@ -15,117 +15,170 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from orchestrator.api import PartLost, RetryableError, TrainBatch, TrainMetrics, TrainSample, Trajectory
-from orchestrator.borrowing.server_exchange import exchange_of
+from orchestrator.api import TrainBatch, TrainMetrics, TrainSample, Trajectory
+from orchestrator.borrowing.server_exchange import Exchange
 from orchestrator.buffer import Taken
 from orchestrator.checkpoint import RunState
 from orchestrator.colocation.group_feeder import Fed, Feeder
-from orchestrator.colocation.stream_training import turns_of
-from orchestrator.components import Parts, Position
-from orchestrator.config import Config
+from orchestrator.colocation.stream_training import StreamTraining
+from orchestrator.components import Components, Position
 from orchestrator.evaluation import Evaluator
 from orchestrator.observe.occupancy import SAMPLE_SECONDS, Occupancy
-from orchestrator.parallelism.degree_planner import cutting_of, state_of
+from orchestrator.parallelism.replanner import Replanner
 from orchestrator.policies.training.lag_weight import LagWeight, effective_share
-from orchestrator.policies.training.learning_alarms import WORDS, Alarm, Bars, Watch, answers
+from orchestrator.policies.training.learning_alarms import WORDS, Alarm, Watch, answers
+from orchestrator.policies.training.overlong_penalty import Overlong
 from orchestrator.rollout import Rollout
-from orchestrator.train_samples import histogram, note_uniform, to_samples
-from orchestrator.weight_sync import Delivery
+from orchestrator.train_samples import histogram, to_samples
+from orchestrator.trainer_calls import TrainerCalls
+from orchestrator.weight_sync import WeightSync
 
-Answer = TypeVar("Answer")
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What the loop itself goes by. ``minutes`` None: no limit; ``evaluate_every`` 0: only before and after."""
+
+    steps: int
+    minutes: float | None
+    groups_per_step: int
+    checkpoint_every: int
+    evaluate_every: int
+    evaluation_prompts: int
+    stream: bool  # groups go to the trainer as they are taken
+    overlong: Overlong
+
+
+class RunControl:
+    """How a run ends before its last step: asked to, or failed. One for all of its parts."""
+
+    def __init__(self) -> None:
+        self.stopped = ""  # why, as who asked says
+        self._ended: asyncio.Future[None] | None = None
+
+    def open(self) -> None:
+        """The run begins."""
+        self._ended = asyncio.get_running_loop().create_future()
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to end: what is in flight is accounted for, a resume goes on from the last checkpoint."""
+        self.stopped = reason
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+    async def run_unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, but end it early when the run failed or was asked to stop."""
+        assert self._ended is not None
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                self._ended.result()
+            else:
+                await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 class Pipeline:
-    """One run. :meth:`run` returns the reason why it ended; :meth:`stop` asks it to end now."""
+    """One run, of what :func:`orchestrator.build.build_pipeline` puts together. :meth:`run` returns the reason why it ended;
+    :meth:`stop` asks it to end now."""
 
-    def __init__(self, config: Config, parts: Parts, position: Position | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        settings: LoopSettings,
+        parts: Components,
+        position: Position,
+        control: RunControl,
+        calls: TrainerCalls,
+        rollout: Rollout,
+        weights: WeightSync,
+        feeder: Feeder,
+        evaluator: Evaluator,
+        watch: Watch,
+        lag_weight: LagWeight,
+        *,
+        exchange: Exchange | None = None,
+        turns: StreamTraining | None = None,
+        replanner: Replanner | None = None,
+    ) -> None:
+        """``exchange``: of borrowed servers; ``turns``: training on the workers' devices; ``replanner``: cuts engines anew
+        between steps. None: not in this run."""
+        self.settings = settings
         self.parts = parts
-        self.position = position or Position()
-        self.rollout = Rollout(
-            config,
-            parts.task,
-            parts.workers,
-            parts.reward,
-            parts.events,
-            parts.ledger,
-            keep=self._keep,
-            fail=self.fail,
-            groups=self.position.groups,
-            trajectories=self.position.trajectories,
-            environments=parts.environments,
-            rounds=self.position.rounds,
-            foresight=parts.foresight,
-        )
-        self.turns = turns_of(config, parts, self.rollout)
-        self.feeder = Feeder(self._feed, parts.events, config.trainer.stream)
-        self.delivery = Delivery(
-            parts.trainer, self.rollout.proxy, parts.events, self._call, config.collective_limit, config.relay.patience
-        )
-        self._evaluator = Evaluator(self.rollout.environments, parts.task, parts.reward, config)
-        self.planning = cutting_of(config, parts, self.rollout.proxy, self.rollout.forecasts)
-        self.lag_weight = LagWeight(config.rollout.staleness_decay)
+        self.position = position
+        self.rollout = rollout
+        self.turns = turns
+        self.feeder = feeder
+        self.weights = weights
+        self.replanner = replanner
+        self.lag_weight = lag_weight
+        self._control = control
+        self._calls = calls
+        self._evaluator = evaluator
+        self._exchange = exchange
         self._training: asyncio.Task[None] | None = None
+        self._training_step = -1  # the step of that task
         self._trained: asyncio.Future[None] | None = None  # done: that step is made, and its weights are on their way
         self._settling: asyncio.Task[None] | None = None
-        self._failure: asyncio.Future[None] | None = None
         self._occupancy = Occupancy(parts.gpus)
-        trainer = config.trainer
-        bars = Bars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)
-        self._watch = Watch(bars, self.position.entropies)
-        self._stop = ""
-        self._trainer_call = ""  # what the trainer is asked for now
+        self._watch = watch
 
     # -- the six steps -----------------------------------------------------------------------------------------------
 
     async def run(self) -> str:
         """Run to the last step, the time limit or :meth:`stop`. Returns "completed" or the reason for stopping early."""
-        self._failure = asyncio.get_running_loop().create_future()
+        self._control.open()
         self.rollout.proxy.start()
         helpers = [
             asyncio.create_task(self.rollout.start_groups(), name="start groups"),
             asyncio.create_task(self.feeder.run(), name="feed"),
             asyncio.create_task(self._report_waiting(), name="report waiting"),
         ]
-        if self.parts.market is not None:
-            exchange = exchange_of(self.config, self.parts.market, self.rollout.proxy, self.parts.events)
-            helpers.append(asyncio.create_task(exchange.run(), name="borrowing"))
+        if self._exchange is not None:
+            helpers.append(asyncio.create_task(self._exchange.run(), name="borrowing"))
         if self.turns is not None:
             helpers.append(asyncio.create_task(self.turns.run(self._open_feeder), name="stream trigger"))
         for helper in helpers:
             helper.add_done_callback(self._helper_done)
         try:
-            await self._unless_failed(self._prepare())
-            while not self._stop and self.position.step + self._steps_training() < self.config.run.steps:
+            await self._control.run_unless_ended(self._prepare())
+            while not self._control.stopped and self.position.step + self._steps_training() < self.settings.steps:
                 if self._time_is_up():
                     break
-                await self._unless_failed(self._iteration(self.position.step + self._steps_training()))
-            await self._unless_failed(self._conclude())
-            return self._stop or "completed"
+                await self._control.run_unless_ended(self._iteration(self.position.step + self._steps_training()))
+            await self._control.run_unless_ended(self._conclude())
+            return self._control.stopped or "completed"
         finally:
             await self._shut_down(helpers)
 
     async def _iteration(self, step: int) -> None:
         mode = self.rollout.mode
         self.rollout.open_starts()
-        if self.planning is not None:
-            self.planning.begin()
+        if self.replanner is not None:
+            self.replanner.begin_rollout()
         if self.turns is not None:
-            self.turns.begin()
+            self.turns.begin_rollout()
         self.parts.display.stage("get_batch", f"step {step}")
         with self.parts.events.stage("get_batch", step) as note:  # (1)
             taken = await self._get_batch()
             note.waiting_for = "rollout" if self._training is None else "rollout and training"
         if self.turns is not None:
             await self.turns.settle()
-        if self.planning is not None:
-            await self.planning.end(step, [item.trajectory for item in taken])
+        if self.replanner is not None:
+            await self.replanner.end_rollout(step, [item.trajectory for item in taken])
         await self.rollout.end_batch(step)
         await (self._finish_training(early=True) if mode.overlaps else self._settled())
         batch = TrainBatch(step, self.position.version, self._samples(taken))
-        note_uniform(self.config.rollout, self.rollout.buffer, self.parts.events, step)
+        self.rollout.note_uniform(step)
         self.rollout.hand_over()
         self.rollout.next_version = self.position.version + 1
         self.rollout.poke()
@@ -141,12 +194,12 @@ class Pipeline:
             self.feeder.close()  # before anything of the next batch is taken
             self._start_training(step, taken, batch)  # (6)
             await self._evaluate_if_due(step)
-        if self.planning is not None:
-            await self.planning.act(step)
+        if self.replanner is not None:
+            await self.replanner.apply_change(step)
 
     async def _get_batch(self) -> list[Taken]:
         """Step 1, interrupted when the training step that runs beside it fails."""
-        wanted = self.config.rollout.groups_per_step
+        wanted = self.settings.groups_per_step
         batch = asyncio.ensure_future(self.rollout.buffer.get_batch(wanted, self._on_take))
         try:
             while not batch.done():
@@ -163,18 +216,15 @@ class Pipeline:
 
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
-        if self.config.trainer.stream:
+        if self.settings.stream:
             self.feeder.take(self._samples(self.rollout.buffer.newest()))
 
     def _samples(self, taken: Sequence[Taken]) -> tuple[TrainSample, ...]:
-        rule = self.config.reward.overlong.rule
+        rule = self.settings.overlong
         return tuple(sample for item in taken for sample in to_samples(item.trajectory, self._weight(item), rule))
 
     def _weight(self, item: Taken) -> float:
         return self.lag_weight.of(item.lag)
-
-    async def _feed(self, samples: Sequence[TrainSample], version: int) -> None:
-        await self._ask("feed", self.parts.trainer.feed(samples, version))
 
     async def _sync_weights(self, step: int, *, leave: bool = False) -> None:
         """Steps 2 to 4: bring the workers to the trainer's version. They stand still only while they load it; those that
@@ -187,7 +237,7 @@ class Pipeline:
             await self._finish_training()
             await self.turns.give_back(version)
             return
-        await self.delivery.lead(step, version)
+        await self.weights.lead(step, version)
         if leave and self.rollout.proxy.version == version:
             self._settling = asyncio.create_task(self._settle(step, version), name=f"settle {version}")
         else:
@@ -198,7 +248,7 @@ class Pipeline:
         if self._training is not None:
             await asyncio.shield(self._training)
             self._training = None
-        await self.delivery.follow(step, version)
+        await self.weights.follow(step, version)
 
     async def _settled(self) -> None:
         """Until the version is on the relay, and with all workers."""
@@ -215,21 +265,21 @@ class Pipeline:
         await self.feeder.idle()
         begun = events.time()
         with events.stage("train_step", step):
-            metrics = await self._ask("train_step", parts.trainer.train_step(batch))
+            metrics = await self._calls.final("train_step", parts.trainer.train_step(batch))
         for place, item in enumerate(taken):
             parts.ledger.end(item.trajectory.id, "trained", step=step)
             parts.store.append(item.trajectory, step, "trained", position=place, weight=self._weight(item))
-        await self.delivery.begin(step, metrics.version)
+        await self.weights.begin(step, metrics.version)
         position.step, position.version = step + 1, metrics.version
         self.rollout.buffer.set_version(metrics.version)
         self.rollout.poke()
         self._report_step(step, taken, batch, metrics, begun)
         parts.ledger.check()
-        due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.run.steps
+        due = (step + 1) % self.settings.checkpoint_every == 0 or step + 1 == self.settings.steps
         state = self._run_state() if due else None
-        if self.delivery.under_way and self._trained is not None:
+        if self.weights.under_way and self._trained is not None:
             self._trained.set_result(None)
-            await self.delivery.finish()
+            await self.weights.finish()
         if state is not None:
             await self._checkpoint(state)
         if self.turns is None:
@@ -241,27 +291,9 @@ class Pipeline:
         """The trainer may be fed the batch that is being collected."""
         self.feeder.open(self.position.step, self.position.version)
 
-    async def _call(self, what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """A call of the trainer, under its time limit; while it runs, it is what the run waits for."""
-        limit = self.config.run.trainer_timeout
-        self._trainer_call = what
-        try:
-            async with asyncio.timeout(limit):
-                return await call
-        except TimeoutError as error:
-            raise PartLost(f"the trainer failed in {what}: no answer for {limit:g} s (run.trainer_timeout)") from error
-        finally:
-            self._trainer_call = ""
-
-    async def _ask(self, what: str, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """A call whose failure ends the run: the trainer's state is in the last checkpoint."""
-        try:
-            return await self._call(what, call)
-        except RetryableError as error:
-            raise PartLost(f"the trainer failed in {what}: {error}") from error
-
     def _start_training(self, step: int, taken: list[Taken], batch: TrainBatch) -> None:
         self._trained = asyncio.get_running_loop().create_future()
+        self._training_step = step
         self._training = asyncio.create_task(self._train(step, taken, batch), name=f"train step {step}")
 
     async def _until_trained(self) -> None:
@@ -285,15 +317,11 @@ class Pipeline:
         """1 while a step is in training and not yet counted in the position."""
         return 1 if self._training is not None and self._training_step >= self.position.step else 0
 
-    @property
-    def _training_step(self) -> int:
-        return int(self._training.get_name().rsplit(" ", 1)[1]) if self._training is not None else -1
-
     # -- before and after --------------------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
-        await self.delivery.begin(self.position.step, self.position.version)
+        await self.weights.begin(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
         self.rollout.filters.recall(self.position.kept)
         if self.parts.timeouts is not None:
@@ -327,7 +355,7 @@ class Pipeline:
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        await self.delivery.close()
+        await self.weights.close()
         if self.rollout.forecasts is not None:
             await self.rollout.forecasts.close()
         await self.rollout.proxy.close()
@@ -335,14 +363,14 @@ class Pipeline:
         self.parts.ledger.check()
 
     async def _evaluate_if_due(self, step: int) -> None:
-        every = self.config.evaluation.every
-        if every and step and step % every == 0 and step < self.config.run.steps:
+        every = self.settings.evaluate_every
+        if every and step and step % every == 0 and step < self.settings.steps:
             await self._settled()
             await self._evaluate("mid")
 
     async def _evaluate(self, phase: str) -> None:
         """Greedy play on held-out prompts with the weights that the workers hold."""
-        version, count = self.rollout.proxy.version, self.config.evaluation.prompts
+        version, count = self.rollout.proxy.version, self.settings.evaluation_prompts
         label = f"eval-{version}-{phase}"
         with self.parts.events.stage("evaluate", version):
             self.parts.display.stage("evaluate", f"{count} held-out prompts")
@@ -363,7 +391,7 @@ class Pipeline:
             tuple(position.success_history),
             None if self.rollout.rounds is None else self.rollout.rounds.state(),
             self.parts.timeouts.state() if self.parts.timeouts is not None else {},
-            state_of(self.planning),
+            None if self.replanner is None else self.replanner.state(),
             entropies=self._watch.entropies,
         )
 
@@ -373,64 +401,44 @@ class Pipeline:
             return
         with self.parts.events.stage("checkpoint", state.step):
             partial = checkpoints.begin(state.step)
-            await self._ask("save", self.parts.trainer.save(str(partial / "trainer")))
+            await self._calls.final("save", self.parts.trainer.save(str(partial / "trainer")))
             await self.parts.store.flushed()
             await checkpoints.committed(partial, state)
 
     # -- control -----------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Ask the run to end: what is in flight is accounted for, a resume goes on from the last checkpoint."""
-        self._stop = reason
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_result(None)
+        """See :class:`RunControl`."""
+        self._control.stop(reason)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this error."""
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        """See :class:`RunControl`."""
+        self._control.fail(error)
 
     def _helper_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
-    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, but end it early when the run failed or was asked to stop."""
-        assert self._failure is not None
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task, self._failure], return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
-            else:
-                await task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
     def _time_is_up(self) -> bool:
-        minutes = self.config.run.minutes
+        minutes = self.settings.minutes
         return minutes is not None and self.parts.events.time() >= minutes * 60
-
-    def _keep(self, trajectory: Trajectory, state: str, cause: str) -> None:
-        self.parts.store.append(trajectory, self.position.step, f"{state}: {cause}" if cause else state)
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
     @property
     def waiting_for(self) -> str:
         """What the next batch waits for, in words."""
-        wanted, have = self.config.rollout.groups_per_step, self.rollout.buffer.ready_groups
+        wanted, have = self.settings.groups_per_step, self.rollout.buffer.ready_groups
         if self.parts.away is not None and (away := self.parts.away()):
             return away
         if self.turns is not None and self.turns.colocation.waiting_for:
             return self.turns.colocation.waiting_for
-        if self.rollout.proxy.waiting_for or self.delivery.waiting_for:
-            return self.rollout.proxy.waiting_for or self.delivery.waiting_for
+        if self.rollout.proxy.waiting_for or self.weights.waiting_for:
+            return self.rollout.proxy.waiting_for or self.weights.waiting_for
         if self._evaluator.waiting_for:
             return self._evaluator.waiting_for
-        if self._trainer_call and (have >= wanted or not self.rollout.open):
-            return f"the trainer: {self._trainer_call}"
+        if self._calls.waiting_for and (have >= wanted or not self.rollout.open):
+            return f"the trainer: {self._calls.waiting_for}"
         batch = self.rollout.buffer.waiting_for or f"{have} of {wanted} groups complete"
         return f"{batch}; {self.rollout.waits()}"
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from orchestrator.agents.manager_choice import manager_of
 from orchestrator.api import (
-    ManagedWorker,
     Prompt,
     RetryableError,
     RewardFunction,
@@ -28,58 +25,61 @@ from orchestrator.api import (
     parts_of,
 )
 from orchestrator.buffer import SampleBuffer
-from orchestrator.config import Config
-from orchestrator.environments.environment_source import EnvironmentSource
-from orchestrator.environments.episode_context import rules_of
+from orchestrator.config.sections import RolloutSection
 from orchestrator.environments.lockstep import Lockstep
-from orchestrator.envs import Episode, StaleTrajectory
+from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
-from orchestrator.lengths import PROGRESSIVE
-from orchestrator.placement.forecast_setup import Foresight, forecasts_of
-from orchestrator.policies.batching import coordination_modes
-from orchestrator.policies.batching.trajectory_filters import (
-    Balance,
-    Completeness,
-    FilterChain,
-    Quality,
-    Repetition,
-    Similarity,
-    TrajectoryFilter,
-)
+from orchestrator.placement.length_tracker import LengthTracker
+from orchestrator.policies.batching.coordination_modes import Mode
+from orchestrator.policies.batching.trajectory_filters import FilterChain
 from orchestrator.policies.training.learning_alarms import Prompts
-from orchestrator.proxy import prefill_decode, router_setup
-from orchestrator.proxy.kv_moves import kv_moves
-from orchestrator.proxy.resize import ReshapingProxy, require_resizable
+from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.tail_batching import Rounds, longest
 
 FAILED_IN_ROW = 100  # trajectories, and
 FAILED_BATCHES = 8  # batches: so many failures without one score between them end a run
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """``trajectories`` of a batch; ``members`` that a group begins with; ``redundancy``: what is started over what a batch
+    takes."""
+
+    trajectories: int
+    members: int
+    redundancy: float
+
+
 class Rollout:
-    """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run; ``environments`` is where
-    they come from when not fresh from the task; ``rounds`` is what a checkpoint says of short and long rounds."""
+    """``keep(trajectory, state, cause)`` stores what ends untrained; ``fail(error)`` ends the run; ``rounds``: short and long
+    ones, None: there are none. Put together by :func:`orchestrator.build.build_rollout`."""
 
     def __init__(
         self,
-        config: Config,
+        settings: RolloutSection,
+        size: BatchSize,
         task: Task,
-        workers: list[ManagedWorker],
         reward: RewardFunction,
         events: EventLog,
         ledger: Ledger,
         *,
+        mode: Mode,
+        buffer: SampleBuffer,
+        filters: FilterChain,
+        proxy: LLMProxy,
+        environments: EnvManager,
+        lockstep: Lockstep,
+        forecasts: LengthTracker | None,
+        rounds: Rounds | None,
+        prompts: Prompts,
         keep: Callable[[Trajectory, str, str], None],
         fail: Callable[[BaseException], None],
         groups: int,
         trajectories: int,
-        environments: EnvironmentSource | None = None,
-        rounds: Mapping[str, Any] | None = None,
-        foresight: Foresight | None = None,
     ) -> None:
-        settings = config.rollout
-        self._config = config
+        self._settings = settings
+        self._size = size
         self._task = task
         self._reward = reward
         self._events = events
@@ -88,60 +88,21 @@ class Rollout:
         self._fail = fail
         self._groups = groups  # ever started: numbers go on after a resume
         self._trajectories = trajectories
-        self.mode = coordination_modes.mode(config.run.mode, settings.alpha)
-        bound = self.mode.bound()
-        self.gate = self.mode.gate(
-            config.batch_trajectories, config.redundancy, settings.environments, settings.buffer_limit
-        )
-        self._lockstep = Lockstep()
-        self.filters = make_filters(config)
-        self.buffer = SampleBuffer(
-            bound,
-            self._on_evict,
-            settings.max_filtered_groups,
-            dynamic=settings.dynamic_sampling,
-            filters=self.filters,
-            balance=make_balance(config),
-            on_surplus=self._on_surplus,
-            more=self._more,
-            on_group=self._on_group,
-        )
-        if settings.reshapes:
-            require_resizable(workers, settings.planner.enabled, settings.planner.experts)
-        self.proxy = (ReshapingProxy if settings.reshapes else prefill_decode.proxy(settings.disaggregation))(
-            workers,
-            events,
-            stall_timeout=settings.stall_timeout,
-            restarts=settings.worker_restarts,
-            heartbeat=settings.heartbeat_seconds,
-            misses=settings.heartbeat_misses,
-            current_only=not self.mode.carries_over,
-            router=router_setup.router(
-                settings.routing, workers, settings.disaggregation, partial(router_setup.may_come, settings)
-            ),
-            kv=kv_moves(settings.kv_transfer, events),
-            on_fatal=fail,
-        )
-        self.environments = manager_of(task)(
-            task,
-            self.proxy,
-            step_timeout=settings.environment_step_timeout,
-            trajectory_timeout=settings.trajectory_timeout,
-            is_stale=lambda first: not bound.admissible(self.buffer.version, first),
-            source=environments,
-            context=rules_of(config, task),
-            contexts={name: rules_of(config, part) for name, part in parts_of(task).items()},
-            # a race in which all take their turns in step has no winner: with rounds only the rewards are waited for
-            lockstep=self._lockstep if self.mode.batch_environments and not settings.rounds.enabled else None,
-        )
+        self.mode = mode
+        self.gate = mode.gate(size.trajectories, size.redundancy, settings.environments, settings.buffer_limit)
+        self._lockstep = lockstep
+        self.filters = filters
+        self.buffer = buffer
+        buffer.owner = self
+        self.proxy = proxy
+        self.environments = environments
         self._sampling = {
             part.name: Sampling(part.max_response_tokens, settings.temperature, stop_token_ids=(task.end_id,))
             for part in (task, *parts_of(task).values())
         }
-        self.forecasts = self.environments.forecasts = forecasts_of(config, task, self.proxy, events, foresight)
-        known = self.forecasts.prompts if self.forecasts and settings.rounds.predict == PROGRESSIVE else None
-        self.rounds = Rounds(config, task, events, rounds, known) if settings.rounds.enabled else None
-        self.prompts = Prompts(task.prompts("train", config.run.seed))
+        self.forecasts = forecasts
+        self.rounds = rounds
+        self.prompts = prompts
         for _ in range(groups if self.rounds is None else 0):
             self._next_prompt()
         self.prompts.repeated()  # of those only what comes now is told
@@ -176,7 +137,7 @@ class Rollout:
 
     async def start_groups(self) -> None:
         """Start whole groups while the gate allows. Runs until cancelled."""
-        settings = self._config.rollout
+        settings = self._settings
         while True:
             await self._room.wait()
             self._room.clear()
@@ -186,7 +147,7 @@ class Rollout:
                 if self.rounds is not None:
                     prompt, size = self.rounds.start(group_id)
                 else:
-                    prompt, size = self._next_prompt(), self._config.group_members
+                    prompt, size = self._next_prompt(), self._size.members
                 members = [self._new_id() for _ in range(size)]
                 self.buffer.open(group_id, prompt, members, settings.member_refills, settings.group_size)
                 for trajectory_id in members:
@@ -196,10 +157,10 @@ class Rollout:
     def _may_start(self) -> bool:
         """Whether a group may start now."""
         under_way = len(self._members)
-        size = self._config.group_members if self.rounds is None else self.rounds.wanted(under_way)
+        size = self._size.members if self.rounds is None else self.rounds.wanted(under_way)
         return self._open and size > 0 and self.gate.may_start(size, under_way, self.buffer.scored, self._lead)
 
-    def _more(self) -> bool:
+    def may_have_more(self) -> bool:
         """Whether another group is under way or may start: whoever waits for one waits for something."""
         return bool(self._members) or self._may_start()
 
@@ -298,7 +259,18 @@ class Rollout:
             return "starts are closed"
         if self.rounds is not None and not self.rounds.wanted(self.in_flight):
             return self.rounds.waits()
-        return self.gate.reason(self._config.group_members, self.in_flight, self.buffer.scored, self._lead)
+        return self.gate.reason(self._size.members, self.in_flight, self.buffer.scored, self._lead)
+
+    def note_uniform(self, step: int) -> None:
+        """What dynamic sampling did for this batch, and an alarm when its limit let groups of equal rewards through."""
+        settings, buffer = self._settings, self.buffer
+        if not settings.dynamic_sampling:
+            return
+        self._events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
+        if buffer.uniform_taken:
+            limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
+            detail = f"{buffer.uniform_taken} of {settings.groups_per_step} groups of step {step + 1} have equal rewards: {limit}"
+            self._events.emit("alarm", what="dynamic_sampling", detail=detail)
 
     # -- one trajectory ----------------------------------------------------------------------------------------------
 
@@ -356,7 +328,7 @@ class Rollout:
 
     async def _score(self, trajectory: Trajectory) -> float:
         try:
-            async with asyncio.timeout(self._config.rollout.trajectory_timeout):
+            async with asyncio.timeout(self._settings.trajectory_timeout):
                 reward = await self._reward.score(trajectory)
         except RetryableError as error:
             raise TrajectoryError("reward_unavailable", str(error)) from error
@@ -399,13 +371,13 @@ class Rollout:
         """When nothing ends well any more (the reward's URL is down for good, every environment raises), say why and end,
         rather than begin trajectories for ever."""
         self._failed_in_row += 1
-        if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self._config.batch_trajectories):
+        if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self._size.trajectories):
             last = f"{error.cause}: {error.detail}"[:500]
             self._fail(
                 RunError(f"{self._failed_in_row} trajectories in a row failed, none was scored; the last: {last}")
             )
 
-    def _on_surplus(self, members: list[str]) -> None:
+    def on_surplus(self, members: list[str]) -> None:
         """Their group is complete without them (redundancy, RollArt 6.3)."""
         for trajectory_id in members:
             self._abort(trajectory_id, "surplus")
@@ -421,7 +393,7 @@ class Rollout:
                 self._replaced[trajectory_id] = None
             task.cancel()
 
-    def _on_group(self, group_id: str, outcome: str) -> None:
+    def on_group(self, group_id: str, outcome: str) -> None:
         """The buffer says what became of a group: its prompt is done, or is launched again."""
         if self.rounds is not None:
             self.rounds.settled(group_id, outcome)
@@ -439,13 +411,13 @@ class Rollout:
                 if other.group_id == episode.group_id and other.id not in played
             ]
             self.buffer.excuse(episode.group_id, others)
-            self._on_surplus(others)
+            self.on_surplus(others)
         for group_id in self.rounds.losers(played_too=False) if enough else ():
             self._defer(self.rounds, group_id)
 
     def _set_deadline(self, group_id: str) -> None:
         """Let no member hold its group for longer than ``rollout.group_timeout``."""
-        limit = self._config.rollout.group_timeout
+        limit = self._settings.group_timeout
         if limit is not None:
             self._deadlines[group_id] = asyncio.get_running_loop().call_later(limit, self._group_is_late, group_id)
 
@@ -470,7 +442,7 @@ class Rollout:
 
         return start
 
-    def _on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
+    def on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
         self._ledger.end(trajectory.id, state, cause)
         self._untrained(trajectory, state, cause)
         self._room.set()
@@ -479,24 +451,3 @@ class Rollout:
         if self.rounds is not None:
             self.rounds.wasted(trajectory.generated_tokens)
         self._keep(trajectory, state, cause)
-
-
-def make_filters(config: Config) -> FilterChain:
-    """The filters that the config switches on, the cheap ones first."""
-    settings = config.filters
-    chain: list[TrajectoryFilter] = []
-    if settings.completeness:
-        chain.append(Completeness(settings.truncated == "drop"))
-    if settings.reward_min is not None or settings.reward_max is not None:
-        chain.append(Quality(settings.reward_min, settings.reward_max))
-    if settings.max_repetition is not None:
-        chain.append(Repetition(settings.ngram, settings.max_repetition))
-    if settings.max_similarity is not None:
-        chain.append(Similarity(settings.ngram, settings.max_similarity, settings.similarity_window))
-    return FilterChain(chain)
-
-
-def make_balance(config: Config) -> Balance | None:
-    """How a batch is balanced; None: groups in order of completion."""
-    settings = config.filters
-    return None if settings.balance == "none" else Balance(settings.balance, settings.balance_share)

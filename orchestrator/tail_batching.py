@@ -2,63 +2,68 @@
 
 Guarantees: the n-th prompt of the task's training stream is number n, before and after a resume, and what a checkpoint says
 about them is refused when it is of another run; a group is started for the number that the planner says, and what becomes of
-the group reaches the planner. Which number goes where is :mod:`orchestrator.policies.batching.round_planner`; what is
-known of lengths beforehand, where anything is, :mod:`orchestrator.lengths`.
+the group reaches the planner. Which number goes where is :mod:`orchestrator.policies.batching.round_planner`.
+
+What is known of the lengths of prompts beforehand (`rollout.rounds.predict`): off (the default) nothing is asked, kept or
+written; each prompt is asked for once; a predictor of the user that raises or says no number ends the run with its name, as
+silence would look like prompts that are all short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from orchestrator.api import ConfigError, Prompt, RunError, Task, Trajectory, WorkerStats
-from orchestrator.config import Config
+from orchestrator.config.user_functions import named_function
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog
-from orchestrator.lengths import Lengths
 from orchestrator.policies.batching.round_planner import LANES, RoundPlanner, RoundRules, mistake, same_run
-from orchestrator.policies.prediction.prompt_lengths import Predictor
+from orchestrator.policies.prediction.prompt_lengths import ForecastLengths, LengthHistory, LongPrompts, Predictor
 
+HISTORY = "history"
+PROGRESSIVE = "progressive"  # the run's own forecasts: `rollout.prediction`
+FIELD = "rollout.rounds.predict"
 _DISCARDED = ("zero_variance",)  # causes for which a complete group is filtered by design
 
 
 class Rounds:
-    """``state``: of a checkpoint, None to begin with the stream's first prompt. Raises ConfigError for what no run could
-    follow, and for the queue of another run. ``predict``: of lengths; None: what the config says (nothing, as a rule)."""
+    """``seed``: of the prompts' stream. ``cap``: trajectories in flight at most, None: no limit but the round's. ``state``: of a
+    checkpoint, None to begin with the stream's first prompt. Raises ConfigError for what no run could follow, and for the
+    queue of another run."""
 
     def __init__(
         self,
-        config: Config,
+        rules: RoundRules,
         task: Task,
+        seed: int,
         events: EventLog,
-        state: Mapping[str, Any] | None,
-        predict: Predictor | None = None,
+        lengths: PromptLengths,
+        *,
+        cap: int | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        settings = config.rollout
         self._events = events
         self._task = task
-        rules = rules_of(config, task)
         if wrong := mistake(rules):
             raise ConfigError(f"rollout.rounds.{wrong[0]}", wrong[1], wrong[2])
         self.planner = RoundPlanner(rules)
-        self._lengths = Lengths(settings.rounds.predict, predict)
+        self._lengths = lengths
         self._run = {
             "task": task.name,
-            "seed": config.run.seed,
+            "seed": seed,
             "prompts": rules.prompts,
             "responses": rules.responses,
             "epoch": rules.epoch,
         }
-        self._stream: Iterator[Prompt] = task.prompts("train", config.run.seed)
+        self._stream: Iterator[Prompt] = task.prompts("train", seed)
         self._drawn = 0
         self._prompts: dict[int, Prompt] = {}  # those that may still be launched
         self._numbers: dict[str, int] = {}  # group -> number, of groups that are not trained yet
         self._played: dict[str, dict[str, None]] = {}  # group -> members that are played, where rewards wait for all
-        self._cap = settings.rounds.max_active and settings.rounds.max_active * (
-            settings.workers + len(settings.served)
-        )
+        self._cap = cap
         self._begun = 0.0
-        self._waste = Waste()
+        self._waste = TokenWaste()
         if state is not None:
             try:
                 self._restore(state)
@@ -275,7 +280,7 @@ class Rounds:
         return len(self._played.get(group_id, ())) >= self.planner.rules.responses
 
 
-class Waste:
+class TokenWaste:
     """Tokens thrown away: those that engines made for requests that were aborted, and the finished turns of trajectories
     that were not trained. An engine that was restarted counts anew, so that what it had made is missing."""
 
@@ -305,22 +310,6 @@ def longest(batch: Iterable[Trajectory]) -> dict[str, int]:
     return found
 
 
-def rules_of(config: Config, task: Task) -> RoundRules:
-    """The rules of a run. A task that goes through its data set again and again says its size as ``epoch_prompts``."""
-    settings, rounds = config.rollout, config.rollout.rounds
-    known = getattr(task, "epoch_prompts", 0)
-    return RoundRules(
-        settings.groups_per_step,
-        settings.group_size,
-        rounds.eta_prompts,
-        rounds.eta_responses,
-        known if rounds.epoch_prompts is None else rounds.epoch_prompts,
-        rounds.tries,
-        rounds.isolate_environments,
-        rounds.search,
-    )
-
-
 def lane_of(episodes: Sequence[Episode], now: float) -> str:
     """What made a group late: whatever its unfinished members spent more of their time on."""
     environment = generation = 0.0
@@ -335,3 +324,55 @@ def lane_of(episodes: Sequence[Episode], now: float) -> str:
         elif episode.waiting_for.startswith(("environment", "start")):
             environment += rest
     return LANES[1] if environment > generation else LANES[0]
+
+
+class PromptLengths:
+    """``setting``: "" for nothing, "history" for the prompts' own lengths in earlier epochs,
+    "progressive" for the run's own forecasts (``given``), or ``module:function`` of a
+    predictor; ``given`` instead of it. False as a condition where nothing is predicted. Raises ConfigError."""
+
+    def __init__(self, setting: str, given: Predictor | None = None) -> None:
+        self._name = setting or "predictor"
+        self._history = LengthHistory() if setting == HISTORY and given is None else None
+        self._kept = given if isinstance(given, ForecastLengths) else self._history  # what a checkpoint has of it
+        predict = given or self._history or (_predictor(setting) if setting else None)
+        self._long = None if predict is None else LongPrompts(predict)
+        self._asked = -1  # the last number that was asked for, and what was said
+        self._answer = False
+
+    def __bool__(self) -> bool:
+        return self._long is not None
+
+    def is_long(self, number: int, prompt: Prompt, share: float) -> bool:
+        """Whether prompt ``number`` is among the longest ``share``. Raises RunError for a predictor that fails."""
+        if self._long is None:
+            return False
+        if number != self._asked:
+            try:
+                self._answer = self._long.is_long(prompt, share)
+            except Exception as error:  # whatever a function of others raises
+                raise RunError(f"{FIELD} = {self._name!r} failed for prompt {prompt.key}: {error!r}") from error
+            self._asked = number
+        return self._answer
+
+    def seen(self, prompt: Prompt, tokens: int) -> None:
+        """It was trained; its longest response had so many tokens."""
+        if self._history is not None:
+            self._history.seen(prompt, tokens)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; JSON. With lengths of its own (history, forecasts) it grows with the data set, a number a prompt."""
+        history = {} if self._kept is None else self._kept.state()
+        return {"history": history, "window": [] if self._long is None else self._long.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        if self._kept is not None:
+            self._kept.restore(state["history"])
+        if self._long is not None:
+            self._long.restore(state["window"])
+        self._asked = -1
+
+
+def _predictor(setting: str) -> Predictor:
+    return cast(Predictor, named_function(FIELD, setting, ", or history"))

@@ -4,9 +4,6 @@ batch."""
 from __future__ import annotations
 
 from orchestrator.api import RunError, TrainSample, Trajectory
-from orchestrator.buffer import SampleBuffer
-from orchestrator.config.sections import RolloutSection
-from orchestrator.events import EventLog
 from orchestrator.policies.training.overlong_penalty import Overlong
 
 NO_LIMIT = Overlong()
@@ -38,14 +35,3 @@ def to_samples(trajectory: Trajectory, weight: float = 1.0, overlong: Overlong =
 def histogram(values: list[int]) -> dict[str, int]:
     """How often each value occurs, for the event log."""
     return {str(value): values.count(value) for value in sorted(set(values))}
-
-
-def note_uniform(settings: RolloutSection, buffer: SampleBuffer, events: EventLog, step: int) -> None:
-    """What dynamic sampling did for this batch, and an alarm when its limit let groups of equal rewards through."""
-    if not settings.dynamic_sampling:
-        return
-    events.emit("dynamic_sampling", step=step, filtered=buffer.filtered_groups, kept=buffer.uniform_taken)
-    if buffer.uniform_taken:
-        limit = f"rollout.max_filtered_groups = {settings.max_filtered_groups} was reached"
-        detail = f"{buffer.uniform_taken} of {settings.groups_per_step} groups of step {step + 1} have equal rewards: {limit}"
-        events.emit("alarm", what="dynamic_sampling", detail=detail)

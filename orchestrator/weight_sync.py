@@ -4,8 +4,8 @@
 
 ``weights = "collective"`` (RollArt 6.3, ROSE 4.2): as soon as a step is trained, the trainer sends the version to the run's
 own workers by a collective, which they receive while they generate, and publishes it on the relay at the same time. Those
-that received it stop, load it and go on (:meth:`Delivery.lead`) without waiting for the relay; served workers, workers that
-were restarted, and those that did not receive it whole and in time take it from there (:meth:`Delivery.follow`).
+that received it stop, load it and go on (:meth:`WeightSync.lead`) without waiting for the relay; served workers, workers that
+were restarted, and those that did not receive it whole and in time take it from there (:meth:`WeightSync.follow`).
 
 Guarantees: a version is one thing: what a worker received has the checksum that the relay publishes, else the worker is brought
 up anew. A worker that dies or stalls while it receives costs the time limit at most, and holds up neither the trainer nor the
@@ -48,7 +48,7 @@ class Call(Protocol):
     def __call__(self, what: str, call: Coroutine[Any, Any, Any], /) -> Awaitable[Any]: ...
 
 
-class Delivery:
+class WeightSync:
     """One run's. ``limit``: seconds for the collective to deliver a version; None: everything over the relay. ``patience``:
     seconds that a version which cannot be published is tried again for."""
 

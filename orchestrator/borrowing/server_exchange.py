@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from orchestrator.api import BorrowedWorker, CommandError, ConfigError, PlacedWorker, RetryableError, RunError
-from orchestrator.config import Config
 from orchestrator.config.sections import BorrowedSection, RoutingSection
 from orchestrator.events import EventLog
 from orchestrator.policies.routing.seats import LEAST_UTILIZED
 from orchestrator.policies.routing.turn_routing import ANY, Seat
 from orchestrator.policies.serving.server_borrowing import GONE, Borrowing, BorrowRules, Demand
-from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.proxy.membership import Membership
 
 OTHERS, DROPPED = "another job has it", "no candidate any more"
 _LOST = (RetryableError, CommandError, ConfigError, TimeoutError)
@@ -87,13 +86,13 @@ class Exchange:
     def __init__(
         self,
         market: Market,
-        proxy: ElasticProxy,
+        members: Membership,
         events: EventLog,
         settings: BorrowedSection,
         routing: RoutingSection,
         first: Sequence[Offer] = (),
     ) -> None:
-        self._market, self._proxy, self._events = market, proxy, events
+        self._market, self._members, self._proxy, self._events = market, members, members.proxy, events
         self._settings, self._routing = settings, routing
         self._policy = Borrowing(rules_of(settings))
         self._demand = Demand(settings.idle)
@@ -130,13 +129,13 @@ class Exchange:
         self._drop(offers)
         self._give_up(now)
         self._in_time(now)
-        self._demand.saw(now, proxy.peak())
-        if proxy.updating:
+        self._demand.saw(now, proxy.peak_turns())
+        if proxy.suspended:
             return  # at the next look
         own = any(not lane.borrowed and not lane.removed for lane in proxy.lanes)
         least = 0 if own else 1
         most = self._settings.most or len(offers)
-        turns, cap = proxy.dedicated_turns(), self._routing.served_cap
+        turns, cap = self._members.dedicated_turns(), self._routing.served_cap
         if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
             turns, cap = sum(not lane.borrowed and not lane.removed for lane in proxy.lanes), 1
         needed = self._demand.wanted(now, turns, cap, most)
@@ -177,7 +176,7 @@ class Exchange:
         for offer in offers:
             if offer.why:
                 continue  # silent, and gone if that lasts
-            lane = self._proxy.lane_of(offer.url)
+            lane = self._members.lane_of(offer.url)
             full = lane is not None and not lane.parked and lane.full
             self._policy.saw(offer.url, now, offer.share, lends=offer.lends and not full, before=offer.before)
             if offer.taken and offer.url not in self._policy.of(self._market.job):
@@ -200,7 +199,7 @@ class Exchange:
         """A run that has nothing left to generate with waits for a server, but not for ever. Raises RunError."""
         if any(not (lane.parked or lane.removed) for lane in self._proxy.lanes) or self._changing:
             self._had = now
-        elif now - self._had > self._proxy.patience:
+        elif now - self._had > self._members.patience:
             why = "; ".join(f"{name}: {reason}" for name, reason in self._refused.items()) or "there is no candidate"
             raise RunError(
                 f"no server could be borrowed for {now - self._had:.0f} s, and nothing else generates: {why}"
@@ -222,7 +221,7 @@ class Exchange:
         if isinstance(worker, PlacedWorker) and worker.hardware:
             hardware = worker.hardware
         try:
-            await self._proxy.take(worker, Seat(hardware, self._routing.served_cap, True))
+            await self._members.take_server(worker, Seat(hardware, self._routing.served_cap, True))
         except _LOST as error:
             self._policy.refused(name, loop.time())
             if not (isinstance(error, CommandError) and error.code == "leased"):  # another job was first: no fault
@@ -241,13 +240,13 @@ class Exchange:
         if before is not None:
             before.cancel()
             await asyncio.gather(before, return_exceptions=True)
-        lane = self._proxy.lane_of(name)
+        lane = self._members.lane_of(name)
         if lane is None or lane.parked:
             return
         worker = lane.worker
         assert isinstance(worker, BorrowedWorker)
         try:
-            moved = await self._proxy.give_back(lane)
+            moved = await self._members.give_back(lane)
         finally:
             await self._leave(worker)
         held = loop.time() - self._since.pop(name, loop.time())
@@ -267,11 +266,6 @@ class Exchange:
         now = asyncio.get_running_loop().time()
         self._since[name] = now
         self._events.emit("borrowed", worker=name, reason=why, use=round(self._policy.use(name, now), 6))
-
-
-def exchange_of(config: Config, market: Market, proxy: ElasticProxy, events: EventLog) -> Exchange:
-    """That of a run."""
-    return Exchange(market, proxy, events, config.rollout.borrowed, config.rollout.routing, market.first)
 
 
 def offer_of(url: str, status: Mapping[str, object], mine: tuple[str, str], why: str = "") -> Offer:

@@ -14,7 +14,6 @@ How long contexts are now is what each request was sent with, plus an even share
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,13 +32,11 @@ from orchestrator.api import (
     Trajectory,
 )
 from orchestrator.colocation.handover import Colocation, Holder
-from orchestrator.components import Parts
-from orchestrator.config import Config
+from orchestrator.config.sections import ColocationSection
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.stream_trigger import KvLimit, Lengths, StreamTrigger, Unit
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import Pending
-from orchestrator.rollout import Rollout
 
 HISTORY = 4096  # final lengths of the latest trajectories
 _TRIES = 3  # for a step whose devices could not be handed over
@@ -99,25 +96,37 @@ class LendingTrainer:
             await self._colocation.give_back()
 
 
-class Turns:
-    """One run's. ``kv_bytes``: of one token in the whole model. :meth:`begin` and :meth:`settle` enclose a rollout."""
+class StreamTraining:
+    """One run's. ``requests``: of a step, redundant ones included; ``training``: devices of each data-parallel replica of the
+    trainer; ``limit``: of KV in an engine; ``longest``: tokens of a context; ``timeout``: seconds for a call of the trainer.
+    :meth:`begin_rollout` and :meth:`settle` enclose a rollout."""
 
     def __init__(
-        self, config: Config, trainer: Trainer, proxy: LLMProxy, events: EventLog, kv_bytes: float, longest: int
+        self,
+        settings: ColocationSection,
+        trainer: Trainer,
+        proxy: LLMProxy,
+        events: EventLog,
+        *,
+        requests: int,
+        training: Sequence[Unit],
+        limit: KvLimit,
+        block_size: int,
+        longest: int,
+        timeout: float,
     ) -> None:
         require_colocatable(trainer, [lane.worker for lane in proxy.lanes])
         assert isinstance(trainer, ResidentTrainer)
-        settings, self._config = config.rollout.colocation, config
+        self._settings, self._requests = settings, requests
         self._proxy = proxy
         self._events = events
         self._longest = longest
         self._history: deque[int] = deque(maxlen=HISTORY)
-        self._limit = KvLimit(kv_bytes, config.rollout.engine.kv_cache_mb << 20, config.rollout.engine.block_size)
+        self._limit, self._block_size = limit, block_size
         self._rollout: list[Unit] = [(index,) for index in range(len(proxy.lanes))]
-        self._training = training_units(config)
-        limit = config.run.trainer_timeout
+        self._training = list(training)
         self.colocation = Colocation(
-            proxy, trainer, events, workers=len(proxy.lanes), timeout=limit, level=settings.level
+            proxy, trainer, events, workers=len(proxy.lanes), timeout=timeout, level=settings.level
         )
         self.trainer = LendingTrainer(trainer, self.colocation)
         self._trigger: StreamTrigger | None = None
@@ -125,13 +134,12 @@ class Turns:
         self._news = asyncio.Event()
         self._busy = asyncio.Lock()
 
-    def begin(self) -> None:
+    def begin_rollout(self) -> None:
         """A step's rollout begins: nothing of it is finished."""
-        settings = self._config.rollout.colocation
-        requests = math.ceil(self._config.batch_trajectories * self._config.redundancy)
+        settings = self._settings
         lengths = Lengths(tuple(self._history), self._longest)
         marks = {"low": settings.low, "high": settings.high, "every": settings.every}
-        self._trigger = StreamTrigger(requests, self._rollout, self._training, self._limit, lengths, **marks)
+        self._trigger = StreamTrigger(self._requests, self._rollout, self._training, self._limit, lengths, **marks)
         self._finished = 0
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -175,7 +183,7 @@ class Turns:
     async def _held(self) -> list[list[int]]:
         """Context lengths of the unfinished requests by engine; those that wait for one are dealt out."""
         stats = dict(await self._proxy.stats())
-        block, held = self._config.rollout.engine.block_size, []
+        block, held = self._block_size, list[list[int]]()
         for lane in self._proxy.lanes:
             known = [_context(pending) for pending in lane.sent.values()]
             kv = stats[lane.worker.name].kv_used * block if lane.worker.name in stats else 0
@@ -186,29 +194,8 @@ class Turns:
         return held
 
 
-def turns_of(config: Config, parts: Parts, rollout: Rollout) -> Turns | None:
-    """Where trainer and workers share devices; the trainer in ``parts`` then takes them for what it is asked. None: off."""
-    if not config.rollout.colocation.enabled:
-        return None
-    bytes_each = parts.kv_bytes or kv_bytes_per_token(config.model.model_dump(), config.model.dtype)
-    turns = Turns(config, parts.trainer, rollout.proxy, parts.events, bytes_each, parts.task.max_context_tokens)
-    parts.trainer, rollout.on_played = turns.trainer, turns.finished
-    return turns
-
-
 def _context(pending: Pending) -> int:
     return len(pending.request.token_ids) + sum(len(part.token_ids) for part in pending.parts)
-
-
-def training_units(config: Config) -> list[Unit]:
-    """The devices of each data-parallel replica, in Megatron's order of ranks (tp-cp-ep-dp-pp); rank r is on device r."""
-    trainer = config.trainer
-    stage = trainer.tensor_parallel * trainer.data_parallel
-    block = math.lcm(trainer.tensor_parallel, trainer.tensor_parallel * trainer.expert_parallel)
-    return [
-        tuple(first + rank + number * stage for number in range(trainer.pipeline_parallel) for rank in range(block))
-        for first in range(0, stage, block)
-    ]
 
 
 def kv_bytes_per_token(shape: Mapping[str, Any], dtype: str) -> float:

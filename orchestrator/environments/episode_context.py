@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from orchestrator.api import ConfigError, ContextStart, TaskLimits
-from orchestrator.config import Config
+from orchestrator.config.sections import ContextSection
 from orchestrator.config.user_functions import named_function
 from orchestrator.policies.episodes.context_rule import ContextRules
 
@@ -97,10 +97,10 @@ class Context:
         return begins
 
 
-def rules_of(config: Config, task: TaskLimits) -> Setup:
+def setup_of(settings: ContextSection, task: TaskLimits) -> Setup:
     """What the config says of a task. Raises ConfigError where it does not fit the task, or the function is not there."""
-    rules = config.context.of(task.name)
-    where = "context" if task.name not in config.context.tasks else f"context.tasks.{task.name}"
+    rules = settings.of(task.name)
+    where = "context" if task.name not in settings.tasks else f"context.tasks.{task.name}"
     budget = rules.tokens or task.max_context_tokens
     if budget > task.max_context_tokens:
         fix = f"is more than task {task.name} has room for: at most {task.max_context_tokens}"

@@ -1,108 +1,126 @@
-"""Who cuts a run's own engines anew between steps, and over how many devices each of them starts.
-
-Where prefill and decode are apart nobody does, but each engine may have a number of devices of its own.
-
-Guarantees: at most one does, the parallelism planner or the resource manager (:mod:`orchestrator.config.rollout_keys`); a profile
-that it reads is of this model, and of the engine and device that are here. Raises ConfigError.
-"""
+"""What cuts a run's engines anew between steps, made from the section `rollout` of its config: the parallelism planner, or the
+resource manager, each at what the run begins with."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError, Task
-from orchestrator.config import Config
-from orchestrator.parallelism.degree_planner import make_reallocation
-from orchestrator.parallelism.step_planner import make_planner
-from orchestrator.parallelism.step_planner import read_profile as read_planner_profile
-from orchestrator.policies.parallelism.degree_reallocation import Reallocation
-from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
-from orchestrator.profiler import ProfileKey, model_name
+from orchestrator.config.sections import RolloutSection
+from orchestrator.placement.worker_rates import RatesOf
+from orchestrator.policies.parallelism.degree_reallocation import RatesOfDegree, Reallocation, prior_loads
+from orchestrator.policies.parallelism.engine_profile import Layout, Profile
+from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
+from orchestrator.policies.placement.worker_load import Rates, rates_of
 from orchestrator.profiler import load as load_profile
-from orchestrator.profiler.profile_file import check as check_profile
-from orchestrator.proxy.resize import NO_EXPERTS, seats
+from orchestrator.proxy.resize import ranks_of
+from orchestrator.proxy.worker_state import Lane
 
-IDENTITY = "vllm_rlplugin.engine_profiler:identity"
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """``ranks``: devices of each worker at its start; empty: one each, and nobody cuts them. ``devices``: where they begin, -1:
-    its pool says that; empty: each at its own number."""
-
-    planner: ParallelismPlanner | None = None
-    reallocation: Reallocation | None = None
-    ranks: tuple[int, ...] = ()
-    devices: tuple[int, ...] = ()
-
-    def of(self, index: int) -> dict[str, int]:
-        """Keywords of a worker: where its devices begin, and how many it begins with."""
-        if not self.ranks:
-            return {}
-        return {"first_device": self.devices[index] if self.devices else index, "ranks": self.ranks[index]}
+POWERS = [1 << power for power in range(12)]  # degrees on offer; unequal ones need not divide the devices: 3 are 2+1
+_FIELD = "rollout.placement.degrees"
 
 
-async def cut_of(
-    config: Config,
-    task: Task,
-    model: str,
-    shape: Mapping[str, Any],
-    function: Callable[[str, dict[str, Any]], Awaitable[Any]],
+def make_planner(
+    rollout: RolloutSection, task: Task, heads: int = 0, profile: Profile | None = None
+) -> ParallelismPlanner:
+    """The planner of a run, at the layout that it begins with. ``profile``: where the config names none. Raises ConfigError for
+    one that cannot be read."""
+    settings, devices = rollout.planner, rollout.workers
+    profile = read_planner_profile(rollout) or profile
+    layouts = layouts_of(devices, devices, heads=heads, most=settings.max_tp, experts=settings.experts)
+    planner = ParallelismPlanner(
+        devices,
+        layouts,
+        profile,
+        rise=settings.rise,
+        calm_steps=settings.calm_steps,
+        divergence=settings.divergence,
+    )
+    expected = settings.expected_tokens or task.max_response_tokens
+    planner.first([expected] * rollout.environments, task.max_context_tokens // 2)
+    return planner
+
+
+def read_planner_profile(rollout: RolloutSection) -> Profile | None:
+    """What ``rollout.planner.profile`` names; None: nothing. Raises ConfigError."""
+    name = rollout.planner.profile
+    return load_profile(Path(name), "rollout.planner.profile").profile if name else None
+
+
+def make_reallocation(
+    rollout: RolloutSection,
+    heads: int = 0,
+    rates: RatesOfDegree | None = None,
     kept: Mapping[str, Any] | None = None,
-) -> Cut:
-    """``shape``: of the model at ``model``; ``function``: asks a function of the plugin; ``kept``: the degrees that a run had
-    which is resumed."""
-    rollout, heads = config.rollout, int(shape["num_attention_heads"])
-    planned = rollout.planner.enabled
-    name = rollout.planner.profile if planned else rollout.placement.profile
-    if rollout.reshapes and name:
-        field = "rollout.planner.profile" if planned else "rollout.placement.profile"
-        here = await function(IDENTITY, {"threads": rollout.engine.threads})
-        key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
-        check_profile(load_profile(Path(name), field), key, field)
-    if planned:
-        planner = make_planner(config, task, heads)
-        return Cut(planner, None, tuple(seats(planner.layout.tp, rollout.workers)))
-    if rollout.reshapes:
-        reallocation = make_reallocation(config, heads, kept=kept)
-        return Cut(None, reallocation, tuple(seats(reallocation.degrees, rollout.workers)))
-    return _fixed(config, heads)
-
-
-def _fixed(config: Config, heads: int) -> Cut:
-    """What ``rollout.disaggregation.degrees`` says."""
-    given, field = config.rollout.disaggregation.degrees, "rollout.disaggregation.degrees"
-    if not given:
-        return Cut()
-    for name, degree in given.items():
-        if heads % degree:
-            fix = f"{name} cannot have {degree} devices: the model has {heads} attention heads"
-            raise ConfigError(field, dict(given), fix)
-    ranks = [given.get(f"vllm-{index}", 1) for index in range(config.rollout.workers)]
-    begins = [sum(ranks[:index]) for index in range(len(ranks))]
-    return Cut(ranks=tuple(ranks), devices=tuple(-1 if config.resources.pools else begin for begin in begins))
-
-
-def check(config: Config) -> None:
-    """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
-    if config.rollout.disaggregation.degrees and config.ray.address and not config.resources.pools:
-        fix = (
-            "rollout.disaggregation.degrees counts the devices of this machine: name resources.pools, or leave one out"
+    start_seconds: float = 0.0,
+) -> Reallocation:
+    """The resource manager of a run, at the degrees that it begins with: those it had when it goes on (``kept``, of its
+    checkpoint), else those that the config names, else those for the lengths that it expects. ``heads``: that degrees must
+    divide, 0: not known; ``rates``, ``start_seconds``: what else is known of the degrees and of an engine's start than the config
+    says. Raises ConfigError."""
+    settings, devices = rollout.placement.degrees, rollout.workers
+    possible = [tp for tp in POWERS if tp <= devices and (not heads or heads % tp == 0)]
+    profile = read_placement_profile(rollout)
+    if rates is None:
+        known = [layout.tp for layout in profile.layouts] if profile is not None else [*settings.speeds]
+        possible = [tp for tp in possible if tp in known]
+    if not possible:
+        fix = "says nothing of degrees that these devices can have: name rollout.placement.degrees.speeds, or a profile of them"
+        field = f"{_FIELD}.speeds" if profile is None else "rollout.placement.profile"
+        raise ConfigError(field, dict(settings.speeds) or rollout.placement.profile, fix)
+    try:
+        made = Reallocation(
+            devices,
+            possible,
+            rates or rates_of_degree(rollout),
+            degrees=settings.start,
+            horizon=settings.horizon,
+            start_seconds=_start_seconds(rollout, profile, start_seconds),
+            per_server=devices,
         )
-        raise ConfigError("ray.address", config.ray.address, fix)
-    if not config.rollout.reshapes:
-        return
-    who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
-    for field, given in (("resources.pools", config.resources.pools), ("ray.address", config.ray.address)):
-        if given:
-            fix = f"{who} needs all devices on this machine, and free of pools: leave this out, or set it to false"
-            raise ConfigError(field, given, fix)
-    if config.rollout.planner.experts:
-        raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
-    if config.rollout.planner.enabled:
-        read_planner_profile(config)
-    else:
-        make_reallocation(config)  # as far as it can be known without the model
+    except ValueError as error:
+        fix = (
+            f"{error}; {devices} devices and {heads or 'unknown'} attention heads can be cut into engines of {possible}"
+        )
+        raise ConfigError(f"{_FIELD}.start", list(settings.start), fix) from error
+    if not (kept is not None and made.restore(kept)) and settings.expected_tokens:
+        longest, count = rollout.engine.max_model_len, rollout.groups_per_step * rollout.group_size
+        made.begin(prior_loads(settings.expected_tokens, settings.expected_sigma, count, longest))
+    return made
+
+
+def read_placement_profile(rollout: RolloutSection) -> Profile | None:
+    """What ``rollout.placement.profile`` names; None: nothing. Raises ConfigError."""
+    name = rollout.placement.profile
+    return load_profile(Path(name), "rollout.placement.profile").profile if name else None
+
+
+def _start_seconds(rollout: RolloutSection, profile: Profile | None, known: float) -> float:
+    """Of a change, before one was measured."""
+    given = rollout.placement.degrees.start_seconds
+    if given is not None or profile is None:
+        return known if given is None else given
+    return max((shape.start_seconds for shape in profile.shapes.values()), default=0.0)
+
+
+def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
+    """By the profile; without one by ``speeds``, with the interference that placement counts with."""
+    settings, slots, profile = rollout.placement, rollout.engine.max_num_seqs, read_placement_profile(rollout)
+    made: dict[int, Rates] = {}
+
+    def rates(degree: int) -> Rates:
+        if degree not in made:
+            alone = settings.token_seconds / settings.degrees.speeds.get(degree, 1.0)
+            steps = (alone, alone * (1.0 + settings.interference))
+            line = Rates(steps, prefill=settings.prefill_seconds, slots=slots)
+            made[degree] = line if profile is None else rates_of(profile, Layout(degree), slots)
+        return made[degree]
+
+    return rates
+
+
+def rates_of_lanes(lanes: Sequence[Lane], rates: RatesOfDegree) -> RatesOf:
+    """What placement is told of workers whose degrees change."""
+    return lambda worker: rates(max(1, ranks_of(lanes[worker])))

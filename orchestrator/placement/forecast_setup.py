@@ -1,19 +1,11 @@
-"""Prediction and placement of a run, put together from its config."""
+"""The length predictor that a run asks for: its policy, in this process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from orchestrator.api import ConfigError, Task
-from orchestrator.config import Config
+from orchestrator.api import ConfigError
 from orchestrator.config.sections import PredictionSection
-from orchestrator.events import EventLog
-from orchestrator.parallelism.degree_planner import rates_of_degree, rates_of_lanes, read_profile
-from orchestrator.placement.length_tracker import Forecasts, Predictor, prioritize
-from orchestrator.placement.placer import Placing
-from orchestrator.placement.worker_rates import RatesOf, line_rates, profile_rates, rates_alone
 from orchestrator.policies.prediction.history_encoder import Encoder
 from orchestrator.policies.prediction.length_features import Progress
 from orchestrator.policies.prediction.length_predictor import (
@@ -24,10 +16,6 @@ from orchestrator.policies.prediction.length_predictor import (
     Progressive,
     prompt_only,
 )
-from orchestrator.proxy.gap_moves import GapMover
-from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.membership import ElasticProxy
-from orchestrator.proxy.router_setup import may_come
 
 
 def make_predictor(settings: PredictionSection, prior: float, seed: int) -> LengthPredictor:
@@ -62,7 +50,7 @@ def _encoder_of(settings: PredictionSection, seed: int) -> Encoder | None:
     return LanguageModelEncoder(settings.encoder, seed=seed)
 
 
-class InProcess:
+class InProcessPredictor:
     """A predictor without a process of its own."""
 
     def __init__(self, policy: LengthPredictor) -> None:
@@ -75,46 +63,3 @@ class InProcess:
     def learn(self, outcome: Outcome) -> None:
         """See the protocol."""
         self._policy.learn(outcome)
-
-
-@dataclass
-class Foresight:
-    """``predictor`` None: one in this process. ``rates``: see
-    :class:`orchestrator.placement.placer.Placing`, None: as the config says."""
-
-    predictor: Predictor | None = None
-    rates: RatesOf | None = None
-
-
-def forecasts_of(
-    config: Config, task: Task, proxy: LLMProxy, events: EventLog, given: Foresight | None
-) -> Forecasts | None:
-    """None: lengths are not predicted. Raises ConfigError."""
-    rollout, given = config.rollout, given or Foresight()
-    if not rollout.prediction.enabled:
-        return None
-    prior, predictor = float(task.max_response_tokens), given.predictor
-    if predictor is None:
-        predictor = InProcess(make_predictor(rollout.prediction, prior, config.run.seed))
-    placer = None
-    if rollout.placement.enabled:
-        names = [lane.worker.name for lane in proxy.lanes]
-        for name in rollout.placement.speeds:
-            if name not in names and not may_come(rollout, name):
-                fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
-                raise ConfigError("rollout.placement.speeds", name, fix)
-        rates, slots = given.rates, rollout.engine.max_num_seqs
-        if rates is None and (profile := read_profile(config)) is not None:
-            rates = profile_rates(profile, proxy.lanes, slots)
-            if rollout.borrowed.exchanged:  # before one of them comes
-                rates_alone(profile, "a borrowed server", slots)
-        elif rates is None and rollout.placement.degrees.enabled:
-            rates = rates_of_lanes(proxy.lanes, rates_of_degree(config))
-        mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
-        rates = rates or line_rates(rollout.placement, proxy.lanes, slots)
-        placer = Placing(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
-        if isinstance(proxy, ElasticProxy):
-            proxy.fleet = placer
-    return Forecasts(
-        rollout.prediction, predictor, events, prior, partial(prioritize, proxy, limit=rollout.stall_timeout), placer
-    )

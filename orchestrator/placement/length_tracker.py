@@ -68,7 +68,7 @@ class _Known:
     sent: int | None = None  # priority of its turn in an engine; None: none is there
 
 
-class Forecasts:
+class LengthTracker:
     """One run's. ``prior``: tokens of a trajectory of which nothing is known."""
 
     def __init__(

@@ -61,7 +61,7 @@ class Mover(Protocol):
         ...
 
 
-class Placing:
+class TrajectoryPlacer:
     """One run's. ``rates_of``: what each worker does; ``longest``: tokens of context at which a trajectory ends."""
 
     def __init__(

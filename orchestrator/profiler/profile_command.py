@@ -16,7 +16,6 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.parallelism.planner_setup import IDENTITY
 from orchestrator.policies.parallelism.engine_profile import Layout
 from orchestrator.profiler import (
     Prober,
@@ -32,6 +31,7 @@ from orchestrator.profiler import (
 from orchestrator.run_folder import describe_machine
 from orchestrator.runtime import tiny_model_setup
 from orchestrator.runtime.engine_actors import Actor
+from orchestrator.runtime.engine_cuts import IDENTITY
 from orchestrator.runtime.real_run import engine_environment
 from orchestrator.tasks import registry
 

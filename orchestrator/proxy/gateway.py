@@ -12,13 +12,19 @@ A borrowed worker, in a server that others start and end, is asked for again and
 away, while another worker lives; the run ends when none does for some time.
 
 A worker can be lent to a trainer on the same device (RollPacker 4.4): its requests go on elsewhere with the tokens that they
-have, or, when no worker stays, wait in it; so do those that a worker gives back (ROSE 4.1: its pages or time were taken).
+have, or, when no worker stays, wait in it; so do those that a worker gives back (ROSE 4.1: its pages or time were taken). Of
+borrowed workers these are counted, and told as an event ``handed_back``: how many requests, how many tokens they kept.
+
+What not every run needs is a strategy over this one class, and they compose: borrowed workers that come and go
+(:mod:`orchestrator.proxy.membership`), engines that are cut anew (:mod:`orchestrator.proxy.resize`), turns that are served in
+two parts (:mod:`orchestrator.proxy.prefill_decode`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 from orchestrator.api import (
     CommandError,
@@ -39,14 +45,40 @@ from orchestrator.proxy.capacity import BorrowedCaps
 from orchestrator.proxy.health import Heartbeat
 from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.resume_turn import joined, rest
-from orchestrator.proxy.worker_state import Lane, Loan, Pending, others_live, rest_from, spawn, waits
+from orchestrator.proxy.worker_state import HandBacks, Lane, Loan, Pending, others_live, rest_from, spawn, waits
 
-_LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
+LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
 
 
+class WorkerWatcher(Protocol):
+    """Who is told that workers come and leave, by their place: of one that takes turns from now on before it gets any, of one
+    that takes none any more (given back, or lost) before anything that it had is sent again."""
+
+    def came(self, worker: int) -> None:
+        """It takes turns from now on."""
+
+    def left(self, worker: int) -> None:
+        """It takes none any more."""
+
+
+class TurnSplit(Protocol):
+    """Serves some turns as several requests of :meth:`LLMProxy.serve`."""
+
+    def applies(self, request: GenerationRequest) -> bool:
+        """Whether this turn is one of them."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """The whole turn."""
+
+    def take_stranded(self, requests: Sequence[str]) -> Sequence[str]:
+        """Nobody is left who may serve these requests as they are: have its own served otherwise; returns the others."""
+
+
 class LLMProxy:
-    """``version`` is that of the weights the workers hold. Call :meth:`start` once, :meth:`close` at the end."""
+    """``version`` is that of the weights the workers hold. Call :meth:`start` once, :meth:`close` at the end. ``watcher``: who
+    hears of workers; ``split``: how some turns are served; None: nobody, as one request each. What has no underscore is for the
+    strategies of this package too."""
 
     def __init__(
         self,
@@ -63,40 +95,45 @@ class LLMProxy:
         on_fatal: Callable[[RunError], None],
     ) -> None:
         self.lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
+        self.watcher: WorkerWatcher | None = None
+        self.split: TurnSplit | None = None
         self._events = events
-        self._stall_timeout = stall_timeout
+        self.stall_timeout = stall_timeout
         self._restarts = restarts
         self._current_only = current_only  # no request goes to a worker with older weights
         self.router = router or TurnRouter([Seat()] * len(workers))
         self.kv = kv or KvMoves()
-        self._on_fatal = on_fatal
+        self.on_fatal = on_fatal
         self._pending: dict[str, Pending] = {}
-        self._suspended = False
+        self.suspended = False
         self._preparing = -1  # the version that workers fetch, -1: none
         self._watch: asyncio.Task[None] | None = None
+        self.caps = BorrowedCaps(self.lanes, self.router, self.seat, self.dispatch, patience=heartbeat)
         self._heartbeat = Heartbeat(
             self.lanes,
-            self._lost,
-            lambda: self._suspended,
+            self.lose_worker,
+            lambda: self.suspended,
             interval=heartbeat,
             misses=misses,
             stall_timeout=stall_timeout,
-            caps=BorrowedCaps(self.lanes, self.router, self._seat, self._dispatch, patience=heartbeat),
+            caps=self.caps,
         )
+        self._hand_backs = HandBacks(events)
+        self._most_turns = 0  # under way or waiting at once, since :meth:`peak_turns` was asked
         self.version = -1  # none yet
         self.unpublished = -1  # the version that is not on the relay yet, -1: none
         self.tokens = 0  # generated so far
         self.faults = 0
         for lane in self.lanes:
-            self._seat(lane)
+            self.seat(lane)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to pump completions. The workers are up."""
         for lane in self.lanes:
-            self._open_lane(lane)
-        self._watch = spawn(self._heartbeat.run(), "proxy heartbeat", self._on_fatal)
+            self.open_worker(lane)
+        self._watch = spawn(self._heartbeat.run(), "proxy heartbeat", self.on_fatal)
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
@@ -109,10 +146,17 @@ class LLMProxy:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One turn. Cancelling the caller aborts the request in its worker. RunError: no worker is left for its task."""
+        if self.split is not None and self.split.applies(request):
+            return await self.split.generate(request)
+        return await self.serve(request)
+
+    async def serve(self, request: GenerationRequest) -> Completion:
+        """One request, as :meth:`generate`."""
+        self._most_turns = max(self._most_turns, len(self._pending) + 1)
         self.router.ask(request.request_id, request.trajectory_id, request.task)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         pending = self._pending[request.request_id] = Pending(request, answer)
-        self._dispatch()
+        self.dispatch()
         try:
             return await answer
         finally:
@@ -123,15 +167,20 @@ class LLMProxy:
                 lane.wake.set()
                 lane.unanswered = asyncio.get_running_loop().time() - lane.last_progress
             self.router.leave(request.request_id)
-            self._dispatch()  # its slot is free
+            self.dispatch()  # its slot is free
+
+    def peak_turns(self) -> int:
+        """The most turns that were under way or waited at once since this was last asked."""
+        most, self._most_turns = self._most_turns, len(self._pending)
+        return max(most, self._most_turns)
 
     def forget(self, trajectory_id: str) -> None:
         """The trajectory ended: its prefix location is of no use any more."""
         self.router.forget(trajectory_id)
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         """Send what waits and can go; the rest goes when a worker is there, or has room."""
-        while not self._suspended and (granted := self.router.grant()) is not None:
+        while not self.suspended and (granted := self.router.grant()) is not None:
             self._send_to(self.lanes[granted[1]], self._pending[granted[0]])
 
     def _send_to(self, lane: Lane, pending: Pending) -> None:
@@ -148,7 +197,7 @@ class LLMProxy:
         lane.sent[pending.sent_as] = pending
         self.kv.send(lane, request, self.lanes, self.router.prefix_of(pending.request.request_id))
 
-    def _requeue(self, pending: Pending) -> None:
+    def requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
         pending.worker = None
         if not pending.answer.done():
@@ -162,13 +211,13 @@ class LLMProxy:
 
         async def one(lane: Lane) -> str:
             try:
-                async with asyncio.timeout(self._stall_timeout):
+                async with asyncio.timeout(self.stall_timeout):
                     await lane.worker.prepare(version)
                 return ""
-            except _LOST as error:
+            except LOST as error:
                 why = str(error)
             except TimeoutError:
-                why = f"no answer for {self._stall_timeout} s"
+                why = f"no answer for {self.stall_timeout} s"
             self.note_fault(f"prepare {lane.worker.name}", why)
             return why
 
@@ -180,7 +229,7 @@ class LLMProxy:
 
     async def suspend(self, only: Sequence[int] | None = None) -> None:
         """Hold new requests, and stop every live worker (None: of all, else of these) between two steps."""
-        self._suspended = True
+        self.suspended = True
         await self._each(lambda lane: lane.worker.suspend(), only)
 
     async def update(self, version: int, only: Sequence[int] | None = None) -> list[UpdateResult]:
@@ -197,13 +246,13 @@ class LLMProxy:
     async def resume(self, only: Sequence[int] | None = None) -> None:
         """Let workers go on, and send what was held."""
         await self._each(lambda lane: lane.worker.resume(), only)
-        self._suspended = False
+        self.suspended = False
         now = asyncio.get_running_loop().time()
         for lane in self.lanes:
             lane.last_progress, lane.unanswered = now, 0.0
             lane.wake.set()
-            self._seat(lane)
-        self._dispatch()
+            self.seat(lane)
+        self.dispatch()
 
     # -- rollout and training on the same devices --------------------------------------------------------------------
 
@@ -214,7 +263,7 @@ class LLMProxy:
         lanes = [self.lanes[index] for index in indices]
         for lane in lanes:
             lane.lent = True
-            self._seat(lane)
+            self.seat(lane)
         return list(await asyncio.gather(*(self._lend(lane, level) for lane in lanes)))
 
     async def _lend(self, lane: Lane, level: str) -> Loan:
@@ -225,7 +274,7 @@ class LLMProxy:
         if lane.removed:
             return Loan(lane.worker.name, "", 0.0)  # it has no memory any more
         try:
-            async with asyncio.timeout(self._stall_timeout):
+            async with asyncio.timeout(self.stall_timeout):
                 if not lane.alive:
                     raise RetryableError(f"{lane.worker.name} is not up")
                 if not isinstance(lane.worker, ReleasingWorker):
@@ -233,23 +282,23 @@ class LLMProxy:
                 async with lane.sending:
                     await lane.worker.suspend()
                     if any(other.usable for other in self.lanes):
-                        moved = await self._move_requests(lane)
+                        moved = await self.move_requests(lane)
                     released = await lane.worker.release(level)
                 if level == "dropped":
                     lane.version = -1
-        except _LOST as error:
+        except LOST as error:
             why = str(error)
         except TimeoutError:
-            why = lane.stuck = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
+            why = lane.stuck = f"{lane.worker.name}: no answer for {self.stall_timeout} s"
         finally:
             lane.moving = False
         return Loan(lane.worker.name, why, loop.time() - begun, moved, released)
 
-    async def _move_requests(self, lane: Lane) -> int:
+    async def move_requests(self, lane: Lane) -> int:
         """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
         for request in [*lane.outbox, *self.kv.take(lane)]:
             if (pending := lane.sent.pop(request.request_id, None)) is not None:
-                self._requeue(pending)
+                self.requeue(pending)
         lane.outbox.clear()
         moved = len(lane.sent)
         lane.moving = True
@@ -257,7 +306,7 @@ class LLMProxy:
         while lane.sent:
             lane.emptied.clear()
             await lane.emptied.wait()
-        self._dispatch()
+        self.dispatch()
         return moved
 
     async def take_back(self, version: int | None = None) -> list[Loan]:
@@ -267,7 +316,7 @@ class LLMProxy:
             self.version = version
         lanes = [lane for lane in self.lanes if lane.lent or (lane.alive and lane.version != self.version)]
         loans = await asyncio.gather(*(self._take_back(lane) for lane in lanes))
-        self._dispatch()
+        self.dispatch()
         return list(loans)
 
     async def _take_back(self, lane: Lane) -> Loan:
@@ -277,21 +326,21 @@ class LLMProxy:
             lane.lent = False
             return Loan(lane.worker.name, "", 0.0)
         try:
-            async with asyncio.timeout(self._stall_timeout):
+            async with asyncio.timeout(self.stall_timeout):
                 if not lane.alive or lane.stuck:
                     raise RetryableError(lane.stuck or f"{lane.worker.name} died while its device was lent")
                 result = await lane.load(self.version)
-        except _LOST as error:
+        except LOST as error:
             why = str(error)
         except TimeoutError:
-            why = f"{lane.worker.name}: no answer for {self._stall_timeout} s"
+            why = f"{lane.worker.name}: no answer for {self.stall_timeout} s"
         lane.lent, lane.stuck, lane.last_progress = False, "", loop.time()
-        self._seat(lane)
+        self.seat(lane)
         if why and lane.lives == life:
             if lane.alive:
-                self._lost(lane, why)
+                self.lose_worker(lane, why)
             elif lane.reviver is None or lane.reviver.done():
-                lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
+                lane.reviver = spawn(self.revive(lane), f"revive {lane.worker.name}", self.on_fatal)
         lane.wake.set()
         return Loan(lane.worker.name, why, loop.time() - begun, update=result)
 
@@ -312,26 +361,31 @@ class LLMProxy:
             life = lane.lives
             why: str | None = None
             try:
-                async with asyncio.timeout(self._stall_timeout):
+                async with asyncio.timeout(self.stall_timeout):
                     await call(lane)
-            except _LOST as error:
+            except LOST as error:
                 why = str(error)
             except TimeoutError:
-                why = f"no answer to a command for {self._stall_timeout} s"
+                why = f"no answer to a command for {self.stall_timeout} s"
             if why is not None and lane.lives == life:  # else it says something about a process that is gone already
-                self._lost(lane, why)
+                self.lose_worker(lane, why)
 
         meant = [lane for lane in self.lanes if lane.usable and (only is None or lane.index in only)]
         await asyncio.gather(*(guarded(lane) for lane in meant))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def _open_lane(self, lane: Lane) -> None:
+    def open_worker(self, lane: Lane) -> None:
+        """Serve a worker that is up; one without a device, or whose server was given back, is not."""
+        if lane.parked or lane.without_device:
+            return
         lane.alive = True
-        self._seat(lane)
+        self.seat(lane)
         lane.last_progress, lane.unanswered = asyncio.get_running_loop().time(), 0.0
-        lane.pump = spawn(self._pump(lane), f"pump {lane.worker.name}", self._on_fatal)
-        lane.sender = spawn(self._send(lane), f"send {lane.worker.name}", self._on_fatal)
+        lane.pump = spawn(self._pump(lane), f"pump {lane.worker.name}", self.on_fatal)
+        lane.sender = spawn(self._send(lane), f"send {lane.worker.name}", self.on_fatal)
+        if self.watcher is not None:
+            self.watcher.came(lane.index)
 
     async def _pump(self, lane: Lane) -> None:
         """Deliver completions to the waiting environments as they come."""
@@ -356,9 +410,9 @@ class LLMProxy:
                     if pending.moves:
                         completion = joined(pending.request, pending.parts, completion)
                     pending.answer.set_result(completion)
-                self._dispatch()  # into the slots that became free
-        except _LOST as error:
-            self._lost(lane, str(error))
+                self.dispatch()  # into the slots that became free
+        except LOST as error:
+            self.lose_worker(lane, str(error))
 
     async def _send(self, lane: Lane) -> None:
         """Send what accumulated since the last call. While suspended only aborts go out."""
@@ -375,33 +429,42 @@ class LLMProxy:
                         await lane.worker.abort(gone)  # first: what is added may be over the cap else
                     if requests := [request for request in requests if request.request_id not in aborts]:
                         await lane.worker.add(requests)
-        except _LOST as error:
-            self._lost(lane, str(error))
+        except LOST as error:
+            self.lose_worker(lane, str(error))
 
     def _move(self, pending: Pending, part: Completion) -> None:
         """Go on with a request on another worker."""
+        if (lane := pending.worker) is not None and lane.borrowed and not lane.moving:
+            self._hand_backs.note(lane.worker.name, len(part.token_ids))
         if part.token_ids:
             pending.parts.append(part)
         pending.moves += 1
         if (lane := pending.worker) is not None and not lane.moving:
-            rest_from(lane, self.lanes, self.router, self._seat, self._dispatch)
-        self._requeue(pending)
-        self._dispatch()
+            rest_from(lane, self.lanes, self.router, self.seat, self.dispatch)
+        self.requeue(pending)
+        self.dispatch()
 
-    def _lost(self, lane: Lane, why: str) -> None:
+    def lose_worker(self, lane: Lane, why: str) -> None:
         """A worker is dead or stuck: take its requests back, bring it up again in the background."""
         if not lane.alive:
             return
+        self.router.close(lane.index)
+        self.tell_left(lane)
         lane.alive, lane.failed = False, why
         self.router.close(lane.index, cache_lost=True)
         self.note_fault(f"worker {lane.worker.name}", why)
         for pending in lane.give_up():
-            self._requeue(pending)
+            self.requeue(pending)
         if not lane.lent:  # its device is the trainer's
-            lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
-        self._dispatch()
+            lane.reviver = spawn(self.revive(lane), f"revive {lane.worker.name}", self.on_fatal)
+        self.dispatch()
 
-    async def _revive(self, lane: Lane) -> None:
+    def tell_left(self, lane: Lane) -> None:
+        """It takes no turns any more."""
+        if self.watcher is not None:
+            self.watcher.left(lane.index)
+
+    async def revive(self, lane: Lane) -> None:
         """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
         loop = asyncio.get_running_loop()
         began, alone, why = loop.time(), 0.0, f"it failed {lane.restarts + 1} times"
@@ -409,8 +472,8 @@ class LLMProxy:
             begun = loop.time()
             lane.lives += 1
             try:
-                await self._bring_up(lane)
-            except (*_LOST, TimeoutError) as error:
+                await self.bring_up(lane)
+            except (*LOST, TimeoutError) as error:
                 if not lane.borrowed:
                     lane.restarts += 1
                     lane.failed, why = repr(error), f"it failed {lane.restarts + 1} times"
@@ -418,56 +481,59 @@ class LLMProxy:
                     continue
                 await asyncio.sleep(_ASK_AGAIN)
                 alone = 0.0 if others_live(self.lanes, lane) else alone + loop.time() - begun
-                if alone > 4 * self._stall_timeout:
+                if alone > 4 * self.stall_timeout:
                     why = f"it was away for {loop.time() - began:.0f} s: {error}"
                     break
                 continue
             lane.restarts += 1
             if isinstance(lane.worker, PlacedWorker) and lane.worker.hardware:  # it may have moved to another pool
                 self._tell_stranded(self.router.reseat(lane.index, lane.worker.hardware))
-            self._open_lane(lane)
+            self.open_worker(lane)
             lane.wake.set()
             how, since = ("taken back", began) if lane.borrowed else (f"restart {lane.restarts}", begun)
             detail = f"{how}, {loop.time() - since:.1f} s"
             self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=detail)
-            self._dispatch()
+            self.dispatch()
             return
         lane.removed = True
         if all(other.removed or other.parked for other in self.lanes):
             last = f"the last time: {lane.failed[:300]}"
-            self._on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}, {last}"))
+            self.on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}, {last}"))
         else:
             self._tell_stranded(self.router.retire(lane.index))
 
     def _tell_stranded(self, requests: Sequence[str]) -> None:
         """Nobody is left who may serve them."""
-        if requests:
-            self._on_fatal(self.router.nobody(self._pending[requests[0]].request.task))
+        left = requests if self.split is None else self.split.take_stranded(requests)
+        if left:
+            self.on_fatal(self.router.nobody(self._pending[left[0]].request.task))
+        if self.split is not None:
+            self.dispatch()
 
-    async def _bring_up(self, lane: Lane) -> None:
+    async def bring_up(self, lane: Lane) -> None:
         """Restart a worker, and give it the present weights."""
-        async with asyncio.timeout(4 * self._stall_timeout):  # an engine start takes longer than a command
+        async with asyncio.timeout(4 * self.stall_timeout):  # an engine start takes longer than a command
             await lane.worker.restart()
         loaded = lane.version = -1
-        while loaded != self.version or self._suspended:
+        while loaded != self.version or self.suspended:
             # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
             if loaded != self.version != self.unpublished:
                 loaded = self.version
-                async with asyncio.timeout(self._stall_timeout):
+                async with asyncio.timeout(self.stall_timeout):
                     await lane.load(loaded)
             else:
                 await asyncio.sleep(0.05)
 
     def distrust(self, index: int, why: str) -> None:
         """Bring a worker up anew, like one that died."""
-        self._lost(self.lanes[index], why)
+        self.lose_worker(self.lanes[index], why)
 
     def note_fault(self, what: str, detail: str) -> None:
         """Record something that went wrong and was handled."""
         self.faults += 1
         self._events.emit("fault", what=what, cause=what.split(" ")[0], detail=detail[:300])
 
-    def _seat(self, lane: Lane) -> None:
+    def seat(self, lane: Lane) -> None:
         """Tell the router whether it may be given requests."""
         if lane.takes and lane.version == self.version:
             self.router.open(lane.index)
@@ -483,12 +549,17 @@ class LLMProxy:
     @property
     def waiting_for(self) -> str:
         """In words, what generation waits for, "" when nothing is unusual."""
-        return waits(self.lanes, self._suspended, self._preparing)
+        return waits(self.lanes, self.suspended, self._preparing)
 
     @property
     def behind(self) -> bool:
         """Whether a live worker has another version than ``version``."""
         return any(lane.usable and lane.version != self.version for lane in self.lanes)
+
+    @property
+    def pending(self) -> Mapping[str, Pending]:
+        """Requests without a completion, by id."""
+        return self._pending
 
     @property
     def waiting(self) -> list[Pending]:

@@ -12,34 +12,30 @@ there, turns are served whole by the others, and none is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from orchestrator.api import Completion, GenerationRequest
 from orchestrator.config.sections import DisaggregationSection
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL
-from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resume_turn import joined, rest
 
 _CUT = ("abort", "error")  # finish reasons after which nothing goes on
 
 
-class DisaggregatingProxy(ElasticProxy):
-    """An ElasticProxy that serves the turns of some tasks in two parts. ``served`` and ``whole`` count the turns."""
+class PrefillDecode:
+    """A :class:`~orchestrator.proxy.gateway.TurnSplit`: the turns of some tasks in two parts, as the section of the config says.
+    ``served`` and ``whole`` count the turns."""
 
-    def __init__(self, *arguments: Any, disaggregation: DisaggregationSection, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._settings = disaggregation
+    def __init__(self, proxy: LLMProxy, settings: DisaggregationSection) -> None:
+        self._proxy = proxy
+        self._settings = settings
         self._tasks: dict[str, str] = {}  # a part's request -> its task
         self.served = self.whole = 0
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """See :meth:`ElasticProxy.generate`."""
-        if not self._applies(request):
-            self.whole += 1
-            return await super().generate(request)
+        """See the protocol."""
         self.served += 1
         sampling = replace(request.sampling, max_tokens=1)
         before = replace(request, request_id=f"{request.request_id}~p", sampling=sampling)
@@ -53,38 +49,36 @@ class DisaggregatingProxy(ElasticProxy):
     async def _part(self, request: GenerationRequest, phase: str, other: str) -> Completion:
         """One of the two, with the KV that the worker of the other phase has."""
         self._tasks[request.request_id] = request.task
-        self.kv.sources[request.request_id] = self.router.holder(request.trajectory_id, other)
+        proxy = self._proxy
+        proxy.kv.sources[request.request_id] = proxy.router.holder(request.trajectory_id, other)
         try:
-            part = replace(request, task=phase) if self.router.serves(phase) else request  # its class is gone for good
-            return await super().generate(part)
+            part = replace(request, task=phase) if proxy.router.serves(phase) else request  # its class is gone for good
+            return await proxy.serve(part)
         finally:
             del self._tasks[request.request_id]
-            self.kv.sources.pop(request.request_id, None)
+            proxy.kv.sources.pop(request.request_id, None)
 
-    def _applies(self, request: GenerationRequest) -> bool:
-        settings = self._settings
-        return (
+    def applies(self, request: GenerationRequest) -> bool:
+        """See the protocol."""
+        settings, router = self._settings, self._proxy.router
+        applies = (
             (not settings.tasks or request.task in settings.tasks)
             and len(request.token_ids) >= settings.min_tokens
             and request.sampling.max_tokens > 1
-            and self.router.has(PREFILL)
-            and self.router.has(DECODE)
+            and router.has(PREFILL)
+            and router.has(DECODE)
         )
+        self.whole += not applies
+        return applies
 
-    def _tell_stranded(self, requests: Sequence[str]) -> None:
+    def take_stranded(self, requests: Sequence[str]) -> Sequence[str]:
         """No worker of a class is left: these turns go on anywhere."""
         left = []
         for name in requests:
-            pending, task = self._pending[name], self._tasks.get(name)
+            pending, task = self._proxy.pending[name], self._tasks.get(name)
             if task is None:
                 left.append(name)
                 continue
             pending.request = replace(pending.request, task=task)
-            self.router.ask(name, pending.request.trajectory_id, task)
-        super()._tell_stranded(left)
-        self._dispatch()
-
-
-def proxy(settings: DisaggregationSection) -> Callable[..., ElasticProxy]:
-    """The kind of proxy that the config asks for."""
-    return partial(DisaggregatingProxy, disaggregation=settings) if settings.enabled else ElasticProxy
+            self._proxy.router.ask(name, pending.request.trajectory_id, task)
+        return left

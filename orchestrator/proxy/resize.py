@@ -1,4 +1,4 @@
-"""A proxy that can cut its engines anew: between steps, by starting workers over more or fewer devices (RollPacker 4.2, Heddle
+"""Engines of a proxy that are cut anew: between steps, by starting workers over more or fewer devices (RollPacker 4.2, Heddle
 6).
 
 Of the run's own workers w0, w1, ..., each with a device, an engine of t devices is a worker that runs over its own device and the
@@ -19,12 +19,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
 from orchestrator.policies.parallelism.engine_profile import Layout
-from orchestrator.proxy.gateway import _LOST
-from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.proxy.gateway import LOST, LLMProxy
 from orchestrator.proxy.worker_state import Lane, spawn
 
 NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
@@ -42,13 +40,13 @@ class Reshaped:
     ep: int = 1
 
 
-class ReshapingProxy(ElasticProxy):
-    """An ElasticProxy, with :meth:`reshape`."""
+class EngineResizing:
+    """Over the workers of a proxy that can be cut anew. Made before the proxy starts."""
 
-    def __init__(self, workers: Sequence[ManagedWorker], *arguments: Any, **keywords: Any) -> None:
-        super().__init__(workers, *arguments, **keywords)
+    def __init__(self, proxy: LLMProxy) -> None:
+        self.proxy = proxy
         for lane in self._own:
-            if not ranks_of(lane):
+            if lane.without_device:
                 self._park(lane)
 
     @property
@@ -87,34 +85,29 @@ class ReshapingProxy(ElasticProxy):
         begun, before = loop.time(), [_cut_of(lane) for lane in self._own]
         changes = [index for index, (now, then) in enumerate(zip(before, ranks, strict=True)) if now != then]
         lanes = [self._own[index] for index in changes]
-        moved = len(self._pending) if len(lanes) == len(self._own) else sum(len(lane.sent) for lane in lanes)
+        moved = len(self.proxy.pending) if len(lanes) == len(self._own) else sum(len(lane.sent) for lane in lanes)
         await self._stop_all(lanes, [ranks[index] for index in changes])
         why = await self._start_all(lanes, give_up=True)
         if why:
             await self._stop_all(lanes, [before[index] for index in changes])
             await self._start_all(lanes, give_up=False)
-        self._dispatch()
+        self.proxy.dispatch()
         tp, ep = max(ranks)
         return Reshaped(tp, loop.time() - begun, moved, why, ep)
 
     @property
     def _own(self) -> list[Lane]:
-        return [lane for lane in self.lanes if isinstance(lane.worker, ResizableWorker)]
-
-    def _open_lane(self, lane: Lane) -> None:
-        if lane.removed and isinstance(lane.worker, ResizableWorker) and not lane.worker.ranks:
-            return  # parked
-        super()._open_lane(lane)
+        return [lane for lane in self.proxy.lanes if isinstance(lane.worker, ResizableWorker)]
 
     def _park(self, lane: Lane) -> None:
         lane.alive, lane.removed = False, True
-        self._seat(lane)
+        self.proxy.seat(lane)
 
     async def _stop_all(self, lanes: Sequence[Lane], cuts: Sequence[tuple[int, int]]) -> None:
         """End these processes, their requests taken away first, and say what starts next."""
         for lane in lanes:
             lane.lent = True  # until it is open again: nothing is sent there
-            self._seat(lane)
+            self.proxy.seat(lane)
         await asyncio.gather(*(self._empty(lane) for lane in lanes))
         for lane, (ranks, expert_ranks) in zip(lanes, cuts, strict=True):
             worker = lane.worker
@@ -130,17 +123,17 @@ class ReshapingProxy(ElasticProxy):
             await asyncio.gather(lane.reviver, return_exceptions=True)
         if lane.alive:
             try:
-                async with asyncio.timeout(self._stall_timeout), lane.sending:
+                async with asyncio.timeout(self.proxy.stall_timeout), lane.sending:
                     await lane.worker.suspend()
-                    await self._move_requests(lane)
-            except (*_LOST, TimeoutError) as error:
-                self.note_fault(f"worker {lane.worker.name}", f"it is restarted with what it had: {error!r}")
+                    await self.proxy.move_requests(lane)
+            except (*LOST, TimeoutError) as error:
+                self.proxy.note_fault(f"worker {lane.worker.name}", f"it is restarted with what it had: {error!r}")
             finally:
                 lane.moving = False
         for pending in lane.give_up():
-            self._requeue(pending)
+            self.proxy.requeue(pending)
         lane.alive = False
-        self.router.close(lane.index, cache_lost=True)
+        self.proxy.router.close(lane.index, cache_lost=True)
 
     async def _start_all(self, lanes: Sequence[Lane], *, give_up: bool) -> str:
         """Start those that are to run; returns why one did not come up. ``give_up``: then the caller goes another way, else
@@ -148,13 +141,13 @@ class ReshapingProxy(ElasticProxy):
 
         async def one(lane: Lane) -> str:
             lane.removed, lane.lives = False, lane.lives + 1
-            self.router.regain(lane.index)
+            self.proxy.router.regain(lane.index)
             try:
-                await self._bring_up(lane)
-            except (*_LOST, TimeoutError) as error:
-                return str(error) or f"no answer for {4 * self._stall_timeout:g} s"
+                await self.proxy.bring_up(lane)
+            except (*LOST, TimeoutError) as error:
+                return str(error) or f"no answer for {4 * self.proxy.stall_timeout:g} s"
             lane.lent = False
-            self._open_lane(lane)
+            self.proxy.open_worker(lane)
             lane.wake.set()
             return ""
 
@@ -166,8 +159,8 @@ class ReshapingProxy(ElasticProxy):
         for lane, failure in zip(running, why, strict=True):
             if failure and not give_up:
                 lane.lent = False
-                self.note_fault(f"worker {lane.worker.name}", failure)
-                lane.reviver = spawn(self._revive(lane), f"revive {lane.worker.name}", self._on_fatal)
+                self.proxy.note_fault(f"worker {lane.worker.name}", failure)
+                lane.reviver = spawn(self.proxy.revive(lane), f"revive {lane.worker.name}", self.proxy.on_fatal)
         for lane in lanes:
             if not ranks_of(lane):
                 lane.lent = False

@@ -14,10 +14,12 @@ from orchestrator.api import (
     ManagedWorker,
     ReleaseResult,
     ReleasingWorker,
+    ResizableWorker,
     RetryableError,
     RunError,
     UpdateResult,
 )
+from orchestrator.events import EventLog
 from orchestrator.policies.routing.turn_routing import TurnRouter
 
 STORE_AWAY = "metadata_unreachable"  # the reason in a RelayError, however many processes it came through
@@ -88,6 +90,11 @@ class Lane:
         self.borrowed = isinstance(self.worker, BorrowedWorker)
 
     @property
+    def without_device(self) -> bool:
+        """Whether another engine runs over its device: it has no process (:mod:`orchestrator.proxy.resize`)."""
+        return isinstance(self.worker, ResizableWorker) and not self.worker.ranks
+
+    @property
     def usable(self) -> bool:
         """Whether it may be given requests and commands."""
         return self.alive and not self.lent
@@ -142,6 +149,27 @@ class Lane:
         self.outbox.clear()
         self.aborts.clear()
         return had
+
+
+class HandBacks:
+    """What borrowed workers handed back by themselves: one event ``handed_back`` a worker for all that came at once."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._counts: dict[str, list[int]] = {}  # worker -> requests, tokens, not told yet
+
+    def note(self, worker: str, tokens: int) -> None:
+        """A request came back with so many tokens."""
+        if not self._counts:
+            asyncio.get_running_loop().call_soon(self._tell)
+        counts = self._counts.setdefault(worker, [0, 0])
+        counts[0] += 1
+        counts[1] += tokens
+
+    def _tell(self) -> None:
+        told, self._counts = self._counts, {}
+        for name, (requests, tokens) in told.items():
+            self._events.emit("handed_back", worker=name, requests=requests, tokens=tokens)
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunError], None]) -> asyncio.Task[None]:

@@ -17,12 +17,11 @@ from orchestrator.api import ConfigError, RetryableError, Task, parts_of
 from orchestrator.borrowing import discovery
 from orchestrator.config import Config
 from orchestrator.config.user_functions import named_function
-from orchestrator.environments.episode_context import rules_of
+from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
-from orchestrator.parallelism import planner_setup
-from orchestrator.runtime import judge_setup, kv_setup, pool_requests
+from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, pool_requests
 from orchestrator.runtime.mooncake_master import own_address
 from orchestrator.sandbox import Sandbox
 from orchestrator.tasks import registry
@@ -60,8 +59,8 @@ def check(config: Config, task: Task) -> None:
     check_port(config)
     _metadata(config)
     for part in (task, *parts_of(task).values()):
-        rules_of(config, part)
-    planner_setup.check(config)
+        setup_of(config.context, part)
+    engine_cuts.check(config)
     kv_setup.check(config)
     pool_requests.check(config)
     run_view.check(config)

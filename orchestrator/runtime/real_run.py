@@ -33,9 +33,10 @@ from orchestrator.api import (
 )
 from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
+from orchestrator.build import build_pipeline
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.colocation.stream_training import kv_bytes_per_token
-from orchestrator.components import Parts, Position
+from orchestrator.components import Components, Position
 from orchestrator.config import Config
 from orchestrator.environments.environment_setup import make_pool, owner_of
 from orchestrator.environments.tool_functions import ToolTally
@@ -44,14 +45,13 @@ from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
 from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
-from orchestrator.parallelism.planner_setup import cut_of
-from orchestrator.pipeline import Pipeline
 from orchestrator.policies.placement.device_allocation import Binding
 from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
 from orchestrator.runtime.background_checkpoints import BesideTheLoop
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker
+from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.runtime.mooncake_master import MooncakeMaster
 from orchestrator.runtime.process_keeper import Keeper
@@ -186,7 +186,7 @@ class _Life:
                 assembly = _Assembly(config, folder, task, events, display, stack, resumed)
                 parts, position = await assembly.start(ledger, store, checkpoints)
             garbage_collector.calm()
-            pipeline = Pipeline(config, parts, position)
+            pipeline = build_pipeline(config, parts, position)
             await stack.enter_async_context(run_view.attach(sampler, config, folder, events, pipeline))
             assembly.keeper.start(pipeline.fail)
             stack.push_async_callback(assembly.keeper.close)
@@ -241,7 +241,9 @@ class _Assembly:
     def __post_init__(self) -> None:
         self.keeper = Keeper(self.events)
 
-    async def start(self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints) -> tuple[Parts, Position]:
+    async def start(
+        self, ledger: Ledger, store: TrajectoryStore, checkpoints: Checkpoints
+    ) -> tuple[Components, Position]:
         """Start everything; returns what the pipeline talks to, and where it begins."""
         config, resumed = self.config, self.resumed
         self.display.stage("startup", "relay, reward host, model")
@@ -261,7 +263,7 @@ class _Assembly:
         trainer.start()
         model = await self._model(trainer)
         kept = resumed.position.degrees if resumed is not None else None
-        cut = await cut_of(config, self.task, model, _shape(model), trainer.function, kept)
+        cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
         kv = kv_arguments(config)
         workers = [
             RayWorker(
@@ -270,7 +272,7 @@ class _Assembly:
                 _worker_arguments(config, model, endpoint, index) | kv,
                 {**engine_environment(config), **rewards.beside},
                 places.get(f"vllm-{index}"),
-                **cut.of(index),
+                **cut.keywords_of(index),
             )
             for index in range(config.rollout.workers)
         ]
@@ -303,7 +305,7 @@ class _Assembly:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error
         ranks_alive = await trainer.pids()
         self.keeper.record(self.folder.path / "processes", lambda: {**ranks_alive, **_pids(workers)})
-        parts = Parts(
+        parts = Components(
             self.task, managed, trainer, rewards.function, self.events, ledger, store, self.display, checkpoints, pool
         )
         parts.market = market if market.exchanged else None

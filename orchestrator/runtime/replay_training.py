@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from orchestrator.api import ConfigError, RetryableError, RunError, Task
+from orchestrator.build import make_filters
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.observe import run_view
-from orchestrator.rollout import make_filters
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime.engine_actors import RayTrainer
 from orchestrator.runtime.pool_requests import trainer_ranks
@@ -64,7 +64,7 @@ async def replay_run(config: Config, folder: RunFolder, source: Path, task: Task
                     )
             await warm_up(config, task, trainer, events)
             overlong = config.reward.overlong.rule
-            done = await replay(recording, trainer, events, ledger, make_filters(config), steps, overlong)
+            done = await replay(recording, trainer, events, ledger, make_filters(config.filters), steps, overlong)
             await trainer.call("export", str(folder.path / "model-final"))
             print(f"trained {done} of {len(recording)} recorded steps")
             status = reason = "completed"

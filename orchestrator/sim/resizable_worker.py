@@ -14,7 +14,7 @@ import asyncio
 
 from orchestrator.api import ConfigError, RetryableError, Task
 from orchestrator.config import Config
-from orchestrator.parallelism.step_planner import make_planner
+from orchestrator.parallelism.planner_setup import make_planner
 from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner, layouts_of
 from orchestrator.sim import hardware
@@ -72,9 +72,9 @@ def planner_of(config: Config, task: Task) -> ParallelismPlanner | None:
     if not config.rollout.planner.enabled:
         return None
     if config.sim.costs == "linear":
-        return make_planner(config, task)
+        return make_planner(config.rollout, task)
     heads = hardware.model(config.sim.model).heads
-    return make_planner(config, task, max(1, heads // config.sim.tensor_parallel), roofline_profile(config))
+    return make_planner(config.rollout, task, max(1, heads // config.sim.tensor_parallel), roofline_profile(config))
 
 
 def check_planner(config: Config) -> None:

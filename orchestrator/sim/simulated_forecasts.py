@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
-from orchestrator.components import Parts
+from orchestrator.components import Components
 from orchestrator.config import Config
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.policies.parallelism.engine_profile import Layout, Profile
@@ -26,7 +26,7 @@ from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.task_mix import Workload
 
 
-def equip(parts: Parts, config: Config, workers: Sequence[SimWorker]) -> None:
+def equip(parts: Components, config: Config, workers: Sequence[SimWorker]) -> None:
     """Give a simulated run its predictor, and what placement knows of workers, where its config asks for them. Raises
     ConfigError."""
     parts.kv_bytes = kv_bytes(config)
@@ -51,7 +51,7 @@ class SimRates:
         self._made: dict[tuple[str, int], Rates] = {}
 
     def of_worker(self, workers: Sequence[SimWorker], worker: int) -> Rates:
-        """See :class:`orchestrator.placement.placer.Placing`."""
+        """See :class:`orchestrator.placement.placer.TrajectoryPlacer`."""
         one = workers[worker]
         return self.of(one.hardware, one.degree * max(1, one.ranks))
 

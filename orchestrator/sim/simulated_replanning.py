@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from orchestrator.api import Task
-from orchestrator.components import Parts
+from orchestrator.components import Components
 from orchestrator.config import Config
-from orchestrator.parallelism.degree_planner import make_reallocation
+from orchestrator.parallelism.planner_setup import make_reallocation
 from orchestrator.policies.parallelism.degree_reallocation import Reallocation
 from orchestrator.policies.parallelism.engine_profile import Layout
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
@@ -30,11 +30,13 @@ def cutter_of(config: Config, task: Task, kept: Mapping[str, Any] | None = None)
     if not config.rollout.placement.degrees.enabled:
         return planner_of(config, task)
     if config.sim.costs == "linear" or not config.sim.tasks or config.rollout.placement.profile:
-        return make_reallocation(config, kept=kept)
+        return make_reallocation(config.rollout, kept=kept)
     per, rates, name = config.sim.tensor_parallel, SimRates(config), fleet(config)[0]
     heads = hardware.model(config.sim.model).heads
     start = config.sim.start_seconds + rates.loading(name, per)
-    return make_reallocation(config, max(1, heads // per), lambda degree: rates.of(name, per * degree), kept, start)
+    return make_reallocation(
+        config.rollout, max(1, heads // per), lambda degree: rates.of(name, per * degree), kept, start
+    )
 
 
 def resizable(config: Config, cutter: Cutter) -> Callable[..., SimWorker]:
@@ -59,7 +61,7 @@ def seat(workers: Sequence[SimWorker], cutter: Cutter | None, watch: Watch | Non
         worker.begin(count, experts if count else 1)
 
 
-def hand_over(parts: Parts, cutter: Cutter | None) -> None:
+def hand_over(parts: Components, cutter: Cutter | None) -> None:
     """Give it to a simulated run."""
     if cutter is None:
         return

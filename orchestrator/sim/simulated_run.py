@@ -35,7 +35,8 @@ from orchestrator.api import (
     TrainMetrics,
     TrainSample,
 )
-from orchestrator.components import Parts, Position
+from orchestrator.build import build_pipeline
+from orchestrator.components import Components, Position
 from orchestrator.config import Config, to_json
 from orchestrator.environments.environment_pool import EnvPool
 from orchestrator.environments.environment_setup import make_pool
@@ -282,7 +283,7 @@ class _Simulation:
                 await self._pool.close()
             raise
         self.audit.running()
-        pipeline = Pipeline(config, parts, position)
+        pipeline = build_pipeline(config, parts, position)
         self._rounds = pipeline.rollout.rounds
         if style == "stop":
             loop.call_later(rng.expovariate(1.0 / 30.0), pipeline.stop, "interrupted")
@@ -318,7 +319,7 @@ class _Simulation:
             return ""
         return str(rng.choice(("kill", "kill", "stop")))
 
-    async def _start(self, events: EventLog, ledger: Ledger) -> tuple[Parts, Position]:
+    async def _start(self, events: EventLog, ledger: Ledger) -> tuple[Components, Position]:
         config, weights = self.config, SimWeights()
         store = SimStore(self.remains)
         checkpoints = SimCheckpoints(self.folder / "checkpoints", config.checkpoint.keep, self.remains)
@@ -380,7 +381,7 @@ class _Simulation:
         market = borrowed.market if borrowed is not None else None
         workers = workers if market is None else market.open(workers)
         keeps = checkpoints if self._faulty else None
-        parts = Parts(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
+        parts = Components(task, workers, audited, reward, events, ledger, store, SimDisplay(False), keeps, pool)
         parts.market = market
         equip(parts, config, self._workers)
         hand_over(parts, cutter)

@@ -28,7 +28,7 @@ from orchestrator.api import (
 )
 from orchestrator.checkpoint import _trajectory_from_json  # what a resume reads
 from orchestrator.config import Config, load_config
-from orchestrator.environments.episode_context import rules_of
+from orchestrator.environments.episode_context import setup_of
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.policies.episodes.context_rule import ContextRules
 from orchestrator.rewards.reward_client import HttpReward
@@ -107,7 +107,7 @@ def play(config: Config | None, speaker: Speaker, task: CorridorTask | MemoryTas
     task = task or CorridorTask()
 
     async def run() -> Episode:
-        context = rules_of(config, task) if config else None
+        context = setup_of(config.context, task) if config else None
         manager = EnvManager(
             task, speaker, step_timeout=5, trajectory_timeout=30, is_stale=lambda _: False, context=context  # type: ignore[arg-type]
         )  # fmt: skip
@@ -419,14 +419,14 @@ def test_what_stays_fits_with_a_whole_response(
 )
 def test_rules_that_do_not_fit_the_task_are_one_clear_error(overrides: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        rules_of(load_config(None, overrides), CorridorTask())
+        setup_of(load_config(None, overrides).context, CorridorTask())
     assert caught.value.field == field
 
 
 def test_a_task_may_have_rules_of_its_own() -> None:
     config = load_config(None, ["context.strategy=restart", "context.tasks.toy.strategy=keep"])
-    assert rules_of(config, CorridorTask())[0].strategy == "keep"
-    assert rules_of(config, SimTask(config))[0].strategy == "restart"
+    assert setup_of(config.context, CorridorTask())[0].strategy == "keep"
+    assert setup_of(config.context, SimTask(config))[0].strategy == "restart"
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

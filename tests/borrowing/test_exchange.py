@@ -18,10 +18,11 @@ from orchestrator.api import CommandError, GenerationRequest, RetryableError, Ru
 from orchestrator.borrowing import served_workers
 from orchestrator.borrowing.discovery import Market
 from orchestrator.borrowing.http_worker import HttpWorker
-from orchestrator.borrowing.server_exchange import Exchange, exchange_of
+from orchestrator.borrowing.server_exchange import Exchange
 from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.router_setup import plan
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from orchestrator.transfer import RelayEndpoint
@@ -39,7 +40,7 @@ class Run:
         self.fatal: list[RunError] = []
         endpoint = RelayEndpoint.from_dict({**ENDPOINT, "job": "run"})
         self.market = Market(config, FrozenLakeTask(200), endpoint, self.events)
-        self.proxy: ElasticProxy
+        self.proxy: LLMProxy
         self.exchange: Exchange
         self.task: asyncio.Task[None]
 
@@ -48,7 +49,7 @@ class Run:
         await served_workers.start(workers, self.events)
         names = [worker.name for worker in workers]
         router = plan(self.config.rollout.routing, names, [""] * len(names), [True] * len(names))
-        self.proxy = ElasticProxy(
+        self.proxy = LLMProxy(
             workers,
             self.events,
             stall_timeout=20,
@@ -58,7 +59,10 @@ class Run:
             router=router,
             on_fatal=self.fatal.append,
         )
-        self.exchange = exchange_of(self.config, self.market, self.proxy, self.events)
+        settings = self.config.rollout
+        self.exchange = Exchange(
+            self.market, Membership(self.proxy), self.events, settings.borrowed, settings.routing, self.market.first
+        )
         self.proxy.start()
         await self.update(0)
         self.task = asyncio.create_task(self.exchange.run())
@@ -225,7 +229,7 @@ def test_a_server_that_another_job_has_is_left_alone_and_taken_when_that_job_has
         await other.close()
         await until(lambda: run.servers == {first.url, second.url})
         # The run stood still for longer than its lease, and the other job was there first.
-        lane = run.proxy.lane_of(second.url)
+        lane = run.exchange._members.lane_of(second.url)
         assert lane is not None
         assert isinstance(lane.worker, HttpWorker)
         assert lane.worker._lease is not None
@@ -245,15 +249,15 @@ def test_a_server_that_another_job_has_is_left_alone_and_taken_when_that_job_has
 def test_a_server_whose_taking_ended_as_nobody_foresaw_is_a_fault_and_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take, failed = ElasticProxy.take, []
+    take, failed = Membership.take_server, []
 
-    async def broken_once(proxy: ElasticProxy, *arguments: Any) -> Any:
+    async def broken_once(members: Membership, *arguments: Any) -> Any:
         if not failed:
             failed.append(True)
             raise ZeroDivisionError("nobody foresaw this")
-        return await take(proxy, *arguments)
+        return await take(members, *arguments)
 
-    monkeypatch.setattr(ElasticProxy, "take", broken_once)
+    monkeypatch.setattr(Membership, "take_server", broken_once)
 
     async def scenario(servers: list[TwinServer]) -> None:
         first, second = servers
@@ -341,7 +345,7 @@ def test_a_server_that_the_proxy_gave_up_while_it_says_that_it_is_well_is_given_
         first, second = servers
         run = Run(config_of(first.url, second.url, most=2))
         await run.start()
-        lane = run.proxy.lane_of(second.url)
+        lane = run.exchange._members.lane_of(second.url)
         assert lane is not None
         lane.alive, lane.removed = False, True  # as the end of a recovery that took too long leaves it
         run.proxy._tell_stranded(run.proxy.router.retire(lane.index))

@@ -17,7 +17,7 @@ from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.borrowing.discovery import Market
 from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.borrowing.server_exchange import offer_of
-from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.proxy.membership import Membership
 from orchestrator.transfer import RelayEndpoint
 from tests.borrowing.test_exchange import Run, config_of, play
 from tests.support.served_twins import until, used
@@ -152,7 +152,7 @@ def test_a_run_with_nothing_left_to_generate_waits_for_a_server_and_ends_with_wh
         (server,) = servers
         run = Run(config_of(server.url, most=1))
         await run.start()
-        lane = run.proxy.lane_of(server.url)
+        lane = run.exchange._members.lane_of(server.url)
         assert lane is not None
         assert isinstance(lane.worker, HttpWorker)
         assert lane.worker._lease is not None
@@ -169,7 +169,7 @@ def test_a_run_with_nothing_left_to_generate_waits_for_a_server_and_ends_with_wh
         again = other(server)
         await lane.worker._lease.give_back()  # type: ignore[union-attr]
         await again.hold()
-        monkeypatch.setattr(ElasticProxy, "patience", 0.5)
+        monkeypatch.setattr(Membership, "patience", 0.5)
         with pytest.raises(RunError, match="job other has it"):
             await run.task
         await again.close()
@@ -208,14 +208,14 @@ def test_a_run_that_ends_while_a_server_is_given_back_leaves_its_lease_to_nobody
 
 
 def test_requests_that_cannot_be_taken_away_leave_the_lease_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(proxy: ElasticProxy, lane: Any) -> int:
+    async def broken(members: Membership, lane: Any) -> int:
         raise RetryableError("it broke")
 
     async def scenario(servers: list[TwinServer]) -> None:
         first, second = servers
         run = Run(config_of(first.url, second.url, most=2, crowded=0.8))
         await run.start()
-        monkeypatch.setattr(ElasticProxy, "give_back", broken)
+        monkeypatch.setattr(Membership, "give_back", broken)
         used(first, 0.95)
         begun = time.monotonic()
         await until(lambda: first.control.lease.book.present() is None)
@@ -242,7 +242,7 @@ def test_who_places_trajectories_hears_of_every_server_that_is_lost_or_given_bac
         first, second = servers
         run = Run(config_of(first.url, second.url, most=2, crowded=0.8))
         await run.start()
-        run.proxy.fleet = heard = Heard()
+        run.proxy.watcher = heard = Heard()
         run.proxy.distrust(1, "it said something strange")
         assert heard.of == [("left", 1)], "before anything of it is sent again"
         await until(lambda: heard.of[1:] == [("came", 1)])

@@ -12,7 +12,7 @@ from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import Placing
+from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.placement.worker_rates import line_rates
 from orchestrator.policies.placement.worker_load import Rates
 from orchestrator.policies.prediction.length_predictor import Forecast
@@ -52,7 +52,7 @@ class Fleet:
         self.router = TurnRouter([Seat() for _ in range(number)])
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
         rates = Rates((0.01, 0.015), room=room)
-        self.placing = Placing(chosen, self.router, events, lambda worker: rates, wire, 1e6)
+        self.placing = TrajectoryPlacer(chosen, self.router, events, lambda worker: rates, wire, 1e6)
         for worker in range(number):
             self.come(worker)
 
@@ -221,7 +221,7 @@ def test_tasks_share_a_placement_as_long_as_they_share_workers() -> None:
         chosen = PlacementSection.model_validate({"enabled": True})
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
         rates = Rates((0.01, 0.015))
-        placing = Placing(chosen, router, events, lambda worker: rates, None, 1e6)
+        placing = TrajectoryPlacer(chosen, router, events, lambda worker: rates, None, 1e6)
         router.open(0)
         placing.came(0)
         placing.begin("g", "game", 10.0)  # no worker of its class is up in this moment

@@ -19,7 +19,8 @@ from orchestrator.api import (
     TrainMetrics,
     TrainSample,
 )
-from orchestrator.colocation.stream_training import kv_bytes_per_token, training_units
+from orchestrator.build import training_units
+from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.config import Config, load_config
 from orchestrator.policies.batching.stream_trigger import KvLimit
 from orchestrator.sim import device_sharing

@@ -10,7 +10,7 @@ from orchestrator.api import ConfigError, GenerationRequest, KvMove, Sampling
 from orchestrator.config import load_config
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import Placing
+from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.policies.placement.worker_load import Rates
 from orchestrator.policies.prediction.length_predictor import Forecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
@@ -19,10 +19,10 @@ from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.virtual_loop import run
 
 
-def placing(router: TurnRouter, *rates: Rates) -> Placing:
+def placing(router: TurnRouter, *rates: Rates) -> TrajectoryPlacer:
     chosen = PlacementSection.model_validate({"enabled": True, "certainty": 0.0, "prefill_seconds": 0.0})
     events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-    return Placing(chosen, router, events, lambda worker: rates[worker], None, 1000.0)
+    return TrajectoryPlacer(chosen, router, events, lambda worker: rates[worker], None, 1000.0)
 
 
 def opened(*seats: Seat, **settings: object) -> TurnRouter:

@@ -21,13 +21,32 @@ def trajectory(name: str, group: str, version: int = 0) -> Trajectory:
     return Trajectory(name, group, "task", PROMPT, (turn,), 1.0, "v", 0, False)
 
 
+class Owner:
+    def __init__(self, evicted: list[tuple[str, str, str]] | None = None) -> None:
+        self.evicted = [] if evicted is None else evicted
+        self.surplus: list[str] = []
+        self.more = True
+
+    def on_evict(self, trajectory: Trajectory, state: str, cause: str) -> None:
+        self.evicted.append((trajectory.id, state, cause))
+
+    def on_surplus(self, members: list[str]) -> None:
+        self.surplus += members
+
+    def on_group(self, group_id: str, outcome: str) -> None: ...
+
+    def may_have_more(self) -> bool:
+        return self.more
+
+
 class Recorder:
     def __init__(self, alpha: int, max_filtered: int = 0) -> None:
         self.evicted: list[tuple[str, str, str]] = []
         self.taken: list[str] = []
         self.groups: list[str] = []
         bound = StalenessBound(alpha)
-        self.buffer = SampleBuffer(bound, lambda t, s, c: self.evicted.append((t.id, s, c)), max_filtered)
+        self.buffer = SampleBuffer(bound, max_filtered)
+        self.buffer.owner = Owner(self.evicted)
 
     def take(self, group: list[Trajectory]) -> None:
         self.taken += [t.id for t in group]
@@ -275,8 +294,8 @@ def test_what_turned_stale_unseen_is_evicted_before_a_batch_is_formed() -> None:
 
 
 def test_a_group_with_redundant_members_is_complete_when_enough_are_scored_and_the_others_are_surplus() -> None:
-    surplus: list[str] = []
-    buffer = SampleBuffer(StalenessBound(1), lambda t, s, c: None, on_surplus=surplus.extend)
+    buffer, owner = SampleBuffer(StalenessBound(1)), Owner()
+    buffer.owner, surplus = owner, owner.surplus
     buffer.open("a", PROMPT, ["a-0", "a-1", "a-2", "a-3"], refills=2, wanted=2)
     buffer.put(trajectory("a-2", "a"))
     assert (buffer.ready_groups, surplus) == (0, [])
@@ -289,9 +308,8 @@ def test_a_group_with_redundant_members_is_complete_when_enough_are_scored_and_t
 
 def test_a_filtered_member_ends_with_its_reason_and_is_a_lost_one() -> None:
     evicted: list[tuple[str, str, str]] = []
-    buffer = SampleBuffer(
-        StalenessBound(1), lambda t, s, c: evicted.append((t.id, s, c)), filters=FilterChain([Quality(low=0.5)])
-    )
+    buffer = SampleBuffer(StalenessBound(1), filters=FilterChain([Quality(low=0.5)]))
+    buffer.owner = Owner(evicted)
     buffer.open("a", PROMPT, ["a-0", "a-1", "a-2"], refills=1)
     assert buffer.put(replace(trajectory("a-0", "a"), reward=0.0)) is True
     assert evicted == [("a-0", "filtered", "reward_low")]
@@ -307,16 +325,8 @@ def of_task(name: str, group: str, task: str) -> Trajectory:
 
 def test_a_batch_waits_for_another_kind_while_one_may_come_and_then_filters_a_bounded_number() -> None:
     async def run() -> None:
-        more = [True]
-        evicted: list[tuple[str, str]] = []
-        buffer = SampleBuffer(
-            StalenessBound(1),
-            lambda t, s, c: evicted.append((t.id, c)),
-            1,
-            dynamic=False,
-            balance=Balance("task", 0.5),
-            more=lambda: more[0],
-        )
+        buffer, owner = SampleBuffer(StalenessBound(1), 1, dynamic=False, balance=Balance("task", 0.5)), Owner()
+        buffer.owner = owner
 
         def fill(group: str, task: str) -> None:
             buffer.open(group, PROMPT, [f"{group}-0", f"{group}-1"], refills=0)
@@ -330,10 +340,10 @@ def test_a_batch_waits_for_another_kind_while_one_may_come_and_then_filters_a_bo
         await asyncio.sleep(0.01)
         assert not batch.done()
         assert "1 held back: maths have their share" in buffer.waiting_for
-        more[0] = False  # nothing else comes: c is filtered, then what comes is taken as it is
+        owner.more = False  # nothing else comes: c is filtered, then what comes is taken as it is
         fill("e", "maths")
         taken = await batch
         assert list(dict.fromkeys(item.trajectory.group_id for item in taken)) == ["a", "d", "b", "e"]
-        assert evicted == [("c-0", "balance"), ("c-1", "balance")]
+        assert [(name, cause) for name, _, cause in owner.evicted] == [("c-0", "balance"), ("c-1", "balance")]
 
     asyncio.run(run())

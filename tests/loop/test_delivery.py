@@ -30,7 +30,7 @@ from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.simulated_worker import RESTART_SECONDS, SimWorker
 from orchestrator.sim.twins import SimTrainer
 from orchestrator.sim.virtual_loop import run
-from orchestrator.weight_sync import Delivery
+from orchestrator.weight_sync import WeightSync
 
 PUBLISH, UPDATE, LIMIT = 10.0, 4.0, 20.0
 
@@ -64,7 +64,7 @@ class Rig:
             ports, self.events, stall_timeout=60.0, restarts=2, current_only=current_only, on_fatal=self._fail
         )
         self.proxy.start()
-        self.delivery = Delivery(self.trainer, self.proxy, self.events, self._call, settings.collective_limit)
+        self.delivery = WeightSync(self.trainer, self.proxy, self.events, self._call, settings.collective_limit)
         self.asked: list[tuple[int, bool]] = []  # of the trainer: receivers, whether anew
         stock = self.trainer.send
 

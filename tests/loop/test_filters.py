@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
+from orchestrator.build import make_balance, make_filters
 from orchestrator.components import Position
 from orchestrator.config import parse_config
 from orchestrator.policies.batching.trajectory_filters import (
@@ -23,7 +24,6 @@ from orchestrator.policies.batching.trajectory_filters import (
     action_ngrams,
 )
 from orchestrator.policies.training.lag_weight import LagWeight, effective_share
-from orchestrator.rollout import make_balance, make_filters
 from orchestrator.runtime.resume import Resumed, remember
 from orchestrator.store import TrajectoryStore, recent_scored
 
@@ -138,19 +138,19 @@ def test_the_effective_share_lies_between_one_sample_and_all(weights: list[float
 
 
 def test_what_the_config_switches_on_is_what_filters() -> None:
-    assert make_filters(parse_config({})).screen(replace(said((2,)), truncated=True)) == ""
-    assert make_filters(parse_config({})).screen(replace(said((2,)), errors=("x",))) == "errors"
+    assert make_filters(parse_config({}).filters).screen(replace(said((2,)), truncated=True)) == ""
+    assert make_filters(parse_config({}).filters).screen(replace(said((2,)), errors=("x",))) == "errors"
     off = parse_config({"filters": {"completeness": False}})
-    assert make_filters(off).screen(replace(said((2,)), errors=("x",))) == ""
+    assert make_filters(off.filters).screen(replace(said((2,)), errors=("x",))) == ""
     values = {"truncated": "drop", "reward_min": 0.0, "ngram": 2, "max_repetition": 0.5, "max_similarity": 0.5}
-    chain = make_filters(parse_config({"filters": {**values, "balance": "task"}}))
+    chain = make_filters(parse_config({"filters": {**values, "balance": "task"}}).filters)
     assert chain.screen(replace(said((2,)), truncated=True)) == "truncated"
     assert chain.screen(said((2,), reward=-1.0)) == "reward_low"
     assert chain.screen(said((2, 2, 2, 2))) == "repetition"
     assert chain.screen(said((2, 3, 4))) == ""
     assert chain.screen(said((2, 3, 4), group="other")) == "similarity"
-    assert make_balance(parse_config({})) is None
-    assert make_balance(parse_config({"filters": {"balance": "task"}})) == Balance("task", 0.5)
+    assert make_balance(parse_config({}).filters) is None
+    assert make_balance(parse_config({"filters": {"balance": "task"}}).filters) == Balance("task", 0.5)
 
 
 @pytest.mark.parametrize(

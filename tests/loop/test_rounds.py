@@ -6,6 +6,7 @@ import random
 import pytest
 
 from orchestrator.api import ConfigError
+from orchestrator.build import build_rounds, round_rules
 from orchestrator.config import Config, load_config
 from orchestrator.envs import Episode
 from orchestrator.events import EventLog, MemorySink
@@ -13,7 +14,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.policies.batching.round_planner import LONG, SHORT, RoundPlanner, RoundRules, speculated
 from orchestrator.policies.batching.speculation import EtaSearch
 from orchestrator.sim.twins import SimTask
-from orchestrator.tail_batching import Rounds, Waste, lane_of, rules_of
+from orchestrator.tail_batching import Rounds, TokenWaste, lane_of
 from orchestrator.tasks.frozenlake import FrozenLakeTask
 from scripts.bench.papers.tail_batching import fitted, simulated_epoch
 from scripts.bench.papers.tail_batching_scenario import lengths
@@ -303,7 +304,7 @@ def test_tokens_thrown_away_are_those_made_and_not_delivered_and_those_of_trajec
     def stats(generated: int) -> list[tuple[str, WorkerStats]]:
         return [("w", WorkerStats(0, 0, 0, 0, 0, 0.0, 0, generated=generated))]
 
-    waste = Waste()
+    waste = TokenWaste()
     waste.ended += 7
     assert waste.take(stats(100), delivered=80) == 20 + 7
     assert waste.take(stats(150), delivered=130) == 0
@@ -343,13 +344,13 @@ def small(*overrides: str) -> Config:
 
 
 def rounds_of(config: Config, state: dict[str, object] | None = None, task: object = None) -> Rounds:
-    return Rounds(config, task or SimTask(config), EventLog(MemorySink(), lambda: 0.0), state)  # type: ignore[arg-type]
+    return build_rounds(config, task or SimTask(config), EventLog(MemorySink(), lambda: 0.0), state)  # type: ignore[arg-type]
 
 
 def test_a_task_says_how_large_its_data_set_is_and_a_batch_beyond_it_is_refused() -> None:
     task = FrozenLakeTask()
-    assert rules_of(small(), task).epoch == task.epoch_prompts > 100
-    assert rules_of(small("rollout.rounds.epoch_prompts=0"), task).epoch == 0
+    assert round_rules(small(), task).epoch == task.epoch_prompts > 100
+    assert round_rules(small("rollout.rounds.epoch_prompts=0"), task).epoch == 0
     task.epoch_prompts = 2
     with pytest.raises(ConfigError, match="would hold one of them twice"):
         rounds_of(small(), task=task)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError, Prompt, RunError
+from orchestrator.build import build_rounds
 from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.lengths import Lengths
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules
 from orchestrator.policies.prediction.prompt_lengths import LEAST, WINDOW, ForecastLengths, LengthHistory, LongPrompts
 from orchestrator.sim.epoch_audit import account
 from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.twins import SimTask
-from orchestrator.tail_batching import Rounds
+from orchestrator.tail_batching import PromptLengths
 from scripts.bench.micro import ledger_faults
 
 EPOCH = 18
@@ -66,13 +66,13 @@ def test_the_history_of_a_prompt_weighs_the_newest_most_and_survives_a_checkpoin
 @pytest.mark.parametrize("value", [float("nan"), -1.0])
 def test_a_predictor_that_fails_or_says_no_number_ends_the_run_with_its_name(value: float) -> None:
     with pytest.raises(RunError, match=r"rollout\.rounds\.predict.*prompt p-1"):
-        Lengths("", lambda one: value).is_long(1, prompt("p-1"), 0.2)
+        PromptLengths("", lambda one: value).is_long(1, prompt("p-1"), 0.2)
 
     def broken(one: Prompt) -> float:
         raise KeyError("no such prompt")
 
     with pytest.raises(RunError, match="no such prompt"):
-        Lengths("", broken).is_long(1, prompt("p-1"), 0.2)
+        PromptLengths("", broken).is_long(1, prompt("p-1"), 0.2)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_predictor_that_fails_or_says_no_number_ends_the_run_with_its_name(val
 )
 def test_a_predictor_that_is_none_is_refused(setting: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Lengths(setting)
+        PromptLengths(setting)
 
 
 # -- what a round does with it -----------------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ def test_forecasts_of_prompts_are_known_after_a_resume() -> None:
     settings = config("rollout.prediction.enabled=true", "rollout.rounds.predict=progressive")
     task, events = SimTask(settings), EventLog(MemorySink(), lambda: 0.0)
     first, second = ForecastLengths(), ForecastLengths()
-    rounds = Rounds(settings, task, events, None, first)
+    rounds = build_rounds(settings, task, events, None, first)
     rounds.begin()
     first.seen(prompt("a"), 90.0)
     state = json.loads(json.dumps(rounds.state()))
-    assert Rounds(settings, task, events, state, second).state()["lengths"] == state["lengths"]
+    assert build_rounds(settings, task, events, state, second).state()["lengths"] == state["lengths"]
     assert second(prompt("a")) == 90.0
 
 
@@ -204,7 +204,7 @@ def test_nothing_is_kept_of_held_out_prompts_which_no_round_asks_for(monkeypatch
 
 def test_a_predictor_of_the_user_is_asked_and_believed() -> None:
     settings = config("run.steps=1", "rollout.rounds.eta_prompts=4.0")
-    found = Rounds(settings, SimTask(settings), EventLog(MemorySink(), lambda: 0.0), None, at_number)
+    found = build_rounds(settings, SimTask(settings), EventLog(MemorySink(), lambda: 0.0), None, at_number)
     numbers = []
     found.begin()
     while found.wanted(0):
@@ -218,7 +218,7 @@ def test_a_predictor_of_the_user_is_asked_and_believed() -> None:
 def test_a_checkpoint_keeps_what_is_known_of_lengths() -> None:
     settings = config("rollout.rounds.predict=history")
     task, events = SimTask(settings), EventLog(MemorySink(), lambda: 0.0)
-    first = Rounds(settings, task, events, None)
+    first = build_rounds(settings, task, events, None)
     first.begin()
     for number in range(4):
         first.start(f"g{number}")
@@ -226,11 +226,11 @@ def test_a_checkpoint_keeps_what_is_known_of_lengths() -> None:
     first.end(0, [f"g{number}" for number in range(4)], [], 0)
     first.trained({f"g{number}": 10 * number for number in range(4)})
     state = json.loads(json.dumps(first.state()))
-    assert Rounds(settings, task, events, state).state()["lengths"] == first.state()["lengths"]
+    assert build_rounds(settings, task, events, state).state()["lengths"] == first.state()["lengths"]
     assert list(state["lengths"]["history"].values()) == [0.0, 10.0, 20.0, 30.0]
     off = config()
-    assert "lengths" not in Rounds(off, task, events, None).state()
-    assert "lengths" not in Rounds(off, task, events, state).state(), "a run that stops predicting goes on"
+    assert "lengths" not in build_rounds(off, task, events, None).state()
+    assert "lengths" not in build_rounds(off, task, events, state).state(), "a run that stops predicting goes on"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from orchestrator.events import EventLog  # noqa: E402
 from orchestrator.proxy.gateway import LLMProxy  # noqa: E402
 from orchestrator.transfer import RelayEndpoint  # noqa: E402
 from orchestrator.transfer.filesystem_relay import FsspecRelay  # noqa: E402
-from orchestrator.weight_sync import Delivery  # noqa: E402
+from orchestrator.weight_sync import WeightSync  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import make_batch, tiny_folder  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]
@@ -239,7 +239,7 @@ class Rig:
         port = ThreadTrainer(self.trainer)
         assert isinstance(port, CollectiveTrainer)
         assert isinstance(engines[0], CollectiveWorker)
-        self.delivery = Delivery(port, self.proxy, self.events, call, limit)  # type: ignore[arg-type]
+        self.delivery = WeightSync(port, self.proxy, self.events, call, limit)  # type: ignore[arg-type]
 
     async def deliver(self, version: int) -> None:
         await self.delivery.begin(version, version)

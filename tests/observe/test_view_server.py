@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 
 from orchestrator.api import ConfigError, SharedDevice, WorkerStats
-from orchestrator.components import Parts
+from orchestrator.build import build_pipeline
+from orchestrator.components import Components
 from orchestrator.config import Config, parse_config, to_json
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
@@ -26,7 +27,6 @@ from orchestrator.observe.view.live_sample import Sampler
 from orchestrator.observe.view.turn_spans import Spans
 from orchestrator.observe.view.view_program import read_token
 from orchestrator.observe.view.view_server import WATCHERS, Hub, Server
-from orchestrator.pipeline import Pipeline
 from orchestrator.run_folder import RunFolder
 from orchestrator.sim.crash_remains import Remains, SimStore
 from orchestrator.sim.run_audit import Audit
@@ -222,8 +222,8 @@ async def run_sampled(folder: Path, config: Config, broken: bool = False) -> tup
         workers = [SimWorker(f"sim-{index}", config, weights) for index in range(2)]
         trainer = SimTrainer(config, weights, audit)
         store, display = SimStore(Remains(audit)), SimDisplay()
-        parts = Parts(SimTask(config), list(workers), trainer, SimReward(config), events, ledger, store, display)
-        pipeline = Pipeline(config, parts)
+        parts = Components(SimTask(config), list(workers), trainer, SimReward(config), events, ledger, store, display)
+        pipeline = build_pipeline(config, parts)
         sampler = Sampler(folder / "missing" if broken else folder, events, said.append)
         sampler.start()
         await asyncio.sleep(0.05)

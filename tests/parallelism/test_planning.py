@@ -24,11 +24,13 @@ from orchestrator.api import (
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.report.report_page import write_report
-from orchestrator.parallelism import planner_setup
-from orchestrator.parallelism.step_planner import Planning
+from orchestrator.parallelism.replanner import Replanner
+from orchestrator.parallelism.step_planner import StepPlanner
 from orchestrator.policies.parallelism.engine_profile import PHASES, Layout, Point, Profile
 from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
-from orchestrator.proxy.resize import Reshaped, ReshapingProxy, require_resizable
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.resize import EngineResizing, Reshaped, require_resizable
+from orchestrator.runtime import engine_cuts
 from orchestrator.runtime.engine_actors import RayWorker
 from orchestrator.sim import simulated_replanning as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
@@ -81,7 +83,8 @@ class Rig:
         self.sink = MemorySink()
         self.fatal: list[RunError] = []
         events = EventLog(self.sink, asyncio.get_running_loop().time)
-        self.proxy = ReshapingProxy(self.workers, events, stall_timeout=STALL, restarts=3, on_fatal=self.fatal.append)
+        self.proxy = LLMProxy(self.workers, events, stall_timeout=STALL, restarts=3, on_fatal=self.fatal.append)
+        self.resizing = EngineResizing(self.proxy)
         self.asked: dict[str, tuple[GenerationRequest, asyncio.Task[Any]]] = {}
 
     async def start(self) -> None:
@@ -121,17 +124,17 @@ def test_requests_in_flight_go_on_in_the_new_engines_with_the_tokens_they_have(a
         await rig.start()
         rig.ask(10)
         await asyncio.sleep(after)
-        done = [await rig.proxy.reshape(2)]
+        done = [await rig.resizing.reshape(2)]
         assert [worker.ranks for worker in rig.workers] == [2, 0, 2, 0]
-        assert (rig.proxy.tp, rig.proxy.engines, rig.proxy.devices) == (2, 2, 4)
+        assert (rig.resizing.tp, rig.resizing.engines, rig.resizing.devices) == (2, 2, 4)
         assert len(rig.proxy.loads()) == 2
         assert rig.proxy.waiting_for == "", "nobody waits for a parked worker"
         rig.ask(5, "u")
         await asyncio.sleep(after)
-        done.append(await rig.proxy.reshape(4))
+        done.append(await rig.resizing.reshape(4))
         assert [worker.ranks for worker in rig.workers] == [4, 0, 0, 0]
         await asyncio.sleep(after)
-        done.append(await rig.proxy.reshape(1))
+        done.append(await rig.resizing.reshape(1))
         assert [worker.ranks for worker in rig.workers] == [1, 1, 1, 1]
         assert len(rig.proxy.loads()) == 4
         rig.ask(6, "v")
@@ -153,11 +156,11 @@ def test_when_an_engine_does_not_come_up_in_the_new_layout_all_go_back_to_the_ol
         rig.workers[2].refuses = 1
         rig.ask(8)
         await asyncio.sleep(0.3)
-        done = await rig.proxy.reshape(2)
+        done = await rig.resizing.reshape(2)
         assert "worker-2 has no memory for TP 2" in done.error
         assert done.seconds >= 2.0
         assert [worker.ranks for worker in rig.workers] == [1, 1, 1, 1]
-        assert rig.proxy.tp == 1
+        assert rig.resizing.tp == 1
         await rig.check()
 
     run(main())
@@ -172,7 +175,7 @@ def test_an_engine_that_died_before_is_started_in_the_new_layout_like_the_others
         rig.workers[0].die()
         rig.workers[1].die()
         await asyncio.sleep(0.5)  # they are being revived
-        done = await rig.proxy.reshape(2)
+        done = await rig.resizing.reshape(2)
         assert done.error == ""
         assert [worker.ranks for worker in rig.workers] == [2, 0, 2, 0]
         rig.ask(4, "u")
@@ -185,7 +188,7 @@ def test_an_engine_that_dies_while_parked_neighbours_wait_is_restarted_with_its_
     async def main() -> None:
         rig = Rig()
         await rig.start()
-        await rig.proxy.reshape(2)
+        await rig.resizing.reshape(2)
         rig.ask(8)
         await asyncio.sleep(0.3)
         rig.workers[2].die()
@@ -202,7 +205,7 @@ def test_a_tp_that_does_not_divide_the_devices_is_refused() -> None:
         await rig.start()
         for tp in (0, 3, 8):
             with pytest.raises(ValueError, match="cannot be cut"):
-                await rig.proxy.reshape(tp)
+                await rig.resizing.reshape(tp)
         await rig.check()
 
     run(main())
@@ -212,17 +215,17 @@ def test_a_plan_that_changes_only_the_experts_starts_the_engines_anew_and_loses_
     async def main() -> list[Reshaped]:
         rig = Rig(kind=Expert)
         await rig.start()
-        done = [await rig.proxy.reshape(Layout(2))]
+        done = [await rig.resizing.reshape(Layout(2))]
         rig.ask(10)
         await asyncio.sleep(0.02)
-        done.append(await rig.proxy.reshape(Layout(2, 2)))
+        done.append(await rig.resizing.reshape(Layout(2, 2)))
         assert [(worker.ranks, worker.expert_ranks) for worker in rig.workers] == [(2, 2), (0, 1), (2, 2), (0, 1)]
-        assert (rig.proxy.layout, rig.proxy.tp) == (Layout(2, 2), 2)
+        assert (rig.resizing.layout, rig.resizing.tp) == (Layout(2, 2), 2)
         rig.ask(5, "u")
-        done.append(await rig.proxy.reshape(Layout(2, 2)))
+        done.append(await rig.resizing.reshape(Layout(2, 2)))
         assert [worker.starts for worker in rig.workers] == [2, 0, 2, 0], "the same layout again: nobody is started"
-        done.append(await rig.proxy.reshape(2))
-        assert (rig.proxy.layout, [worker.starts for worker in rig.workers]) == (Layout(2), [3, 0, 3, 0])
+        done.append(await rig.resizing.reshape(2))
+        assert (rig.resizing.layout, [worker.starts for worker in rig.workers]) == (Layout(2), [3, 0, 3, 0])
         await rig.check()
         return done
 
@@ -237,13 +240,13 @@ def test_when_engines_with_whole_experts_do_not_come_up_they_have_slices_again()
     async def main() -> None:
         rig = Rig(kind=Expert)
         await rig.start()
-        await rig.proxy.reshape(2)
+        await rig.resizing.reshape(2)
         rig.workers[2].refuses = 1
         rig.ask(8)
         await asyncio.sleep(0.3)
-        done = await rig.proxy.reshape(Layout(2, 2))
+        done = await rig.resizing.reshape(Layout(2, 2))
         assert "worker-2 has no memory" in done.error
-        assert rig.proxy.layout == Layout(2)
+        assert rig.resizing.layout == Layout(2)
         assert [worker.expert_ranks for worker in rig.workers] == [1, 1, 1, 1]
         await rig.check()
 
@@ -255,7 +258,7 @@ def test_engines_with_slices_only_refuse_whole_experts_before_anything_is_stoppe
         rig = Rig()
         await rig.start()
         with pytest.raises(ValueError, match="cannot have whole experts"):
-            await rig.proxy.reshape(Layout(2, 2))
+            await rig.resizing.reshape(Layout(2, 2))
         assert [worker.starts for worker in rig.workers] == [0, 0, 0, 0]
         await rig.check()
 
@@ -328,7 +331,7 @@ def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_pat
     """The proxy is a stand-in: what is told is how long requests took."""
 
     class Proxy:
-        lanes, tp, engines = (), 1, 1
+        lanes = ()
 
         async def stats(self) -> list[Any]:
             return []
@@ -337,8 +340,13 @@ def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_pat
     points = [Point(phase, layout, 1, tokens, 0.01) for phase in PHASES for tokens in (8, 64)]
     planner = ParallelismPlanner(1, [layout], Profile(points))
     sink, times = MemorySink(), iter(range(0, 400, 2))
-    proxy: Any = Proxy()
-    planning = Planning(planner, proxy, EventLog(sink, lambda: float(next(times))), 10)
+
+    class Resizing:
+        proxy, layout, engines = Proxy(), Layout(1), 1
+
+    resizing: Any = Resizing()
+    events = EventLog(sink, lambda: float(next(times)))
+    planning = Replanner(StepPlanner(planner, resizing, events), resizing, events, 10)
     turn = Turn(
         (1,) * 10, (2,) * 20, (0.0,) * 20, ((0, 20),), generate_seconds=1.01
     )  # 0.05 s a token, 0.01 for the prefill
@@ -346,8 +354,8 @@ def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_pat
 
     async def steps() -> None:
         for step in range(5):
-            planning.begin()
-            await planning.end(step, [one])
+            planning.begin_rollout()
+            await planning.end_rollout(step, [one])
 
     asyncio.run(steps())
     events = [json.loads(line) for line in sink.lines]
@@ -370,11 +378,11 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreig
     with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*tensor parallelism only"):
         require_resizable([real], experts=True)
     with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*set it to false"):
-        planner_setup.check(planned(experts=True))
+        engine_cuts.check(planned(experts=True))
     with pytest.raises(ConfigError, match=r"resources\.pools.*all devices on this machine"):
-        planner_setup.check(config)
+        engine_cuts.check(config)
     with pytest.raises(ConfigError, match=r"rollout\.planner\.profile.*cannot be read"):
-        planner_setup.check(planned(profile=str(tmp_path / "none.json")))
+        engine_cuts.check(planned(profile=str(tmp_path / "none.json")))
 
 
 def test_what_the_planner_did_is_in_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import pytest
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
-from orchestrator.parallelism import planner_setup
-from orchestrator.parallelism.degree_planner import make_reallocation
+from orchestrator.parallelism.planner_setup import make_reallocation
 from orchestrator.policies.parallelism.degree_reallocation import Ended, Reallocation, expected_loads, written
 from orchestrator.policies.placement.worker_load import Loads, Rates
 from orchestrator.proxy.resize import Reshaped, seats
+from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.virtual_loop import run
 
@@ -130,16 +130,16 @@ def test_engines_whose_devices_stay_go_on_while_others_are_cut_anew() -> None:
         await rig.start()
         rig.ask(12)
         await asyncio.sleep(0.33)
-        done = [await rig.proxy.reshape((2, 1, 1))]
+        done = [await rig.resizing.reshape((2, 1, 1))]
         assert [worker.ranks for worker in rig.workers] == [2, 0, 1, 1]
-        assert rig.proxy.degrees == (2, 1, 1)
+        assert rig.resizing.degrees == (2, 1, 1)
         assert [worker.starts for worker in rig.workers] == [1, 0, 0, 0]
         rig.ask(5, "u")
         await asyncio.sleep(0.2)
-        done.append(await rig.proxy.reshape((2, 2)))
+        done.append(await rig.resizing.reshape((2, 2)))
         assert [worker.starts for worker in rig.workers] == [1, 0, 1, 0]
         rig.workers[0].refuses = 1
-        done.append(await rig.proxy.reshape((1, 1, 2)))
+        done.append(await rig.resizing.reshape((1, 1, 2)))
         assert [worker.ranks for worker in rig.workers] == [1, 1, 2, 0]
         rig.ask(6, "v")
         await rig.check()
@@ -159,7 +159,7 @@ def test_an_unequal_cut_that_does_not_come_up_is_taken_back_and_the_others_never
         rig.workers[0].refuses = 1
         rig.ask(8)
         await asyncio.sleep(0.3)
-        done = await rig.proxy.reshape((2, 1, 1))
+        done = await rig.resizing.reshape((2, 1, 1))
         assert "worker-0 has no memory for TP 2" in done.error
         assert [worker.ranks for worker in rig.workers] == [1, 1, 1, 1]
         assert [worker.starts for worker in rig.workers] == [2, 1, 0, 0]
@@ -226,11 +226,11 @@ def test_who_else_cuts_or_lends_the_engines_is_one_clear_error() -> None:
         simulate(tailed("sim.degrees=[1, 1, 1, 1]"))
     config = tailed()
     with pytest.raises(ConfigError, match=r"resources\.pools.*rollout\.placement\.degrees needs all devices"):
-        planner_setup.check(tailed("resources.pools={H800=8}"))
+        engine_cuts.check(tailed("resources.pools={H800=8}"))
     with pytest.raises(ConfigError, match=r"placement\.profile.*cannot be read"):
-        planner_setup.check(tailed('rollout.placement.profile="none.json"'))
+        engine_cuts.check(tailed('rollout.placement.profile="none.json"'))
     with pytest.raises(ConfigError, match=r"rollout\.placement\.degrees\.speeds"):
-        planner_setup.check(config)
+        engine_cuts.check(config)
     given = tailed("rollout.placement.degrees.speeds={1=1.0, 2=1.7}")
-    assert make_reallocation(given).options == (2, 1)
-    assert make_reallocation(given, heads=3).options == (1,)
+    assert make_reallocation(given.rollout).options == (2, 1)
+    assert make_reallocation(given.rollout, heads=3).options == (1,)

@@ -11,10 +11,10 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config, load_config
-from orchestrator.parallelism import planner_setup
-from orchestrator.parallelism.degree_planner import make_reallocation
+from orchestrator.parallelism.planner_setup import make_reallocation
 from orchestrator.policies.parallelism.degree_reallocation import Reallocation, prior_loads
 from orchestrator.policies.placement.worker_load import Rates
+from orchestrator.runtime import engine_cuts
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.micro.ledger_faults import config_of
 
@@ -42,22 +42,24 @@ def test_what_is_expected_has_the_mean_and_the_spread_that_were_named() -> None:
 
 
 def test_a_run_begins_with_the_degrees_for_what_it_expects() -> None:
-    assert make_reallocation(config()).degrees == (1, 1, 1, 1)
-    assert make_reallocation(config(f"{DEGREES}.start=[2, 2]")).degrees == (2, 2)
-    few = make_reallocation(config(f"{DEGREES}.expected_tokens=500", f"{DEGREES}.expected_sigma=2"))
+    assert make_reallocation(config().rollout).degrees == (1, 1, 1, 1)
+    assert make_reallocation(config(f"{DEGREES}.start=[2, 2]").rollout).degrees == (2, 2)
+    few = make_reallocation(config(f"{DEGREES}.expected_tokens=500", f"{DEGREES}.expected_sigma=2").rollout)
     assert few.degrees[0] == 4, "four of very different lengths: the longest is what counts"
-    many = make_reallocation(config(f"{DEGREES}.expected_tokens=500", f"{DEGREES}.speeds={{1=1.0, 2=1.0, 4=1.0}}"))
+    many = make_reallocation(
+        config(f"{DEGREES}.expected_tokens=500", f"{DEGREES}.speeds={{1=1.0, 2=1.0, 4=1.0}}").rollout
+    )
     assert many.degrees == (1, 1, 1, 1), "wider engines are no faster"
     with pytest.raises(ConfigError, match=r"expected_tokens.*leave one of them out"):
         config(f"{DEGREES}.start=[2, 2]", f"{DEGREES}.expected_tokens=500")
 
 
 def test_degrees_that_differ_need_not_divide_the_devices() -> None:
-    named = make_reallocation(config("rollout.workers=3", f"{DEGREES}.start=[2, 1]"))
+    named = make_reallocation(config("rollout.workers=3", f"{DEGREES}.start=[2, 1]").rollout)
     assert (named.options, named.degrees) == ((2, 1), (2, 1))
     few = config("rollout.workers=3", f"{DEGREES}.expected_tokens=500", f"{DEGREES}.expected_sigma=2")
-    assert make_reallocation(few).degrees == (2, 1)
-    assert make_reallocation(few, heads=3).degrees == (1, 1, 1), "vLLM cuts whole heads"
+    assert make_reallocation(few.rollout).degrees == (2, 1)
+    assert make_reallocation(few.rollout, heads=3).degrees == (1, 1, 1), "vLLM cuts whole heads"
 
 
 def test_the_state_of_the_resource_manager_survives_json_and_is_refused_where_it_does_not_fit() -> None:
@@ -82,7 +84,7 @@ def test_engines_of_a_resumed_run_start_with_the_degrees_that_it_had() -> None:
         async def nobody(name: str, arguments: dict[str, Any]) -> Any:
             raise AssertionError(name)
 
-        cut = await planner_setup.cut_of(config(), None, "", {"num_attention_heads": 8}, nobody, found)  # type: ignore[arg-type]
+        cut = await engine_cuts.engine_cuts(config(), None, "", {"num_attention_heads": 8}, nobody, found)  # type: ignore[arg-type]
         return cut.ranks
 
     assert asyncio.run(ranks(kept)) == (2, 0, 1, 1)
@@ -100,7 +102,7 @@ def test_killed_runs_go_on_with_the_degrees_of_their_checkpoint_and_lose_nothing
         assert not result.unaccounted
         events = [json.loads(line) for line in result.events.splitlines()]
         lives = [number for number, event in enumerate(events) if event["kind"] == "run_start"]
-        start = make_reallocation(given).degrees
+        start = make_reallocation(given.rollout).degrees
         for begun, after in pairwise([*lives, len(events)]):
             step, life = events[begun]["resumed_from"], events[begun:after]
             first = next((event["degrees"] for event in life if event["kind"] == "degrees"), None)

@@ -14,7 +14,7 @@ from orchestrator.api import ConfigError, GenerationRequest, Prompt, RetryableEr
 from orchestrator.config import Config, load_config
 from orchestrator.config.sections import PredictionSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.length_tracker import SAME, Forecasts
+from orchestrator.placement.length_tracker import SAME, LengthTracker
 from orchestrator.policies.prediction.length_features import Progress
 from orchestrator.policies.prediction.length_predictor import Forecast, Outcome
 from orchestrator.proxy.kv_moves import KvMoves
@@ -153,10 +153,10 @@ class Scripted:
         self.learned.append(outcome)
 
 
-def forecasts(predictor: Scripted, **settings: Any) -> tuple[Forecasts, MemorySink]:
+def forecasts(predictor: Scripted, **settings: Any) -> tuple[LengthTracker, MemorySink]:
     sink = MemorySink()
     events = EventLog(sink, asyncio.get_running_loop().time)
-    return Forecasts(PredictionSection(enabled=True, **settings), predictor, events, 100.0), sink
+    return LengthTracker(PredictionSection(enabled=True, **settings), predictor, events, 100.0), sink
 
 
 def request(name: str, turn: int = 0) -> GenerationRequest:

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.api import GenerationRequest, Prompt, RetryableError, RunError, Sampling
 from orchestrator.config.sections import PredictionSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.length_tracker import Forecasts
+from orchestrator.placement.length_tracker import LengthTracker
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.placement.predictor_service import SAVE_EVERY, Service
 from orchestrator.policies.prediction.length_features import Progress
@@ -68,7 +68,7 @@ def test_a_killed_predictor_is_said_once_turns_go_on_and_it_comes_back() -> None
     async def scenario() -> None:
         process, sink = PredictorProcess(SETTINGS, 50.0, 5), MemorySink()
         await process.start()
-        made = Forecasts(SETTINGS, process, EventLog(sink, asyncio.get_running_loop().time), 50.0)
+        made = LengthTracker(SETTINGS, process, EventLog(sink, asyncio.get_running_loop().time), 50.0)
         first = process.pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)  # a question is on its way when it dies
@@ -101,7 +101,7 @@ def test_one_that_hangs_is_not_waited_for_and_one_that_may_not_restart_stays_awa
         settings = PredictionSection(enabled=True, patience=0.3, restarts=0)
         process, sink = PredictorProcess(settings, 50.0, 5), MemorySink()
         await process.start()
-        made = Forecasts(settings, process, EventLog(sink, asyncio.get_running_loop().time), 50.0)
+        made = LengthTracker(settings, process, EventLog(sink, asyncio.get_running_loop().time), 50.0)
         pid = process.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)

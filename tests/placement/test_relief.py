@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import Placing
+from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.placement.relief_rule import RELIEF, Relief
 from orchestrator.policies.placement.worker_load import Rates
 from orchestrator.policies.prediction.length_predictor import Forecast
@@ -93,7 +93,7 @@ def test_many_gaps_in_one_second_do_not_all_go_to_the_idle_worker_while_kv_is_on
         chosen = PlacementSection.model_validate({"enabled": True, "certainty": 0.0})
         rates, link = Rates(tuple(1.0 + 0.5 * number for number in range(64))), SlowLink()
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        found = Placing(chosen, router, events, lambda worker: rates, link, 100_000.0)
+        found = TrajectoryPlacer(chosen, router, events, lambda worker: rates, link, 100_000.0)
         names = [f"t{number}" for number in range(12)]
         for name in names:
             found.begin(name, "game", 100.0)

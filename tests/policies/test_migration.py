@@ -11,7 +11,7 @@ import pytest
 from orchestrator.api import RetryableError
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.placement.placer import Placing
+from orchestrator.placement.placer import TrajectoryPlacer
 from orchestrator.placement.worker_rates import line_rates
 from orchestrator.policies.placement.migration import Move, Partition, Transmissions, decide
 from orchestrator.policies.prediction.length_predictor import Forecast
@@ -109,7 +109,7 @@ def forecast(tokens: float) -> Forecast:
     return Forecast(tokens, tokens, tokens, 1.0, "model")
 
 
-def fleet(wire: Wire | None, **settings: object) -> tuple[Placing, TurnRouter, MemorySink]:
+def fleet(wire: Wire | None, **settings: object) -> tuple[TrajectoryPlacer, TurnRouter, MemorySink]:
     chosen = PlacementSection.model_validate(
         {"enabled": True, "interference": 0.5, "certainty": 0.0, "renew_seconds": 1000.0, **settings}
     )
@@ -118,10 +118,10 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[Placing, TurnRouter, M
         router.open(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
     lanes = [Lane(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
-    return Placing(chosen, router, events, line_rates(chosen, lanes, 64), wire), router, sink
+    return TrajectoryPlacer(chosen, router, events, line_rates(chosen, lanes, 64), wire), router, sink
 
 
-def told(placing: Placing, name: str, tokens: float, context: int) -> None:
+def told(placing: TrajectoryPlacer, name: str, tokens: float, context: int) -> None:
     """A turn is over, and its forecast is there."""
     placing.turn_over(name, context, 0)
     placing.update(name, forecast(tokens))
@@ -135,7 +135,7 @@ def granted(router: TurnRouter, name: str) -> int:
     return found[1]
 
 
-async def settled(placing: Placing, router: TurnRouter) -> None:
+async def settled(placing: TrajectoryPlacer, router: TurnRouter) -> None:
     """Nine trajectories, the longest first, each on the worker of its rank."""
     for number in range(9):
         placing.begin(f"t{number}", "game", 1000.0 / (number + 1))

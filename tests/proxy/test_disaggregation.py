@@ -15,12 +15,12 @@ from orchestrator.api import Completion, ConfigError, GenerationRequest, RunErro
 from orchestrator.config import Config, load_config, parse_config
 from orchestrator.config.sections import DisaggregationSection
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.parallelism import planner_setup
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL, Seat, TurnRouter
 from orchestrator.proxy import router_setup
+from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import kv_moves
-from orchestrator.proxy.prefill_decode import DisaggregatingProxy
-from orchestrator.runtime import pool_requests
+from orchestrator.proxy.prefill_decode import PrefillDecode
+from orchestrator.runtime import engine_cuts, pool_requests
 from orchestrator.sim import virtual_loop as virtual
 from orchestrator.sim.simulated_worker import SimWeights, SimWorker
 
@@ -50,7 +50,7 @@ class Classes:
         section = DisaggregationSection(enabled=True, prefill="P", decode="D", tasks=tasks, min_tokens=8)
         seats = [Seat(name[0].upper()) for name in names]
         self.failed: list[RunError] = []
-        self.proxy = DisaggregatingProxy(
+        self.proxy = LLMProxy(
             list(self.workers.values()),
             events,
             stall_timeout=1000.0,
@@ -58,8 +58,8 @@ class Classes:
             router=TurnRouter(seats, phases=router_setup.phases(section, [seat.hardware for seat in seats])),
             kv=kv_moves(parse_config({"rollout": {"kv_transfer": {"enabled": True}}}).rollout.kv_transfer, events),
             on_fatal=self.failed.append,
-            disaggregation=section,
         )
+        self.split = self.proxy.split = PrefillDecode(self.proxy, section)
 
     async def start(self) -> None:
         for worker in self.workers.values():
@@ -90,7 +90,7 @@ def test_a_turn_is_one_completion_of_two_workers_and_only_the_new_tokens_travel(
             assert said.request_id == f"t/{number}"
             assert said.finish_reason in ("stop", "length")
             context = (*context, *said.token_ids, 1, 2, 3)
-        assert fleet_of.proxy.served == 3
+        assert fleet_of.split.served == 3
         assert await fleet_of.generated("p") == 3  # one token a turn
         used = [name for name, worker in fleet_of.workers.items() if (await worker.stats()).generated]
         assert len(used) == 2  # the trajectory stayed with its worker of either class
@@ -120,13 +120,13 @@ def test_a_short_turn_another_task_and_one_token_are_served_whole() -> None:
         fleet_of = Classes(1, 1, tasks=("another",))
         await fleet_of.start()
         await fleet_of.turn("t", 0, tuple(range(100)))
-        assert (fleet_of.proxy.served, fleet_of.proxy.whole) == (0, 1)
+        assert (fleet_of.split.served, fleet_of.split.whole) == (0, 1)
         await fleet_of.proxy.close()
         fleet_of = Classes(1, 1)
         await fleet_of.start()
         await fleet_of.turn("t", 0, (1, 2, 3))
         await fleet_of.turn("u", 0, tuple(range(100)), most=1)
-        assert (fleet_of.proxy.served, fleet_of.proxy.whole) == (0, 2)
+        assert (fleet_of.split.served, fleet_of.split.whole) == (0, 2)
         await fleet_of.proxy.close()
 
     run(scenario())
@@ -142,7 +142,7 @@ def test_when_a_class_is_gone_for_good_its_turns_are_served_by_the_other(gone: s
         fleet_of.workers[f"{gone}0"].die()
         said = await asyncio.gather(*turns, fleet_of.turn("later", 0, tuple(range(60))))
         assert all(item.finish_reason in ("stop", "length") for item in said)
-        assert fleet_of.proxy.whole >= 1
+        assert fleet_of.split.whole >= 1
         assert not fleet_of.failed
         await fleet_of.proxy.close()
 
@@ -193,21 +193,21 @@ def test_a_class_that_no_worker_is_of_is_named() -> None:
 
 def test_each_engine_of_a_class_has_the_devices_that_the_config_gives_it() -> None:
     config = settings(*ON, *PD, "rollout.disaggregation.degrees={vllm-0=2, vllm-2=4}")
-    cut = planner_setup._fixed(config, heads=4)
-    assert [cut.of(index) for index in range(3)] == [
+    cut = engine_cuts._fixed(config, heads=4)
+    assert [cut.keywords_of(index) for index in range(3)] == [
         {"first_device": 0, "ranks": 2},
         {"first_device": 2, "ranks": 1},
         {"first_device": 3, "ranks": 4},
     ]
     with pytest.raises(ConfigError, match="vllm-2 cannot have 4 devices: the model has 6 attention heads"):
-        planner_setup._fixed(config, heads=6)
-    assert planner_setup._fixed(settings(*ON, *PD), heads=6).of(1) == {}
+        engine_cuts._fixed(config, heads=6)
+    assert engine_cuts._fixed(settings(*ON, *PD), heads=6).keywords_of(1) == {}
     elsewhere = settings(*ON, *PD, "rollout.disaggregation.degrees={vllm-0=2}", "ray.address=auto")
     with pytest.raises(ConfigError, match=r"ray\.address.*counts the devices of this machine"):
-        planner_setup.check(elsewhere)
+        engine_cuts.check(elsewhere)
     pooled = "resources.pools={P=8, D=8, H800=8}", "resources.rollout={P=1, D=2}"
     config = settings(*ON, *PD, *pooled, "rollout.disaggregation.degrees={vllm-0=2, vllm-2=4}")
-    assert planner_setup._fixed(config, heads=4).of(2) == {"first_device": -1, "ranks": 4}, "the pool says which"
+    assert engine_cuts._fixed(config, heads=4).keywords_of(2) == {"first_device": -1, "ranks": 4}, "the pool says which"
     assert [(name, devices) for name, _, devices in pool_requests.wishes(config)][-3:] == [
         ("vllm-0", 2),
         ("vllm-1", 1),

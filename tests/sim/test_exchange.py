@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.api import BorrowedWorker
 from orchestrator.borrowing.server_exchange import Offer
-from orchestrator.components import Parts
+from orchestrator.components import Components
 from orchestrator.sim import simulated_run as sim
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
 from orchestrator.sim.paper_setups import scenario
@@ -77,7 +77,7 @@ def exchanging(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Any]:
     def play(own: int, seed: int) -> Any:
         equip = sim.equip
 
-        def with_market(parts: Parts, *arguments: Any) -> None:
+        def with_market(parts: Components, *arguments: Any) -> None:
             equip(parts, *arguments)
             parts.market = Chance(parts.workers, seed)
 

@@ -15,10 +15,10 @@ import pytest
 
 from orchestrator.api import BorrowedWorker, RetryableError
 from orchestrator.borrowing.server_exchange import Offer
-from orchestrator.components import Parts
+from orchestrator.components import Components
 from orchestrator.config import Config, parse_config, to_json
-from orchestrator.placement.placer import Placing
-from orchestrator.proxy.membership import ElasticProxy
+from orchestrator.placement.placer import TrajectoryPlacer
+from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.sim import simulated_run as sim
 from orchestrator.sim.movable_worker import Moves, MovingWorker
 from orchestrator.sim.simulated_forecasts import equip
@@ -126,11 +126,11 @@ def placed(seed: int) -> tuple[Config, int]:
 
 def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimResult:
     config, own = placed(seed)
-    lives, put, init = [0], Placing._put, ElasticProxy.__init__
-    proxies: dict[int, ElasticProxy] = {}
+    lives, put, init = [0], TrajectoryPlacer._put, LLMProxy.__init__
+    proxies: dict[int, LLMProxy] = {}
     moves: defaultdict[int, Moves] = defaultdict(Moves)
 
-    def with_market(parts: Parts, config: Config, workers: Any) -> None:
+    def with_market(parts: Components, config: Config, workers: Any) -> None:
         equip(parts, config, workers)
         inside = list(zip(parts.workers, workers, strict=True))
         servers = [Server(worker, engine) for worker, engine in inside[own:]]
@@ -138,11 +138,11 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
         parts.market = Chance(servers, random.Random(f"{seed}/{lives[0]}"))
         lives[0] += 1
 
-    def known(proxy: ElasticProxy, *arguments: Any, **keywords: Any) -> None:
+    def known(proxy: LLMProxy, *arguments: Any, **keywords: Any) -> None:
         init(proxy, *arguments, **keywords)
         proxies[id(proxy.router)] = proxy
 
-    def watched(placing: Placing, trajectory: str, one: Any, worker: int) -> None:
+    def watched(placing: TrajectoryPlacer, trajectory: str, one: Any, worker: int) -> None:
         found.counts["placed"] += 1
         if worker >= 0 and not (lane := proxies[id(placing._router)].lanes[worker]).usable:
             found.wrong.append(f"seed {seed}: {trajectory} goes to {lane.worker.name}, which has left")
@@ -152,8 +152,8 @@ def play(seed: int, found: Found, monkeypatch: pytest.MonkeyPatch) -> sim.SimRes
     with monkeypatch.context() as patch:
         patch.setattr(sim, "equip", with_market)
         patch.setattr(sim, "SimWorker", lambda *given: MovingWorker(*given, moves=moves[lives[0]]))  # a life's own
-        patch.setattr(ElasticProxy, "__init__", known)
-        patch.setattr(Placing, "_put", watched)
+        patch.setattr(LLMProxy, "__init__", known)
+        patch.setattr(TrajectoryPlacer, "_put", watched)
         result = sim.simulate(config, strict=False)
     found.unaccounted += result.unaccounted
     found.wrong += [f"seed {seed}: {line}" for line in result.violations]

@@ -12,7 +12,8 @@ from orchestrator.api import ConfigError, GenerationRequest, ResizableWorker, Re
 from orchestrator.config import Config, load_config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.parallelism.engine_profile import Layout
-from orchestrator.proxy.resize import ReshapingProxy
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.resize import EngineResizing
 from orchestrator.sim.movable_worker import Moves
 from orchestrator.sim.paper_setups import rollpacker
 from orchestrator.sim.resizable_worker import ResizableSimWorker, planner_of, roofline_profile
@@ -50,7 +51,8 @@ def test_requests_say_in_new_engines_what_they_would_have_said_in_the_old_ones(a
             for i in range(4)
         ]
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        proxy = ReshapingProxy(workers, events, stall_timeout=60.0, restarts=0, on_fatal=print)
+        proxy = LLMProxy(workers, events, stall_timeout=60.0, restarts=0, on_fatal=print)
+        resizing = EngineResizing(proxy)
         proxy.start()
         await proxy.suspend()
         await proxy.update(3)
@@ -61,7 +63,7 @@ def test_requests_say_in_new_engines_what_they_would_have_said_in_the_old_ones(a
         asked = [asyncio.create_task(proxy.generate(request)) for request in requests]
         await asyncio.sleep(after)
         if tp > 1:
-            done = await proxy.reshape(tp)
+            done = await resizing.reshape(tp)
             assert (done.error, done.seconds >= config.sim.start_seconds) == ("", True), "the start is charged"
             assert [worker.ranks for worker in workers] == [tp if i % tp == 0 else 0 for i in range(4)]
         found = [(await task).token_ids for task in asked]

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.api import ConfigError, Prompt, StepResult, parts_of
 from orchestrator.config import load_config
-from orchestrator.environments.episode_context import rules_of
+from orchestrator.environments.episode_context import setup_of
 from orchestrator.runtime import preflight
 from orchestrator.tasks import mixture
 from orchestrator.tasks.game_memory import MemoryTask
@@ -86,7 +86,7 @@ def test_limits_and_context_rules_are_those_of_the_part(mixed: MixtureTask) -> N
     assert mixed.parts["nim"].max_response_tokens == 2 < mixed.max_response_tokens == 48
     assert mixed.parts["household"].max_turns == 10
     config = load_config(None, ['context.tasks.household={strategy="restart", recent_turns=2}'])
-    rules = {name: rules_of(config, part)[0] for name, part in parts_of(mixed).items()}
+    rules = {name: setup_of(config.context, part)[0] for name, part in parts_of(mixed).items()}
     assert (rules["household"].strategy, rules["nim"].strategy) == ("restart", "keep")
     remembering = MemoryTask(mixed, turns=4)
     assert parts_of(remembering)["household"].max_turns == 14

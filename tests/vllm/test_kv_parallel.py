@@ -14,8 +14,9 @@ from orchestrator.config.sections import DisaggregationSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL, Seat, TurnRouter
+from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves
-from orchestrator.proxy.prefill_decode import DisaggregatingProxy
+from orchestrator.proxy.prefill_decode import PrefillDecode
 from scripts.bench.probes.vllm.kv_engines import Child
 from scripts.bench.probes.vllm.kv_probe import VOCABULARY, say, write_model
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
@@ -42,7 +43,7 @@ async def prefill_and_decode(prefill: Child, decode: Child) -> None:
     for one in (prefill, decode):
         await one.forget()
     events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-    proxy = DisaggregatingProxy(
+    proxy = LLMProxy(
         [prefill, decode],
         events,
         stall_timeout=120.0,
@@ -50,8 +51,9 @@ async def prefill_and_decode(prefill: Child, decode: Child) -> None:
         router=TurnRouter([Seat("P"), Seat("D")], phases={PREFILL: "P", DECODE: "D"}),
         kv=KvMoves(BreakEven(), events, 60.0),
         on_fatal=print,
-        disaggregation=DisaggregationSection(enabled=True, prefill="P", decode="D", min_tokens=1),
     )
+    settings = DisaggregationSection(enabled=True, prefill="P", decode="D", min_tokens=1)
+    proxy.split = PrefillDecode(proxy, settings)
     proxy.version = -1
     proxy.start()
     counted = await decode.computed()

@@ -17,8 +17,9 @@ from orchestrator.config.sections import DisaggregationSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
 from orchestrator.policies.routing.turn_routing import DECODE, PREFILL, Seat, TurnRouter
+from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import KvMoves
-from orchestrator.proxy.prefill_decode import DisaggregatingProxy
+from orchestrator.proxy.prefill_decode import PrefillDecode
 from scripts.bench.probes.vllm.kv_engines import Child
 from scripts.bench.probes.vllm.kv_probe import say
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, write_tiny_qwen3
@@ -106,11 +107,11 @@ def test_a_prefix_goes_from_one_engine_to_the_other_while_both_serve_and_decode_
     pair.run(scenario())
 
 
-def parted(pair: Pair) -> DisaggregatingProxy:
+def parted(pair: Pair) -> LLMProxy:
     loop = asyncio.get_running_loop()
     events = EventLog(MemorySink(), loop.time)
     failed: list[Exception] = []
-    proxy = DisaggregatingProxy(
+    proxy = LLMProxy(
         pair.engines,
         events,
         stall_timeout=120.0,
@@ -118,8 +119,9 @@ def parted(pair: Pair) -> DisaggregatingProxy:
         router=TurnRouter([Seat("P"), Seat("D")], phases={PREFILL: "P", DECODE: "D"}),
         kv=KvMoves(BreakEven(), events, 30.0),
         on_fatal=failed.append,
-        disaggregation=DisaggregationSection(enabled=True, prefill="P", decode="D", min_tokens=1),
     )
+    settings = DisaggregationSection(enabled=True, prefill="P", decode="D", min_tokens=1)
+    proxy.split = PrefillDecode(proxy, settings)
     proxy.version = -1
     proxy.start()
     return proxy

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.api import ManagedWorker, TrainBatch, TrajectoryError
-from orchestrator.components import Parts
+from orchestrator.build import build_pipeline
+from orchestrator.pipeline import Pipeline
+from orchestrator.components import Components
 from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.observe.view.live_sample import Sampler
-from orchestrator.pipeline import Pipeline
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import garbage_collector
 from orchestrator.runtime.background_checkpoints import BesideTheLoop
@@ -196,8 +197,8 @@ async def soak(config: Config, folder: Path, selector: WatchedSelector, mark: st
         ]
         trainer = SimTrainer(config, weights, cast(Audit, _NoAudit()))
         checkpoints = BesideTheLoop(run.checkpoints, config.checkpoint.keep)
-        parts = Parts(task, workers, trainer, SimReward(config), events, ledger, store, SimDisplay(), checkpoints)
-        pipeline = Pipeline(config, parts)
+        parts = Components(task, workers, trainer, SimReward(config), events, ledger, store, SimDisplay(), checkpoints)
+        pipeline = build_pipeline(config, parts)
         garbage_collector.calm()  # as a real run does, and it is sampled for who looks at it
         sampler = Sampler(folder, events, print)
         sampler.pipeline = pipeline

@@ -33,11 +33,11 @@ from orchestrator.api import (
     UpdateResult,
     WorkerStats,
 )
-from orchestrator.components import Parts, Position
+from orchestrator.build import build_pipeline
+from orchestrator.components import Components, Position
 from orchestrator.config import Config
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
-from orchestrator.pipeline import Pipeline
 from orchestrator.sim.epoch_audit import account
 from orchestrator.sim.recorded_traces import Traces
 from orchestrator.sim.twins import SimDisplay, SimReward, SimTask
@@ -192,10 +192,10 @@ async def epoch(worker: Any, config: Config, run: int) -> dict[str, Any]:
     events = EventLog(watch, asyncio.get_running_loop().time)
     ledger = Ledger(journal, events.time)
     forced = ForcedLengths(worker, f"run{run}", trace)
-    parts = Parts(
+    parts = Components(
         SimTask(config, trace), [forced], NoTrainer(), SimReward(config, trace), events, ledger, NoStore(), SimDisplay()
     )
-    pipeline = Pipeline(config, parts, Position(trajectories=run * 100_000))
+    pipeline = build_pipeline(config, parts, Position(trajectories=run * 100_000))
     reason = await pipeline.run()
     if reason != "completed":
         raise RunError(f"tail-batching: {reason}")

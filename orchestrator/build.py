@@ -1,0 +1,402 @@
+"""The composition root: it alone turns a config into the parts of a loop, for real and for simulated runs alike.
+
+Who starts a run (:mod:`orchestrator.runtime.real_run`, :mod:`orchestrator.sim.simulated_run`) makes :class:`Components`, what is
+behind the ports; :func:`build_pipeline` makes the rest around them. Everything else receives what it needs: settings of its own,
+and the objects that it talks to. What cannot be together in one run is one ConfigError here, before anything is sent anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from orchestrator.agents.manager_choice import manager_of
+from orchestrator.api import ConfigError, ManagedWorker, PlacedWorker, ResizableWorker, Task, Trajectory, parts_of
+from orchestrator.borrowing.server_exchange import Exchange
+from orchestrator.buffer import SampleBuffer
+from orchestrator.colocation.group_feeder import Feeder
+from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
+from orchestrator.components import Components, ForecastParts, Position
+from orchestrator.config import Config
+from orchestrator.config.sections import FiltersSection
+from orchestrator.environments.episode_context import setup_of
+from orchestrator.environments.lockstep import Lockstep
+from orchestrator.evaluation import Evaluator
+from orchestrator.events import EventLog
+from orchestrator.parallelism.degree_planner import DegreePlanner
+from orchestrator.parallelism.planner_setup import (
+    make_planner,
+    make_reallocation,
+    rates_of_degree,
+    rates_of_lanes,
+    read_placement_profile,
+)
+from orchestrator.parallelism.replanner import Replanner
+from orchestrator.parallelism.step_planner import StepPlanner
+from orchestrator.pipeline import LoopSettings, Pipeline, RunControl
+from orchestrator.placement.forecast_setup import InProcessPredictor, make_predictor
+from orchestrator.placement.length_tracker import LengthTracker, prioritize
+from orchestrator.placement.placer import TrajectoryPlacer
+from orchestrator.placement.worker_rates import line_rates, profile_rates, rates_alone
+from orchestrator.policies.batching import coordination_modes
+from orchestrator.policies.batching.round_planner import RoundRules
+from orchestrator.policies.batching.stream_trigger import KvLimit, Unit
+from orchestrator.policies.batching.trajectory_filters import (
+    Balance,
+    Completeness,
+    FilterChain,
+    Quality,
+    Repetition,
+    Similarity,
+    TrajectoryFilter,
+)
+from orchestrator.policies.prediction.prompt_lengths import Predictor as LengthPredictor
+from orchestrator.policies.training.lag_weight import LagWeight
+from orchestrator.policies.training.learning_alarms import Bars, Prompts, Watch
+from orchestrator.proxy import router_setup
+from orchestrator.proxy.gap_moves import GapMover
+from orchestrator.proxy.gateway import LLMProxy
+from orchestrator.proxy.kv_moves import kv_moves
+from orchestrator.proxy.membership import Membership
+from orchestrator.proxy.prefill_decode import PrefillDecode
+from orchestrator.proxy.resize import EngineResizing, require_resizable
+from orchestrator.rollout import BatchSize, Rollout
+from orchestrator.tail_batching import PROGRESSIVE, PromptLengths, Rounds
+from orchestrator.trainer_calls import TrainerCalls
+from orchestrator.weight_sync import WeightSync
+
+
+def build_pipeline(config: Config, parts: Components, position: Position | None = None) -> Pipeline:
+    """The loop of a run around its components, from ``position`` on (None: the beginning). Within the event loop that it will run
+    in; nothing is started. Raises ConfigError for what fits neither together nor to the task."""
+    position, control = position or Position(), RunControl()
+
+    def keep(trajectory: Trajectory, state: str, cause: str) -> None:
+        parts.store.append(trajectory, position.step, f"{state}: {cause}" if cause else state)
+
+    rollout, resizing = build_rollout(config, parts, position, keep, control.fail)
+    calls = TrainerCalls(config.run.trainer_timeout)
+    turns = _stream_training(config, parts, rollout.proxy)
+    if turns is not None:
+        parts.trainer, rollout.on_played = turns.trainer, turns.finished
+    feeder = Feeder(
+        lambda samples, version: calls.final("feed", parts.trainer.feed(samples, version)),
+        parts.events,
+        config.trainer.stream,
+    )
+    weights = WeightSync(
+        parts.trainer, rollout.proxy, parts.events, calls.limited, config.collective_limit, config.relay.patience
+    )
+    evaluator = Evaluator(
+        rollout.environments,
+        parts.task,
+        parts.reward,
+        seed=config.run.seed,
+        prompts=config.evaluation.prompts,
+        slots=config.rollout.environments,
+        timeout=config.rollout.trajectory_timeout,
+    )
+    trainer = config.trainer
+    bars = Bars(trainer.logprob_gap_alarm, trainer.entropy_alarm, trainer.tis_alarm, config.rollout.ess_alarm)
+    return Pipeline(
+        _loop_settings(config),
+        parts,
+        position,
+        control,
+        calls,
+        rollout,
+        weights,
+        feeder,
+        evaluator,
+        Watch(bars, position.entropies),
+        LagWeight(config.rollout.staleness_decay),
+        exchange=_exchange(config, parts, rollout.proxy),
+        turns=turns,
+        replanner=_replanner(config, parts, resizing, rollout.forecasts),
+    )
+
+
+def _loop_settings(config: Config) -> LoopSettings:
+    return LoopSettings(
+        steps=config.run.steps,
+        minutes=config.run.minutes,
+        groups_per_step=config.rollout.groups_per_step,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.evaluation.every,
+        evaluation_prompts=config.evaluation.prompts,
+        stream=config.trainer.stream,
+        overlong=config.reward.overlong.rule,
+    )
+
+
+# -- the rollout side ------------------------------------------------------------------------------------------------
+
+
+def build_rollout(
+    config: Config,
+    parts: Components,
+    position: Position,
+    keep: Callable[[Trajectory, str, str], None],
+    fail: Callable[[BaseException], None],
+) -> tuple[Rollout, EngineResizing | None]:
+    """The rollout side, and what cuts its engines anew (None: nobody may). ``keep(trajectory, state, cause)`` stores what ends
+    untrained; ``fail(error)`` ends the run."""
+    settings, task, events = config.rollout, parts.task, parts.events
+    mode = coordination_modes.mode(config.run.mode, settings.alpha)
+    bound, filters = mode.bound(), make_filters(config.filters)
+    buffer = SampleBuffer(
+        bound,
+        settings.max_filtered_groups,
+        dynamic=settings.dynamic_sampling,
+        filters=filters,
+        balance=make_balance(config.filters),
+    )
+    proxy, resizing = build_proxy(config, parts.workers, events, mode, fail)
+    lockstep = Lockstep()
+    environments = manager_of(task)(
+        task,
+        proxy,
+        step_timeout=settings.environment_step_timeout,
+        trajectory_timeout=settings.trajectory_timeout,
+        is_stale=lambda first: not bound.admissible(buffer.version, first),
+        source=parts.environments,
+        context=setup_of(config.context, task),
+        contexts={name: setup_of(config.context, part) for name, part in parts_of(task).items()},
+        # a race in which all take their turns in step has no winner: with rounds only the rewards are waited for
+        lockstep=lockstep if mode.batch_environments and not settings.rounds.enabled else None,
+    )
+    forecasts = environments.forecasts = _length_tracker(config, task, proxy, events, parts.foresight)
+    known = forecasts.prompts if forecasts and settings.rounds.predict == PROGRESSIVE else None
+    rollout = Rollout(
+        settings,
+        BatchSize(config.batch_trajectories, config.group_members, config.redundancy),
+        task,
+        parts.reward,
+        events,
+        parts.ledger,
+        mode=mode,
+        buffer=buffer,
+        filters=filters,
+        proxy=proxy,
+        environments=environments,
+        lockstep=lockstep,
+        forecasts=forecasts,
+        rounds=build_rounds(config, task, events, position.rounds, known) if settings.rounds.enabled else None,
+        prompts=Prompts(task.prompts("train", config.run.seed)),
+        keep=keep,
+        fail=fail,
+        groups=position.groups,
+        trajectories=position.trajectories,
+    )
+    return rollout, resizing
+
+
+def build_proxy(
+    config: Config,
+    workers: Sequence[ManagedWorker],
+    events: EventLog,
+    mode: coordination_modes.Mode,
+    fail: Callable[[BaseException], None],
+) -> tuple[LLMProxy, EngineResizing | None]:
+    """The proxy over these workers with the strategies that the config asks for. Raises ConfigError for workers that cannot do
+    what they ask of them, and for strategies that exclude each other."""
+    settings = config.rollout
+    if settings.reshapes:
+        require_resizable(workers, settings.planner.enabled, settings.planner.experts)
+        _require_one_class(workers, config)
+    proxy = LLMProxy(
+        workers,
+        events,
+        stall_timeout=settings.stall_timeout,
+        restarts=settings.worker_restarts,
+        heartbeat=settings.heartbeat_seconds,
+        misses=settings.heartbeat_misses,
+        current_only=not mode.carries_over,
+        router=router_setup.router(
+            settings.routing, workers, settings.disaggregation, partial(router_setup.may_come, settings)
+        ),
+        kv=kv_moves(settings.kv_transfer, events),
+        on_fatal=fail,
+    )
+    if settings.disaggregation.enabled:
+        proxy.split = PrefillDecode(proxy, settings.disaggregation)
+    return proxy, EngineResizing(proxy) if settings.reshapes else None
+
+
+def _require_one_class(workers: Sequence[ManagedWorker], config: Config) -> None:
+    """Engines are cut anew over devices that are alike: where prefill and decode are on classes of their own, all of the run's
+    own workers must be of one of the two (the other is borrowed). Raises ConfigError."""
+    settings = config.rollout
+    if not settings.disaggregation.enabled:
+        return
+    own = [worker for worker in workers if isinstance(worker, ResizableWorker)]
+    known = settings.routing.hardware
+    classes = {
+        (worker.hardware if isinstance(worker, PlacedWorker) else "") or known.get(worker.name, "") for worker in own
+    }
+    if len(classes) > 1:
+        field = "rollout.planner.enabled" if settings.planner.enabled else "rollout.placement.degrees.enabled"
+        fix = (
+            "cuts all engines anew over one class of devices, and rollout.disaggregation has them on two: borrow the workers of "
+            "one class (rollout.served), or set one of the two to false"
+        )
+        raise ConfigError(field, True, fix)
+
+
+def make_filters(settings: FiltersSection) -> FilterChain:
+    """The filters that the config switches on, the cheap ones first."""
+    chain: list[TrajectoryFilter] = []
+    if settings.completeness:
+        chain.append(Completeness(settings.truncated == "drop"))
+    if settings.reward_min is not None or settings.reward_max is not None:
+        chain.append(Quality(settings.reward_min, settings.reward_max))
+    if settings.max_repetition is not None:
+        chain.append(Repetition(settings.ngram, settings.max_repetition))
+    if settings.max_similarity is not None:
+        chain.append(Similarity(settings.ngram, settings.max_similarity, settings.similarity_window))
+    return FilterChain(chain)
+
+
+def make_balance(settings: FiltersSection) -> Balance | None:
+    """How a batch is balanced; None: groups in order of completion."""
+    return None if settings.balance == "none" else Balance(settings.balance, settings.balance_share)
+
+
+def build_rounds(
+    config: Config,
+    task: Task,
+    events: EventLog,
+    state: Mapping[str, Any] | None,
+    predict: LengthPredictor | None = None,
+) -> Rounds:
+    """Short and long rounds. ``state``: of a checkpoint; ``predict``: lengths of prompts, None: what the config says of them."""
+    settings = config.rollout
+    most = settings.rounds.max_active
+    return Rounds(
+        round_rules(config, task),
+        task,
+        config.run.seed,
+        events,
+        PromptLengths(settings.rounds.predict, predict),
+        cap=most and most * (settings.workers + len(settings.served)),
+        state=state,
+    )
+
+
+def round_rules(config: Config, task: Task) -> RoundRules:
+    """The rules of short and long rounds. A task that goes through its data set again and again says its size as
+    ``epoch_prompts``."""
+    settings, rounds = config.rollout, config.rollout.rounds
+    known = getattr(task, "epoch_prompts", 0)
+    return RoundRules(
+        settings.groups_per_step,
+        settings.group_size,
+        rounds.eta_prompts,
+        rounds.eta_responses,
+        known if rounds.epoch_prompts is None else rounds.epoch_prompts,
+        rounds.tries,
+        rounds.isolate_environments,
+        rounds.search,
+    )
+
+
+# -- forecasts and placement -----------------------------------------------------------------------------------------
+
+
+def _length_tracker(
+    config: Config, task: Task, proxy: LLMProxy, events: EventLog, given: ForecastParts
+) -> LengthTracker | None:
+    """None: lengths are not predicted."""
+    rollout = config.rollout
+    if not rollout.prediction.enabled:
+        return None
+    prior, predictor = float(task.max_response_tokens), given.predictor
+    if predictor is None:
+        predictor = InProcessPredictor(make_predictor(rollout.prediction, prior, config.run.seed))
+    placer = _placer(config, proxy, events, given) if rollout.placement.enabled else None
+    return LengthTracker(
+        rollout.prediction, predictor, events, prior, partial(prioritize, proxy, limit=rollout.stall_timeout), placer
+    )
+
+
+def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastParts) -> TrajectoryPlacer:
+    """Who places trajectories on workers; told of every one that comes or leaves."""
+    rollout = config.rollout
+    names = [lane.worker.name for lane in proxy.lanes]
+    for name in rollout.placement.speeds:
+        if name not in names and not router_setup.may_come(rollout, name):
+            fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
+            raise ConfigError("rollout.placement.speeds", name, fix)
+    rates, slots = given.rates, rollout.engine.max_num_seqs
+    if rates is None and (profile := read_placement_profile(rollout)) is not None:
+        rates = profile_rates(profile, proxy.lanes, slots)
+        if rollout.borrowed.exchanged:  # before one of them comes
+            rates_alone(profile, "a borrowed server", slots)
+    elif rates is None and rollout.placement.degrees.enabled:
+        rates = rates_of_lanes(proxy.lanes, rates_of_degree(rollout))
+    mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
+    rates = rates or line_rates(rollout.placement, proxy.lanes, slots)
+    placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
+    proxy.watcher = placer
+    return placer
+
+
+# -- between steps, and within them ----------------------------------------------------------------------------------
+
+
+def _exchange(config: Config, parts: Components, proxy: LLMProxy) -> Exchange | None:
+    """Of the servers that a run borrows; None: it has those that it has."""
+    market, rollout = parts.market, config.rollout
+    if market is None:
+        return None
+    return Exchange(market, Membership(proxy), parts.events, rollout.borrowed, rollout.routing, market.first)
+
+
+def _replanner(
+    config: Config, parts: Components, resizing: EngineResizing | None, forecasts: LengthTracker | None
+) -> Replanner | None:
+    """Who cuts the engines of a run anew between steps: the planner, the resource manager, or nobody (None)."""
+    rollout, events = config.rollout, parts.events
+    if resizing is None:
+        return None
+    if not rollout.placement.degrees.enabled:
+        planner = parts.planner or make_planner(rollout, parts.task)
+        return Replanner(StepPlanner(planner, resizing, events), resizing, events, config.run.steps)
+    policy = parts.reallocation or make_reallocation(rollout)
+    in_flight = tuple if forecasts is None else forecasts.remaining
+    rule = DegreePlanner(policy, resizing, events, in_flight, rollout.engine.max_model_len)
+    return Replanner(rule, resizing, events, config.run.steps)
+
+
+def _stream_training(config: Config, parts: Components, proxy: LLMProxy) -> StreamTraining | None:
+    """Where trainer and workers share devices; None: each has its own."""
+    rollout = config.rollout
+    if not rollout.colocation.enabled:
+        return None
+    bytes_each = parts.kv_bytes or kv_bytes_per_token(config.model.model_dump(), config.model.dtype)
+    engine = rollout.engine
+    return StreamTraining(
+        rollout.colocation,
+        parts.trainer,
+        proxy,
+        parts.events,
+        requests=math.ceil(config.batch_trajectories * config.redundancy),
+        training=training_units(config),
+        limit=KvLimit(bytes_each, engine.kv_cache_mb << 20, engine.block_size),
+        block_size=engine.block_size,
+        longest=parts.task.max_context_tokens,
+        timeout=config.run.trainer_timeout,
+    )
+
+
+def training_units(config: Config) -> list[Unit]:
+    """The devices of each data-parallel replica, in Megatron's order of ranks (tp-cp-ep-dp-pp); rank r is on device r."""
+    trainer = config.trainer
+    stage = trainer.tensor_parallel * trainer.data_parallel
+    block = math.lcm(trainer.tensor_parallel, trainer.tensor_parallel * trainer.expert_parallel)
+    return [
+        tuple(first + rank + number * stage for number in range(trainer.pipeline_parallel) for rank in range(block))
+        for first in range(0, stage, block)
+    ]

@@ -1,0 +1,106 @@
+"""Who cuts a run's own engines anew between steps, and over how many devices each of them starts.
+
+Where prefill and decode are apart nobody does, but each engine may have a number of devices of its own.
+
+Guarantees: at most one does, the parallelism planner or the resource manager (:mod:`orchestrator.config.rollout_keys`); a profile
+that it reads is of this model, and of the engine and device that are here. Raises ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api import ConfigError, Task
+from orchestrator.config import Config
+from orchestrator.parallelism.planner_setup import make_planner, make_reallocation, read_planner_profile
+from orchestrator.policies.parallelism.degree_reallocation import Reallocation
+from orchestrator.policies.parallelism.parallelism_planner import ParallelismPlanner
+from orchestrator.profiler import ProfileKey, model_name
+from orchestrator.profiler import load as load_profile
+from orchestrator.profiler.profile_file import check as check_profile
+from orchestrator.proxy.resize import NO_EXPERTS, seats
+
+IDENTITY = "vllm_rlplugin.engine_profiler:identity"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCuts:
+    """``ranks``: devices of each worker at its start; empty: one each, and nobody cuts them. ``devices``: where they begin, -1:
+    its pool says that; empty: each at its own number."""
+
+    planner: ParallelismPlanner | None = None
+    reallocation: Reallocation | None = None
+    ranks: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+
+    def keywords_of(self, index: int) -> dict[str, int]:
+        """Keywords of a worker: where its devices begin, and how many it begins with."""
+        if not self.ranks:
+            return {}
+        return {"first_device": self.devices[index] if self.devices else index, "ranks": self.ranks[index]}
+
+
+async def engine_cuts(
+    config: Config,
+    task: Task,
+    model: str,
+    shape: Mapping[str, Any],
+    function: Callable[[str, dict[str, Any]], Awaitable[Any]],
+    kept: Mapping[str, Any] | None = None,
+) -> EngineCuts:
+    """``shape``: of the model at ``model``; ``function``: asks a function of the plugin; ``kept``: the degrees that a run had
+    which is resumed."""
+    rollout, heads = config.rollout, int(shape["num_attention_heads"])
+    planned = rollout.planner.enabled
+    name = rollout.planner.profile if planned else rollout.placement.profile
+    if rollout.reshapes and name:
+        field = "rollout.planner.profile" if planned else "rollout.placement.profile"
+        here = await function(IDENTITY, {"threads": rollout.engine.threads})
+        key = ProfileKey(model=model_name(Path(model), config.model.dtype), **here)
+        check_profile(load_profile(Path(name), field), key, field)
+    if planned:
+        planner = make_planner(rollout, task, heads)
+        return EngineCuts(planner, None, tuple(seats(planner.layout.tp, rollout.workers)))
+    if rollout.reshapes:
+        reallocation = make_reallocation(rollout, heads, kept=kept)
+        return EngineCuts(None, reallocation, tuple(seats(reallocation.degrees, rollout.workers)))
+    return _fixed(config, heads)
+
+
+def _fixed(config: Config, heads: int) -> EngineCuts:
+    """What ``rollout.disaggregation.degrees`` says."""
+    given, field = config.rollout.disaggregation.degrees, "rollout.disaggregation.degrees"
+    if not given:
+        return EngineCuts()
+    for name, degree in given.items():
+        if heads % degree:
+            fix = f"{name} cannot have {degree} devices: the model has {heads} attention heads"
+            raise ConfigError(field, dict(given), fix)
+    ranks = [given.get(f"vllm-{index}", 1) for index in range(config.rollout.workers)]
+    begins = [sum(ranks[:index]) for index in range(len(ranks))]
+    return EngineCuts(ranks=tuple(ranks), devices=tuple(-1 if config.resources.pools else begin for begin in begins))
+
+
+def check(config: Config) -> None:
+    """Devices are counted from this machine's first: a worker in a pool, or on another machine, has none to add to its own."""
+    if config.rollout.disaggregation.degrees and config.ray.address and not config.resources.pools:
+        fix = (
+            "rollout.disaggregation.degrees counts the devices of this machine: name resources.pools, or leave one out"
+        )
+        raise ConfigError("ray.address", config.ray.address, fix)
+    if not config.rollout.reshapes:
+        return
+    who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
+    for field, given in (("resources.pools", config.resources.pools), ("ray.address", config.ray.address)):
+        if given:
+            fix = f"{who} needs all devices on this machine, and free of pools: leave this out, or set it to false"
+            raise ConfigError(field, given, fix)
+    if config.rollout.planner.experts:
+        raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
+    if config.rollout.planner.enabled:
+        read_planner_profile(config.rollout)
+    else:
+        make_reallocation(config.rollout)  # as far as it can be known without the model
