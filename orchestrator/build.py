@@ -8,8 +8,10 @@ and the objects that it talks to. What cannot be together in one run is one Conf
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from orchestrator.agents.manager_choice import manager_of
@@ -21,8 +23,12 @@ from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per
 from orchestrator.components import Components, ForecastParts, Position
 from orchestrator.config import Config
 from orchestrator.config.sections import FiltersSection
+from orchestrator.environments.environment_pool import EnvPool, PoolSettings
+from orchestrator.environments.environment_session import Backend
 from orchestrator.environments.episode_context import setup_of
+from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.lockstep import Lockstep
+from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.evaluation import Evaluator
 from orchestrator.events import EventLog
 from orchestrator.parallelism.degree_planner import DegreePlanner
@@ -30,7 +36,7 @@ from orchestrator.parallelism.planner_setup import (
     make_planner,
     make_reallocation,
     rates_of_degree,
-    rates_of_lanes,
+    rates_of_workers,
     read_placement_profile,
 )
 from orchestrator.parallelism.replanner import Replanner
@@ -66,6 +72,11 @@ from orchestrator.rollout import BatchSize, Rollout
 from orchestrator.tail_batching import PROGRESSIVE, PromptLengths, Rounds
 from orchestrator.trainer_calls import TrainerCalls
 from orchestrator.weight_sync import WeightSync
+
+LIFETIME_MARGIN = (
+    600  # seconds that a pod may outlive its greatest age and one trajectory: it waits in the pool, starts
+)
+TASK_OF_CONFIG = "orchestrator.environments.environment_process:task_of_config"
 
 
 def build_pipeline(config: Config, parts: Components, position: Position | None = None) -> Pipeline:
@@ -302,6 +313,116 @@ def round_rules(config: Config, task: Task) -> RoundRules:
     )
 
 
+# -- environments -----------------------------------------------------------------------------------------------------
+
+
+def build_environment_pool(
+    config: Config,
+    task: Task,
+    owner: str,
+    events: EventLog,
+    *,
+    log: Path | None = None,
+    tools: Mapping[str, Any] | None = None,
+    tally: ToolTally | None = None,
+) -> EnvPool | None:
+    """The pool that the config asks for, not yet opened; None for fresh objects in this process. ``owner`` begins the names
+    of its sessions and marks what is theirs. For environments in other processes: ``log`` gets what they print, ``tools``
+    are the fields of their ToolSettings (those in this process have the task's), ``tally`` counts their calls."""
+    backend = _environment_backend(config, task, owner, log, tools, tally)
+    return None if backend is None else EnvPool(backend, _pool_settings(config, owner), events)
+
+
+def environment_target(config: Config, task: Task) -> tuple[str, dict[str, Any]]:
+    """What makes the task's environments in another process, and with which arguments: what the task's own
+    ``environment_target()`` says, else the whole task from the config."""
+    own = getattr(task, "environment_target", None)
+    if own is None:
+        return TASK_OF_CONFIG, {"config": config.model_dump(mode="json")}
+    target, arguments = own()
+    return str(target), dict(arguments)
+
+
+def _environment_backend(
+    config: Config,
+    task: Task,
+    owner: str,
+    log: Path | None,
+    tools: Mapping[str, Any] | None,
+    tally: ToolTally | None,
+) -> Backend | None:
+    chosen = config.environment
+    match chosen.backend:
+        case "in-process":
+            return None
+        case "in-process-pool":
+            return InProcessBackend(task)
+        case "subprocess":
+            from orchestrator.environments.subprocesses import SubprocessBackend
+
+            target, arguments = environment_target(config, task)
+            limits = {"memory_mb": chosen.memory_mb, "cpu_seconds": chosen.cpu_seconds}
+            return SubprocessBackend(target, arguments, owner=owner, log=log, tools=tools, tally=tally, **limits)
+        case "kubernetes":
+            return _pod_backend(config, task, owner, tools, tally)
+
+
+def _pod_backend(
+    config: Config, task: Task, owner: str, tools: Mapping[str, Any] | None, tally: ToolTally | None
+) -> Backend:
+    from orchestrator.environments.pod_manifests import PodSettings
+    from orchestrator.environments.pods import PodBackend
+
+    if config.tools.functions:
+        fix = "pods do not reach the embedded host, which listens on loopback: give tools.urls that they reach"
+        raise ConfigError("tools.functions", sorted(config.tools.functions), fix)
+    chosen, rollout = config.environment, config.rollout
+    pods = chosen.kubernetes
+    names = ("image", "namespace", "registry_mirror", "pull_policy", "cpu", "memory", "node_selector", "port")
+    own_pod = (os.environ.get("POD_NAME", ""), os.environ.get("POD_UID", ""))
+    settings = PodSettings(
+        owner=owner,
+        orphan_seconds=pods.orphan_seconds,
+        lifetime=int(chosen.max_age_seconds + rollout.trajectory_timeout) + LIFETIME_MARGIN,
+        owner_pod=own_pod if all(own_pod) else None,
+        **{name: getattr(pods, name) for name in names},
+    )
+    target, arguments = environment_target(config, task)
+    limits = {"cpu_seconds": chosen.cpu_seconds, "call_seconds": rollout.environment_step_timeout}
+    return PodBackend(
+        target,
+        arguments,
+        settings,
+        limits=limits,
+        context=pods.context,
+        pre_pull=pods.pre_pull,
+        tools=tools,
+        tally=tally,
+    )
+
+
+def _pool_settings(config: Config, owner: str) -> PoolSettings:
+    chosen = config.environment
+    size = chosen.size or config.rollout.environments
+    return PoolSettings(
+        size=size,
+        owner=owner,
+        warm=min(chosen.warm, size),
+        parallel_starts=chosen.parallel_starts,
+        start_timeout=chosen.start_timeout,
+        start_tries=chosen.start_tries,
+        backoff_first=chosen.backoff_first,
+        backoff_limit=chosen.backoff_limit,
+        call_timeout=config.rollout.environment_step_timeout,
+        ping_timeout=chosen.health_timeout,
+        ping_every=chosen.health_seconds,
+        idle=chosen.idle_seconds,
+        max_age=chosen.max_age_seconds,
+        max_episodes=chosen.max_episodes,
+        seed=config.run.seed,
+    )
+
+
 # -- forecasts and placement -----------------------------------------------------------------------------------------
 
 
@@ -324,20 +445,20 @@ def _length_tracker(
 def _placer(config: Config, proxy: LLMProxy, events: EventLog, given: ForecastParts) -> TrajectoryPlacer:
     """Who places trajectories on workers; told of every one that comes or leaves."""
     rollout = config.rollout
-    names = [lane.worker.name for lane in proxy.lanes]
+    names = [state.worker.name for state in proxy.states]
     for name in rollout.placement.speeds:
         if name not in names and not router_setup.may_come(rollout, name):
             fix = f"there is no rollout worker of this name; there are: {', '.join(names)}"
             raise ConfigError("rollout.placement.speeds", name, fix)
     rates, slots = given.rates, rollout.engine.max_num_seqs
     if rates is None and (profile := read_placement_profile(rollout)) is not None:
-        rates = profile_rates(profile, proxy.lanes, slots)
+        rates = profile_rates(profile, proxy.states, slots)
         if rollout.borrowed.exchanged:  # before one of them comes
             rates_alone(profile, "a borrowed server", slots)
     elif rates is None and rollout.placement.degrees.enabled:
-        rates = rates_of_lanes(proxy.lanes, rates_of_degree(rollout))
-    mover = GapMover(proxy.kv, proxy.lanes, proxy.router) if rollout.kv_transfer.enabled else None
-    rates = rates or line_rates(rollout.placement, proxy.lanes, slots)
+        rates = rates_of_workers(proxy.states, rates_of_degree(rollout))
+    mover = GapMover(proxy.kv, proxy.states, proxy.router) if rollout.kv_transfer.enabled else None
+    rates = rates or line_rates(rollout.placement, proxy.states, slots)
     placer = TrajectoryPlacer(rollout.placement, proxy.router, events, rates, mover, rollout.engine.max_model_len)
     proxy.watcher = placer
     return placer

@@ -162,3 +162,11 @@ def describe_machine() -> dict[str, Any]:
 def _number(name: str, prefix: str) -> int:
     head, _, tail = name.rpartition("-")
     return int(tail) if head == prefix and tail.isdigit() else 0
+
+
+def environment_owner(run: Path) -> str:
+    """Who owns what environments leave outside this machine: the same for every life of a run, no two runs share it."""
+    file = run / "owner"
+    if not file.exists():
+        file.write_text(f"{run.name}-{secrets.token_hex(4)}\n", encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()

@@ -33,7 +33,7 @@ from orchestrator.api import (
 )
 from orchestrator.events import EventLog
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.worker_state import STORE_AWAY, Lane
+from orchestrator.proxy.worker_state import STORE_AWAY, WorkerState
 
 _PAUSE_FIRST, _PAUSE_LIMIT = 1.0, 15.0  # seconds between tries to publish; leases of Mooncake end after 5
 _FIRST_PATIENCE = (
@@ -69,10 +69,10 @@ class WeightSync:
         self._patience = patience
         self._members: tuple[
             tuple[int, int], ...
-        ] = ()  # (lane, life) of those that received the last version, all well
+        ] = ()  # (worker, life) of those that received the last version, all well
         self._publishing: asyncio.Task[PublishResult] | None = None
         self._receiving: asyncio.Task[None] | None = None
-        self._received: dict[int, tuple[int, str]] = {}  # lane -> (its life, content)
+        self._received: dict[int, tuple[int, str]] = {}  # worker -> (its life, content)
         self._content = ""  # of the version that was published last
         self.waiting_for = ""
 
@@ -201,11 +201,11 @@ class WeightSync:
 
     async def _send(self, version: int) -> None:
         """Form the groups and let the workers receive, where there is somebody to send to."""
-        lanes = [lane for lane in self._proxy.lanes if lane.usable and isinstance(lane.worker, CollectiveWorker)]
-        if self._limit is None or not lanes or not isinstance(self._trainer, CollectiveTrainer):
+        states = [state for state in self._proxy.states if state.usable and isinstance(state.worker, CollectiveWorker)]
+        if self._limit is None or not states or not isinstance(self._trainer, CollectiveTrainer):
             return
-        members = tuple((lane.index, lane.lives) for lane in lanes)
-        receivers = sum(_ranks(lane) for lane in lanes)
+        members = tuple((state.index, state.lives) for state in states)
+        receivers = sum(_ranks(state) for state in states)
         sending = self._trainer.send(receivers, self._limit, members != self._members)
         self._members = ()
         try:
@@ -214,33 +214,37 @@ class WeightSync:
             self._proxy.note_fault("send", str(error))
             return
         self._receiving = asyncio.create_task(
-            self._receive(version, lanes, meetings, members), name=f"receive {version}"
+            self._receive(version, states, meetings, members), name=f"receive {version}"
         )
 
     async def _receive(
-        self, version: int, lanes: Sequence[Lane], meetings: Sequence[Meeting], members: tuple[tuple[int, int], ...]
+        self,
+        version: int,
+        states: Sequence[WorkerState],
+        meetings: Sequence[Meeting],
+        members: tuple[tuple[int, int], ...],
     ) -> None:
         begun, limit = self._events.time(), self._limit or 0.0
 
-        async def one(lane: Lane, place: int) -> None:
-            life, why = lane.lives, ""
+        async def one(state: WorkerState, place: int) -> None:
+            life, why = state.lives, ""
             try:
                 async with asyncio.timeout(limit + _GRACE):
-                    worker: Any = lane.worker
-                    self._received[lane.index] = life, await worker.receive(version, meetings, place, limit)
+                    worker: Any = state.worker
+                    self._received[state.index] = life, await worker.receive(version, meetings, place, limit)
             except (RetryableError, CommandError) as error:
                 why = str(error)
             except TimeoutError:
                 why = f"no answer for {limit + _GRACE:g} s"
             if why:
-                self._proxy.note_fault(f"receive {lane.worker.name}", why)
+                self._proxy.note_fault(f"receive {state.worker.name}", why)
 
-        places = [1 + sum(_ranks(other) for other in lanes[:index]) for index in range(len(lanes))]
-        await asyncio.gather(*(one(lane, place) for lane, place in zip(lanes, places, strict=True)))
-        if len(self._received) == len(lanes):
+        places = [1 + sum(_ranks(other) for other in states[:index]) for index in range(len(states))]
+        await asyncio.gather(*(one(state, place) for state, place in zip(states, places, strict=True)))
+        if len(self._received) == len(states):
             self._members = members
         seconds = round(self._events.time() - begun, 6)
-        self._events.emit("collective", version=version, workers=len(self._received), of=len(lanes), seconds=seconds)
+        self._events.emit("collective", version=version, workers=len(self._received), of=len(states), seconds=seconds)
 
     async def _load(self, step: int, version: int, only: Sequence[int] | None = None) -> None:
         """Steps 2 to 4 of RollArt 6.2, on all workers or on some."""
@@ -262,13 +266,15 @@ class WeightSync:
 
     def _forget_restarted(self) -> None:
         """A worker that was brought up anew has nothing of what it received."""
-        lanes = self._proxy.lanes
+        states = self._proxy.states
         kept = {
-            index: got for index, got in self._received.items() if lanes[index].usable and lanes[index].lives == got[0]
+            index: got
+            for index, got in self._received.items()
+            if states[index].usable and states[index].lives == got[0]
         }
         self._received = kept
 
 
-def _ranks(lane: Lane) -> int:
-    worker: Any = lane.worker
+def _ranks(state: WorkerState) -> int:
+    worker: Any = state.worker
     return int(worker.ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.api import Task
-from orchestrator.config import Config
+from orchestrator.config.sections import RewardSection
 from orchestrator.envs import EnvManager
 
 
@@ -21,7 +21,7 @@ def is_agent(task: object) -> bool:
     return hasattr(task, "program") and hasattr(task, "chat")
 
 
-def outcome_scores(config: Config, task: object) -> bool:
+def outcome_scores(reward: RewardSection, task: object) -> bool:
     """Whether the end of the agent is the reward: nothing else was named."""
-    named = config.reward.url or config.reward.function or config.reward.judge.any
+    named = reward.url or reward.function or reward.judge.any
     return is_agent(task) and not named

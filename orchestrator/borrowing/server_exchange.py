@@ -107,10 +107,10 @@ class Exchange:
     async def run(self) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
-        for lane in self._proxy.lanes:
-            if lane.borrowed:
-                self._policy.has(lane.worker.name, self._market.job, loop.time())
-                self._borrowed(lane.worker.name, "the run starts")
+        for state in self._proxy.states:
+            if state.borrowed:
+                self._policy.has(state.worker.name, self._market.job, loop.time())
+                self._borrowed(state.worker.name, "the run starts")
         try:
             while True:
                 await asyncio.sleep(self._settings.every)
@@ -132,12 +132,12 @@ class Exchange:
         self._demand.saw(now, proxy.peak_turns())
         if proxy.suspended:
             return  # at the next look
-        own = any(not lane.borrowed and not lane.removed for lane in proxy.lanes)
+        own = any(not state.borrowed and not state.removed for state in proxy.states)
         least = 0 if own else 1
         most = self._settings.most or len(offers)
         turns, cap = self._members.dedicated_turns(), self._routing.served_cap
         if self._routing.spread == LEAST_UTILIZED:  # as long as there is a turn for each
-            turns, cap = sum(not lane.borrowed and not lane.removed for lane in proxy.lanes), 1
+            turns, cap = sum(not state.borrowed and not state.removed for state in proxy.states), 1
         needed = self._demand.wanted(now, turns, cap, most)
         begins, self._version = proxy.version != self._version, proxy.version
         change = self._policy.ask(self._market.job, max(least, needed), now, exchange=begins, least=least)
@@ -176,8 +176,8 @@ class Exchange:
         for offer in offers:
             if offer.why:
                 continue  # silent, and gone if that lasts
-            lane = self._members.lane_of(offer.url)
-            full = lane is not None and not lane.parked and lane.full
+            state = self._members.find_server(offer.url)
+            full = state is not None and not state.parked and state.full
             self._policy.saw(offer.url, now, offer.share, lends=offer.lends and not full, before=offer.before)
             if offer.taken and offer.url not in self._policy.of(self._market.job):
                 self._policy.refused(offer.url, now)
@@ -197,7 +197,7 @@ class Exchange:
 
     def _in_time(self, now: float) -> None:
         """A run that has nothing left to generate with waits for a server, but not for ever. Raises RunError."""
-        if any(not (lane.parked or lane.removed) for lane in self._proxy.lanes) or self._changing:
+        if any(not (state.parked or state.removed) for state in self._proxy.states) or self._changing:
             self._had = now
         elif now - self._had > self._members.patience:
             why = "; ".join(f"{name}: {reason}" for name, reason in self._refused.items()) or "there is no candidate"
@@ -208,9 +208,9 @@ class Exchange:
     def _give_up(self, now: float) -> None:
         """Those that the proxy has given up, however well they say they are: else they would be ours, and of no use, for good."""
         ours = self._policy.of(self._market.job)
-        for lane in self._proxy.lanes:
-            name = lane.worker.name
-            if lane.borrowed and lane.removed and name in ours and name not in self._changing:
+        for state in self._proxy.states:
+            name = state.worker.name
+            if state.borrowed and state.removed and name in ours and name not in self._changing:
                 self._begin_return(name, GONE)
                 self._policy.refused(name, now)
 
@@ -240,13 +240,13 @@ class Exchange:
         if before is not None:
             before.cancel()
             await asyncio.gather(before, return_exceptions=True)
-        lane = self._members.lane_of(name)
-        if lane is None or lane.parked:
+        state = self._members.find_server(name)
+        if state is None or state.parked:
             return
-        worker = lane.worker
+        worker = state.worker
         assert isinstance(worker, BorrowedWorker)
         try:
-            moved = await self._members.give_back(lane)
+            moved = await self._members.give_back(state)
         finally:
             await self._leave(worker)
         held = loop.time() - self._since.pop(name, loop.time())

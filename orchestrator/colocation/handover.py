@@ -40,7 +40,7 @@ from orchestrator.api import (
     TrainSample,
 )
 from orchestrator.events import EventLog
-from orchestrator.proxy.worker_state import Loan
+from orchestrator.proxy.worker_state import DeviceLoan
 
 T = TypeVar("T")
 _FAILED = (CoserveError, TimeoutError)
@@ -59,9 +59,9 @@ class Holder(Enum):
 class Fleet(Protocol):
     """The workers (:class:`orchestrator.proxy.gateway.LLMProxy`)."""
 
-    async def lend(self, indices: Sequence[int], level: str) -> list[Loan]: ...
+    async def lend(self, indices: Sequence[int], level: str) -> list[DeviceLoan]: ...
 
-    async def take_back(self, version: int | None = None) -> list[Loan]: ...
+    async def take_back(self, version: int | None = None) -> list[DeviceLoan]: ...
 
 
 class Colocation:

@@ -115,7 +115,7 @@ class StreamTraining:
         longest: int,
         timeout: float,
     ) -> None:
-        require_colocatable(trainer, [lane.worker for lane in proxy.lanes])
+        require_colocatable(trainer, [state.worker for state in proxy.states])
         assert isinstance(trainer, ResidentTrainer)
         self._settings, self._requests = settings, requests
         self._proxy = proxy
@@ -123,10 +123,10 @@ class StreamTraining:
         self._longest = longest
         self._history: deque[int] = deque(maxlen=HISTORY)
         self._limit, self._block_size = limit, block_size
-        self._rollout: list[Unit] = [(index,) for index in range(len(proxy.lanes))]
+        self._rollout: list[Unit] = [(index,) for index in range(len(proxy.states))]
         self._training = list(training)
         self.colocation = Colocation(
-            proxy, trainer, events, workers=len(proxy.lanes), timeout=timeout, level=settings.level
+            proxy, trainer, events, workers=len(proxy.states), timeout=timeout, level=settings.level
         )
         self.trainer = LendingTrainer(trainer, self.colocation)
         self._trigger: StreamTrigger | None = None
@@ -184,9 +184,9 @@ class StreamTraining:
         """Context lengths of the unfinished requests by engine; those that wait for one are dealt out."""
         stats = dict(await self._proxy.stats())
         block, held = self._block_size, list[list[int]]()
-        for lane in self._proxy.lanes:
-            known = [_context(pending) for pending in lane.sent.values()]
-            kv = stats[lane.worker.name].kv_used * block if lane.worker.name in stats else 0
+        for state in self._proxy.states:
+            known = [_context(pending) for pending in state.sent.values()]
+            kv = stats[state.worker.name].kv_used * block if state.worker.name in stats else 0
             more = max(0, kv - sum(known)) // len(known) if known else 0
             held.append([length + more for length in known])
         for number, pending in enumerate(self._proxy.waiting):

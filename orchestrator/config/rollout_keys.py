@@ -293,11 +293,18 @@ class RolloutSection(Section):
         """Whether the run's own engines are cut anew between steps: by one of the two, never both."""
         return self.planner.enabled or self.placement.degrees.enabled
 
+    @property
+    def borrows(self) -> bool:
+        """Whether other workers than the run's own are named: then these may all be of one class of two."""
+        return bool(self.served) or self.borrowed.exchanged
+
     def _with_degrees(self) -> list[tuple[str, object, str]]:
         """Who else would cut or lend the engines, and what the degrees are chosen by."""
         field, degrees = "placement.degrees", self.placement.degrees
         found: list[tuple[str, object, str]] = []
         others = [name for name in ("planner", "colocation", "disaggregation") if getattr(self, name).enabled]
+        if self.borrows:
+            others = [name for name in others if name != "disaggregation"]
         if others:
             fix = f"cuts the engines anew, and so does rollout.{others[0]} or it needs them as they are: leave one of them out"
             if others == ["disaggregation"]:
@@ -326,7 +333,7 @@ class RolloutSection(Section):
         if not settings.prefill or not settings.decode or settings.prefill == settings.decode:
             fix = "name two classes of workers, prefill and decode (rollout.routing.hardware says which worker is of which)"
             found.append(("disaggregation.prefill", settings.prefill, fix))
-        if self.planner.enabled or self.colocation.enabled:
+        if self.colocation.enabled or (self.planner.enabled and not self.borrows):
             fix = "keeps its workers: leave out rollout.planner and rollout.colocation"
             found.append(("disaggregation.enabled", True, fix))
         strange = [name for name in settings.degrees if int(name.removeprefix("vllm-")) >= self.workers]

@@ -16,7 +16,7 @@ from orchestrator.policies.parallelism.parallelism_planner import ParallelismPla
 from orchestrator.policies.placement.worker_load import Rates, rates_of
 from orchestrator.profiler import load as load_profile
 from orchestrator.proxy.resize import ranks_of
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 
 POWERS = [1 << power for power in range(12)]  # degrees on offer; unequal ones need not divide the devices: 3 are 2+1
 _FIELD = "rollout.placement.degrees"
@@ -121,6 +121,6 @@ def rates_of_degree(rollout: RolloutSection) -> RatesOfDegree:
     return rates
 
 
-def rates_of_lanes(lanes: Sequence[Lane], rates: RatesOfDegree) -> RatesOf:
+def rates_of_workers(states: Sequence[WorkerState], rates: RatesOfDegree) -> RatesOf:
     """What placement is told of workers whose degrees change."""
-    return lambda worker: rates(max(1, ranks_of(lanes[worker])))
+    return lambda worker: rates(max(1, ranks_of(states[worker])))

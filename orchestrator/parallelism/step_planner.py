@@ -79,7 +79,7 @@ class StepPlanner:
 
     async def _counted(self) -> tuple[int, float]:
         """Preemptions since the last look, where a worker that was started anew begins at 0; the workers' mean imbalance now."""
-        lives = {lane.worker.name: lane.lives for lane in self._resizing.proxy.lanes}
+        lives = {state.worker.name: state.lives for state in self._resizing.proxy.states}
         total, imbalances = 0, []
         for name, stats in await self._resizing.proxy.stats():
             life, before = self._counts.get(name, (lives[name], 0))

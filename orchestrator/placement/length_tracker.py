@@ -283,13 +283,13 @@ class LengthTracker:
 
 async def prioritize(proxy: LLMProxy, priorities: Mapping[str, int], limit: float = 60.0) -> None:
     """Tell the engines that have turns of these trajectories. One that is silent for ``limit`` seconds holds up no other."""
-    for lane in proxy.lanes:
-        held = {pending.request.trajectory_id for pending in lane.sent.values()}
+    for state in proxy.states:
+        held = {pending.request.trajectory_id for pending in state.sent.values()}
         theirs = {name: priority for name, priority in priorities.items() if name in held}
-        if theirs and lane.usable:
+        if theirs and state.usable:
             try:
                 async with asyncio.timeout(limit):
-                    await lane.worker.prioritize(theirs)
+                    await state.worker.prioritize(theirs)
             except (RetryableError, CommandError, TimeoutError) as error:
                 why = str(error) or f"no answer for {limit} s"
-                proxy.note_fault(f"prioritize {lane.worker.name}", why)  # if it died, its completions tell
+                proxy.note_fault(f"prioritize {state.worker.name}", why)  # if it died, its completions tell

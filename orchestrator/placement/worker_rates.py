@@ -8,17 +8,17 @@ from orchestrator.api import ConfigError, ResizableWorker
 from orchestrator.config.sections import PlacementSection
 from orchestrator.policies.parallelism.engine_profile import Layout, Profile
 from orchestrator.policies.placement.worker_load import Rates, rates_of
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 
 RatesOf = Callable[[int], Rates]  # of a worker, by its place in the fleet
 
 
-def line_rates(settings: PlacementSection, lanes: Sequence[Lane], slots: int) -> RatesOf:
+def line_rates(settings: PlacementSection, states: Sequence[WorkerState], slots: int) -> RatesOf:
     """Of the run's settings, where there is no profile: a line in the number of sequences beside each other."""
     made: dict[str, Rates] = {}
 
     def rates(worker: int) -> Rates:
-        name = lanes[worker].worker.name
+        name = states[worker].worker.name
         if name not in made:
             alone = settings.token_seconds / settings.speeds.get(name, 1.0)
             steps = (alone, alone * (1.0 + settings.interference))
@@ -28,12 +28,12 @@ def line_rates(settings: PlacementSection, lanes: Sequence[Lane], slots: int) ->
     return rates
 
 
-def profile_rates(profile: Profile, lanes: Sequence[Lane], slots: int) -> RatesOf:
+def profile_rates(profile: Profile, states: Sequence[WorkerState], slots: int) -> RatesOf:
     """Of a profile, for each worker in the layout that it has now. Raises ConfigError for one that was not profiled."""
     made: dict[int, Rates] = {}
 
     def rates(worker: int) -> Rates:
-        engine = lanes[worker].worker
+        engine = states[worker].worker
         ranks = max(1, engine.ranks) if isinstance(engine, ResizableWorker) else 1
         if ranks not in made:
             made[ranks] = rates_alone(profile, engine.name, slots, ranks)

@@ -13,56 +13,58 @@ from collections.abc import Callable, Sequence
 from orchestrator.api import CommandError, ConfigError, RetryableError
 from orchestrator.policies.routing.turn_routing import TurnRouter
 from orchestrator.policies.serving.server_borrowing import turns_within
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 
 
 class BorrowedCaps:
-    """Over the lanes of a proxy, of which ``lanes`` are borrowed and have a cap. ``seat``: tells the router anew whether a lane
+    """Over the workers of a proxy, of which ``states`` are borrowed and have a cap. ``seat``: tells the router anew whether one
     is open; ``dispatch``: sends what waits."""
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        states: Sequence[WorkerState],
         router: TurnRouter,
-        seat: Callable[[Lane], None],
+        seat: Callable[[WorkerState], None],
         dispatch: Callable[[], None],
         *,
         patience: float,
     ) -> None:
-        self._most = {lane.index: router.cap(lane.index) for lane in lanes if lane.borrowed and router.cap(lane.index)}
-        self.lanes = [lane for lane in lanes if lane.index in self._most]
+        self._most = {
+            state.index: router.cap(state.index) for state in states if state.borrowed and router.cap(state.index)
+        }
+        self.states = [state for state in states if state.index in self._most]
         self._router, self._seat, self._dispatch = router, seat, dispatch
         self._patience = patience
         self._contexts: dict[int, float] = {}  # blocks of a turn, when it last had some
 
-    def join(self, lane: Lane) -> None:
+    def join(self, state: WorkerState) -> None:
         """One more, whose cap the router knows already."""
-        if cap := self._router.cap(lane.index):
-            self._most[lane.index] = cap
-            self.lanes.append(lane)
+        if cap := self._router.cap(state.index):
+            self._most[state.index] = cap
+            self.states.append(state)
 
     async def look(self) -> None:
         """Ask every borrowed worker what it has room for, all at once."""
-        changed = await asyncio.gather(*(self._one(lane) for lane in self.lanes if lane.usable))
+        changed = await asyncio.gather(*(self._one(state) for state in self.states if state.usable))
         if any(changed):
             self._dispatch()
 
-    async def _one(self, lane: Lane) -> bool:
-        life = lane.lives
+    async def _one(self, state: WorkerState) -> bool:
+        life = state.lives
         try:
             async with asyncio.timeout(self._patience):
-                stats = await lane.worker.stats()
+                stats = await state.worker.stats()
         except (TimeoutError, RetryableError, CommandError, ConfigError):
             return False
-        if lane.lives != life or not lane.usable:
+        if state.lives != life or not state.usable:
             return False
         if stats.running:
-            self._contexts[lane.index] = stats.kv_used / stats.running
-        turns = turns_within(stats.kv_capacity, self._contexts.get(lane.index, 0.0), self._most[lane.index])
+            self._contexts[state.index] = stats.kv_used / stats.running
+        turns = turns_within(stats.kv_capacity, self._contexts.get(state.index, 0.0), self._most[state.index])
         full = turns == 0
         if not full:
-            self._router.recap(lane.index, turns)
-        if full != lane.full:
-            lane.full = full
-            self._seat(lane)
+            self._router.recap(state.index, turns)
+        if full != state.full:
+            state.full = full
+            self._seat(state)
         return True

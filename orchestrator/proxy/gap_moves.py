@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from orchestrator.policies.routing.turn_routing import TurnRouter
 from orchestrator.proxy.kv_moves import KvMoves
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 
 
 class GapMover:
     """A :class:`~orchestrator.placement.placer.Mover` over the workers' own ports."""
 
-    def __init__(self, kv: KvMoves, lanes: Sequence[Lane], router: TurnRouter) -> None:
-        self._kv, self._lanes, self._router = kv, lanes, router
+    def __init__(self, kv: KvMoves, states: Sequence[WorkerState], router: TurnRouter) -> None:
+        self._kv, self._lanes, self._router = kv, states, router
         kv.remember()
 
     def seconds(self, source: int, target: int, tokens: int) -> float | None:

@@ -45,7 +45,16 @@ from orchestrator.proxy.capacity import BorrowedCaps
 from orchestrator.proxy.health import Heartbeat
 from orchestrator.proxy.kv_moves import KvMoves
 from orchestrator.proxy.resume_turn import joined, rest
-from orchestrator.proxy.worker_state import HandBacks, Lane, Loan, Pending, others_live, rest_from, spawn, waits
+from orchestrator.proxy.worker_state import (
+    DeviceLoan,
+    HandBacks,
+    Pending,
+    WorkerState,
+    others_live,
+    rest_from,
+    spawn,
+    waits,
+)
 
 LOST = (RetryableError, CommandError, ConfigError)  # brought up anew; ConfigError: no worker of ours answers there
 _ASK_AGAIN = 2.0  # seconds between two looks for a borrowed worker that is away
@@ -94,7 +103,7 @@ class LLMProxy:
         kv: KvMoves | None = None,
         on_fatal: Callable[[RunError], None],
     ) -> None:
-        self.lanes = [Lane(worker, index) for index, worker in enumerate(workers)]
+        self.states = [WorkerState(worker, index) for index, worker in enumerate(workers)]
         self.watcher: WorkerWatcher | None = None
         self.split: TurnSplit | None = None
         self._events = events
@@ -108,9 +117,9 @@ class LLMProxy:
         self.suspended = False
         self._preparing = -1  # the version that workers fetch, -1: none
         self._watch: asyncio.Task[None] | None = None
-        self.caps = BorrowedCaps(self.lanes, self.router, self.seat, self.dispatch, patience=heartbeat)
+        self.caps = BorrowedCaps(self.states, self.router, self.seat, self.dispatch, patience=heartbeat)
         self._heartbeat = Heartbeat(
-            self.lanes,
+            self.states,
             self.lose_worker,
             lambda: self.suspended,
             interval=heartbeat,
@@ -124,20 +133,20 @@ class LLMProxy:
         self.unpublished = -1  # the version that is not on the relay yet, -1: none
         self.tokens = 0  # generated so far
         self.faults = 0
-        for lane in self.lanes:
-            self.seat(lane)
+        for state in self.states:
+            self.seat(state)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to pump completions. The workers are up."""
-        for lane in self.lanes:
-            self.open_worker(lane)
+        for state in self.states:
+            self.open_worker(state)
         self._watch = spawn(self._heartbeat.run(), "proxy heartbeat", self.on_fatal)
 
     async def close(self) -> None:
         """Stop all tasks. Workers are closed by their owner."""
-        alive = [*self.kv.tasks, *(task for lane in self.lanes for task in lane.tasks), *filter(None, [self._watch])]
+        alive = [*self.kv.tasks, *(task for state in self.states for task in state.tasks), *filter(None, [self._watch])]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
@@ -161,11 +170,11 @@ class LLMProxy:
             return await answer
         finally:
             del self._pending[request.request_id]
-            lane = pending.worker
-            if lane is not None and lane.sent.pop(pending.sent_as, None) is not None and answer.cancelled():
-                lane.aborts.append(pending.sent_as)
-                lane.wake.set()
-                lane.unanswered = asyncio.get_running_loop().time() - lane.last_progress
+            state = pending.worker
+            if state is not None and state.sent.pop(pending.sent_as, None) is not None and answer.cancelled():
+                state.aborts.append(pending.sent_as)
+                state.wake.set()
+                state.unanswered = asyncio.get_running_loop().time() - state.last_progress
             self.router.leave(request.request_id)
             self.dispatch()  # its slot is free
 
@@ -181,21 +190,21 @@ class LLMProxy:
     def dispatch(self) -> None:
         """Send what waits and can go; the rest goes when a worker is there, or has room."""
         while not self.suspended and (granted := self.router.grant()) is not None:
-            self._send_to(self.lanes[granted[1]], self._pending[granted[0]])
+            self._send_to(self.states[granted[1]], self._pending[granted[0]])
 
-    def _send_to(self, lane: Lane, pending: Pending) -> None:
+    def _send_to(self, state: WorkerState, pending: Pending) -> None:
         request = rest(pending.request, pending.parts, pending.moves)
         if request is None or pending.answer.done():  # nothing is left to generate, or it was cancelled in this tick
             self.router.leave(pending.request.request_id)
             if not pending.answer.done():
                 pending.answer.set_result(joined(pending.request, pending.parts, None))
             return
-        if not lane.sent:
-            lane.last_progress = asyncio.get_running_loop().time() - lane.unanswered
-        pending.worker = lane
+        if not state.sent:
+            state.last_progress = asyncio.get_running_loop().time() - state.unanswered
+        pending.worker = state
         pending.sent_as = request.request_id
-        lane.sent[pending.sent_as] = pending
-        self.kv.send(lane, request, self.lanes, self.router.prefix_of(pending.request.request_id))
+        state.sent[pending.sent_as] = pending
+        self.kv.send(state, request, self.states, self.router.prefix_of(pending.request.request_id))
 
     def requeue(self, pending: Pending) -> None:
         """It waits again, in its old place."""
@@ -209,19 +218,19 @@ class LLMProxy:
         """Let every live worker without ``version`` fetch it while it generates. A failure costs only time: ``update``
         fetches what was not prepared, and a worker that died in it is noticed by its completions. Returns the failures."""
 
-        async def one(lane: Lane) -> str:
+        async def one(state: WorkerState) -> str:
             try:
                 async with asyncio.timeout(self.stall_timeout):
-                    await lane.worker.prepare(version)
+                    await state.worker.prepare(version)
                 return ""
             except LOST as error:
                 why = str(error)
             except TimeoutError:
                 why = f"no answer for {self.stall_timeout} s"
-            self.note_fault(f"prepare {lane.worker.name}", why)
+            self.note_fault(f"prepare {state.worker.name}", why)
             return why
 
-        self._preparing, behind = version, [lane for lane in self.lanes if lane.usable and lane.version != version]
+        self._preparing, behind = version, [state for state in self.states if state.usable and state.version != version]
         try:
             return [why for why in await asyncio.gather(*map(one, behind)) if why]
         finally:
@@ -230,176 +239,176 @@ class LLMProxy:
     async def suspend(self, only: Sequence[int] | None = None) -> None:
         """Hold new requests, and stop every live worker (None: of all, else of these) between two steps."""
         self.suspended = True
-        await self._each(lambda lane: lane.worker.suspend(), only)
+        await self._each(lambda state: state.worker.suspend(), only)
 
     async def update(self, version: int, only: Sequence[int] | None = None) -> list[UpdateResult]:
         """Load ``version`` into every live worker, of all or of these; one that is being revived loads it when it is back."""
         self.version = version
         results: list[UpdateResult] = []
 
-        async def update_one(lane: Lane) -> None:
-            results.append(await lane.update(version))
+        async def update_one(state: WorkerState) -> None:
+            results.append(await state.update(version))
 
         await self._each(update_one, only)
         return results
 
     async def resume(self, only: Sequence[int] | None = None) -> None:
         """Let workers go on, and send what was held."""
-        await self._each(lambda lane: lane.worker.resume(), only)
+        await self._each(lambda state: state.worker.resume(), only)
         self.suspended = False
         now = asyncio.get_running_loop().time()
-        for lane in self.lanes:
-            lane.last_progress, lane.unanswered = now, 0.0
-            lane.wake.set()
-            self.seat(lane)
+        for state in self.states:
+            state.last_progress, state.unanswered = now, 0.0
+            state.wake.set()
+            self.seat(state)
         self.dispatch()
 
     # -- rollout and training on the same devices --------------------------------------------------------------------
 
-    async def lend(self, indices: Sequence[int], level: str) -> list[Loan]:
+    async def lend(self, indices: Sequence[int], level: str) -> list[DeviceLoan]:
         """Let these workers release their memory (``level`` of RELEASE_LEVELS), in order of ``indices``; not while a weight
         update is in progress. Each is suspended, and gets neither requests nor commands until :meth:`take_back`, also
         when its loan has an ``error``: then its memory may still be held."""
-        lanes = [self.lanes[index] for index in indices]
-        for lane in lanes:
-            lane.lent = True
-            self.seat(lane)
-        return list(await asyncio.gather(*(self._lend(lane, level) for lane in lanes)))
+        states = [self.states[index] for index in indices]
+        for state in states:
+            state.lent = True
+            self.seat(state)
+        return list(await asyncio.gather(*(self._lend(state, level) for state in states)))
 
-    async def _lend(self, lane: Lane, level: str) -> Loan:
+    async def _lend(self, state: WorkerState, level: str) -> DeviceLoan:
         loop = asyncio.get_running_loop()
         begun, moved, released, why = loop.time(), 0, None, ""
-        if lane.reviver is not None and not lane.reviver.done():
-            await asyncio.wait([lane.reviver])  # it holds the device, and may not be stopped half-way
-        if lane.removed:
-            return Loan(lane.worker.name, "", 0.0)  # it has no memory any more
+        if state.reviver is not None and not state.reviver.done():
+            await asyncio.wait([state.reviver])  # it holds the device, and may not be stopped half-way
+        if state.removed:
+            return DeviceLoan(state.worker.name, "", 0.0)  # it has no memory any more
         try:
             async with asyncio.timeout(self.stall_timeout):
-                if not lane.alive:
-                    raise RetryableError(f"{lane.worker.name} is not up")
-                if not isinstance(lane.worker, ReleasingWorker):
-                    raise CommandError("no_sleep_mode", f"{lane.worker.name} cannot release its memory")
-                async with lane.sending:
-                    await lane.worker.suspend()
-                    if any(other.usable for other in self.lanes):
-                        moved = await self.move_requests(lane)
-                    released = await lane.worker.release(level)
+                if not state.alive:
+                    raise RetryableError(f"{state.worker.name} is not up")
+                if not isinstance(state.worker, ReleasingWorker):
+                    raise CommandError("no_sleep_mode", f"{state.worker.name} cannot release its memory")
+                async with state.sending:
+                    await state.worker.suspend()
+                    if any(other.usable for other in self.states):
+                        moved = await self.move_requests(state)
+                    released = await state.worker.release(level)
                 if level == "dropped":
-                    lane.version = -1
+                    state.version = -1
         except LOST as error:
             why = str(error)
         except TimeoutError:
-            why = lane.stuck = f"{lane.worker.name}: no answer for {self.stall_timeout} s"
+            why = state.stuck = f"{state.worker.name}: no answer for {self.stall_timeout} s"
         finally:
-            lane.moving = False
-        return Loan(lane.worker.name, why, loop.time() - begun, moved, released)
+            state.moving = False
+        return DeviceLoan(state.worker.name, why, loop.time() - begun, moved, released)
 
-    async def move_requests(self, lane: Lane) -> int:
+    async def move_requests(self, state: WorkerState) -> int:
         """Take everything away from a suspended worker: what was not sent yet as it is, the rest with its tokens."""
-        for request in [*lane.outbox, *self.kv.take(lane)]:
-            if (pending := lane.sent.pop(request.request_id, None)) is not None:
+        for request in [*state.outbox, *self.kv.take(state)]:
+            if (pending := state.sent.pop(request.request_id, None)) is not None:
                 self.requeue(pending)
-        lane.outbox.clear()
-        moved = len(lane.sent)
-        lane.moving = True
-        await lane.worker.abort(list(lane.sent))
-        while lane.sent:
-            lane.emptied.clear()
-            await lane.emptied.wait()
+        state.outbox.clear()
+        moved = len(state.sent)
+        state.moving = True
+        await state.worker.abort(list(state.sent))
+        while state.sent:
+            state.emptied.clear()
+            await state.emptied.wait()
         self.dispatch()
         return moved
 
-    async def take_back(self, version: int | None = None) -> list[Loan]:
+    async def take_back(self, version: int | None = None) -> list[DeviceLoan]:
         """Bring every worker to ``version`` (None: the present one) and let it run: those that were lent take their memory
         first. One that fails is restarted in the background, as ever; its loan says so."""
         if version is not None:
             self.version = version
-        lanes = [lane for lane in self.lanes if lane.lent or (lane.alive and lane.version != self.version)]
-        loans = await asyncio.gather(*(self._take_back(lane) for lane in lanes))
+        states = [state for state in self.states if state.lent or (state.alive and state.version != self.version)]
+        loans = await asyncio.gather(*(self._take_back(state) for state in states))
         self.dispatch()
         return list(loans)
 
-    async def _take_back(self, lane: Lane) -> Loan:
+    async def _take_back(self, state: WorkerState) -> DeviceLoan:
         loop = asyncio.get_running_loop()
-        begun, why, life, result = loop.time(), "", lane.lives, None
-        if lane.removed:
-            lane.lent = False
-            return Loan(lane.worker.name, "", 0.0)
+        begun, why, life, result = loop.time(), "", state.lives, None
+        if state.removed:
+            state.lent = False
+            return DeviceLoan(state.worker.name, "", 0.0)
         try:
             async with asyncio.timeout(self.stall_timeout):
-                if not lane.alive or lane.stuck:
-                    raise RetryableError(lane.stuck or f"{lane.worker.name} died while its device was lent")
-                result = await lane.load(self.version)
+                if not state.alive or state.stuck:
+                    raise RetryableError(state.stuck or f"{state.worker.name} died while its device was lent")
+                result = await state.load(self.version)
         except LOST as error:
             why = str(error)
         except TimeoutError:
-            why = f"{lane.worker.name}: no answer for {self.stall_timeout} s"
-        lane.lent, lane.stuck, lane.last_progress = False, "", loop.time()
-        self.seat(lane)
-        if why and lane.lives == life:
-            if lane.alive:
-                self.lose_worker(lane, why)
-            elif lane.reviver is None or lane.reviver.done():
-                lane.reviver = spawn(self.revive(lane), f"revive {lane.worker.name}", self.on_fatal)
-        lane.wake.set()
-        return Loan(lane.worker.name, why, loop.time() - begun, update=result)
+            why = f"{state.worker.name}: no answer for {self.stall_timeout} s"
+        state.lent, state.stuck, state.last_progress = False, "", loop.time()
+        self.seat(state)
+        if why and state.lives == life:
+            if state.alive:
+                self.lose_worker(state, why)
+            elif state.reviver is None or state.reviver.done():
+                state.reviver = spawn(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
+        state.wake.set()
+        return DeviceLoan(state.worker.name, why, loop.time() - begun, update=result)
 
     async def stats(self) -> list[tuple[str, WorkerStats]]:
         """A snapshot of each live worker."""
         rows: list[tuple[str, WorkerStats]] = []
 
-        async def one(lane: Lane) -> None:
-            rows.append((lane.worker.name, await lane.worker.stats()))
+        async def one(state: WorkerState) -> None:
+            rows.append((state.worker.name, await state.worker.stats()))
 
         await self._each(one)
         return sorted(rows, key=lambda row: row[0])
 
-    async def _each(self, call: Callable[[Lane], Awaitable[object]], only: Sequence[int] | None = None) -> None:
+    async def _each(self, call: Callable[[WorkerState], Awaitable[object]], only: Sequence[int] | None = None) -> None:
         """Run a command on all live workers at once, or on some. A worker that fails it, or hangs in it, is revived."""
 
-        async def guarded(lane: Lane) -> None:
-            life = lane.lives
+        async def guarded(state: WorkerState) -> None:
+            life = state.lives
             why: str | None = None
             try:
                 async with asyncio.timeout(self.stall_timeout):
-                    await call(lane)
+                    await call(state)
             except LOST as error:
                 why = str(error)
             except TimeoutError:
                 why = f"no answer to a command for {self.stall_timeout} s"
-            if why is not None and lane.lives == life:  # else it says something about a process that is gone already
-                self.lose_worker(lane, why)
+            if why is not None and state.lives == life:  # else it says something about a process that is gone already
+                self.lose_worker(state, why)
 
-        meant = [lane for lane in self.lanes if lane.usable and (only is None or lane.index in only)]
-        await asyncio.gather(*(guarded(lane) for lane in meant))
+        meant = [state for state in self.states if state.usable and (only is None or state.index in only)]
+        await asyncio.gather(*(guarded(state) for state in meant))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def open_worker(self, lane: Lane) -> None:
+    def open_worker(self, state: WorkerState) -> None:
         """Serve a worker that is up; one without a device, or whose server was given back, is not."""
-        if lane.parked or lane.without_device:
+        if state.parked or state.without_device:
             return
-        lane.alive = True
-        self.seat(lane)
-        lane.last_progress, lane.unanswered = asyncio.get_running_loop().time(), 0.0
-        lane.pump = spawn(self._pump(lane), f"pump {lane.worker.name}", self.on_fatal)
-        lane.sender = spawn(self._send(lane), f"send {lane.worker.name}", self.on_fatal)
+        state.alive = True
+        self.seat(state)
+        state.last_progress, state.unanswered = asyncio.get_running_loop().time(), 0.0
+        state.pump = spawn(self._pump(state), f"pump {state.worker.name}", self.on_fatal)
+        state.sender = spawn(self._send(state), f"send {state.worker.name}", self.on_fatal)
         if self.watcher is not None:
-            self.watcher.came(lane.index)
+            self.watcher.came(state.index)
 
-    async def _pump(self, lane: Lane) -> None:
+    async def _pump(self, state: WorkerState) -> None:
         """Deliver completions to the waiting environments as they come."""
         loop = asyncio.get_running_loop()
         try:
             while True:
-                for completion in await lane.worker.completions():
-                    lane.last_progress, lane.unanswered = loop.time(), 0.0
-                    if lane.borrowed:
-                        lane.restarts = 0
+                for completion in await state.worker.completions():
+                    state.last_progress, state.unanswered = loop.time(), 0.0
+                    if state.borrowed:
+                        state.restarts = 0
                     self.kv.answered(completion)
-                    pending = lane.sent.pop(completion.request_id, None)
-                    if not lane.sent:
-                        lane.emptied.set()
+                    pending = state.sent.pop(completion.request_id, None)
+                    if not state.sent:
+                        state.emptied.set()
                     if pending is None or pending.answer.done():
                         continue  # delivered twice, or aborted meanwhile
                     self.tokens += len(completion.token_ids)
@@ -412,95 +421,95 @@ class LLMProxy:
                     pending.answer.set_result(completion)
                 self.dispatch()  # into the slots that became free
         except LOST as error:
-            self.lose_worker(lane, str(error))
+            self.lose_worker(state, str(error))
 
-    async def _send(self, lane: Lane) -> None:
+    async def _send(self, state: WorkerState) -> None:
         """Send what accumulated since the last call. While suspended only aborts go out."""
         try:
             while True:
-                await lane.wake.wait()
-                lane.wake.clear()
+                await state.wake.wait()
+                state.wake.clear()
                 await asyncio.sleep(0)  # let the rest of this tick join the batch
-                async with lane.sending:
-                    requests, lane.outbox = lane.outbox, []
-                    aborts, lane.aborts = lane.aborts, []
+                async with state.sending:
+                    requests, state.outbox = state.outbox, []
+                    aborts, state.aborts = state.aborts, []
                     unsent = {request.request_id for request in requests}
                     if gone := [name for name in aborts if name not in unsent]:
-                        await lane.worker.abort(gone)  # first: what is added may be over the cap else
+                        await state.worker.abort(gone)  # first: what is added may be over the cap else
                     if requests := [request for request in requests if request.request_id not in aborts]:
-                        await lane.worker.add(requests)
+                        await state.worker.add(requests)
         except LOST as error:
-            self.lose_worker(lane, str(error))
+            self.lose_worker(state, str(error))
 
     def _move(self, pending: Pending, part: Completion) -> None:
         """Go on with a request on another worker."""
-        if (lane := pending.worker) is not None and lane.borrowed and not lane.moving:
-            self._hand_backs.note(lane.worker.name, len(part.token_ids))
+        if (state := pending.worker) is not None and state.borrowed and not state.moving:
+            self._hand_backs.note(state.worker.name, len(part.token_ids))
         if part.token_ids:
             pending.parts.append(part)
         pending.moves += 1
-        if (lane := pending.worker) is not None and not lane.moving:
-            rest_from(lane, self.lanes, self.router, self.seat, self.dispatch)
+        if (state := pending.worker) is not None and not state.moving:
+            rest_from(state, self.states, self.router, self.seat, self.dispatch)
         self.requeue(pending)
         self.dispatch()
 
-    def lose_worker(self, lane: Lane, why: str) -> None:
+    def lose_worker(self, state: WorkerState, why: str) -> None:
         """A worker is dead or stuck: take its requests back, bring it up again in the background."""
-        if not lane.alive:
+        if not state.alive:
             return
-        self.router.close(lane.index)
-        self.tell_left(lane)
-        lane.alive, lane.failed = False, why
-        self.router.close(lane.index, cache_lost=True)
-        self.note_fault(f"worker {lane.worker.name}", why)
-        for pending in lane.give_up():
+        self.router.close(state.index)
+        self.tell_left(state)
+        state.alive, state.failed = False, why
+        self.router.close(state.index, cache_lost=True)
+        self.note_fault(f"worker {state.worker.name}", why)
+        for pending in state.give_up():
             self.requeue(pending)
-        if not lane.lent:  # its device is the trainer's
-            lane.reviver = spawn(self.revive(lane), f"revive {lane.worker.name}", self.on_fatal)
+        if not state.lent:  # its device is the trainer's
+            state.reviver = spawn(self.revive(state), f"revive {state.worker.name}", self.on_fatal)
         self.dispatch()
 
-    def tell_left(self, lane: Lane) -> None:
+    def tell_left(self, state: WorkerState) -> None:
         """It takes no turns any more."""
         if self.watcher is not None:
-            self.watcher.left(lane.index)
+            self.watcher.left(state.index)
 
-    async def revive(self, lane: Lane) -> None:
+    async def revive(self, state: WorkerState) -> None:
         """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""
         loop = asyncio.get_running_loop()
-        began, alone, why = loop.time(), 0.0, f"it failed {lane.restarts + 1} times"
-        while lane.restarts < self._restarts:
+        began, alone, why = loop.time(), 0.0, f"it failed {state.restarts + 1} times"
+        while state.restarts < self._restarts:
             begun = loop.time()
-            lane.lives += 1
+            state.lives += 1
             try:
-                await self.bring_up(lane)
+                await self.bring_up(state)
             except (*LOST, TimeoutError) as error:
-                if not lane.borrowed:
-                    lane.restarts += 1
-                    lane.failed, why = repr(error), f"it failed {lane.restarts + 1} times"
-                    self.note_fault(f"worker {lane.worker.name}", f"restart {lane.restarts} failed: {lane.failed}")
+                if not state.borrowed:
+                    state.restarts += 1
+                    state.failed, why = repr(error), f"it failed {state.restarts + 1} times"
+                    self.note_fault(f"worker {state.worker.name}", f"restart {state.restarts} failed: {state.failed}")
                     continue
                 await asyncio.sleep(_ASK_AGAIN)
-                alone = 0.0 if others_live(self.lanes, lane) else alone + loop.time() - begun
+                alone = 0.0 if others_live(self.states, state) else alone + loop.time() - begun
                 if alone > 4 * self.stall_timeout:
                     why = f"it was away for {loop.time() - began:.0f} s: {error}"
                     break
                 continue
-            lane.restarts += 1
-            if isinstance(lane.worker, PlacedWorker) and lane.worker.hardware:  # it may have moved to another pool
-                self._tell_stranded(self.router.reseat(lane.index, lane.worker.hardware))
-            self.open_worker(lane)
-            lane.wake.set()
-            how, since = ("taken back", began) if lane.borrowed else (f"restart {lane.restarts}", begun)
+            state.restarts += 1
+            if isinstance(state.worker, PlacedWorker) and state.worker.hardware:  # it may have moved to another pool
+                self._tell_stranded(self.router.reseat(state.index, state.worker.hardware))
+            self.open_worker(state)
+            state.wake.set()
+            how, since = ("taken back", began) if state.borrowed else (f"restart {state.restarts}", begun)
             detail = f"{how}, {loop.time() - since:.1f} s"
-            self._events.emit("recovered", what=f"worker {lane.worker.name}", detail=detail)
+            self._events.emit("recovered", what=f"worker {state.worker.name}", detail=detail)
             self.dispatch()
             return
-        lane.removed = True
-        if all(other.removed or other.parked for other in self.lanes):
-            last = f"the last time: {lane.failed[:300]}"
-            self.on_fatal(RunError(f"no rollout worker left: {lane.worker.name}: {why}, {last}"))
+        state.removed = True
+        if all(other.removed or other.parked for other in self.states):
+            last = f"the last time: {state.failed[:300]}"
+            self.on_fatal(RunError(f"no rollout worker left: {state.worker.name}: {why}, {last}"))
         else:
-            self._tell_stranded(self.router.retire(lane.index))
+            self._tell_stranded(self.router.retire(state.index))
 
     def _tell_stranded(self, requests: Sequence[str]) -> None:
         """Nobody is left who may serve them."""
@@ -510,51 +519,51 @@ class LLMProxy:
         if self.split is not None:
             self.dispatch()
 
-    async def bring_up(self, lane: Lane) -> None:
+    async def bring_up(self, state: WorkerState) -> None:
         """Restart a worker, and give it the present weights."""
         async with asyncio.timeout(4 * self.stall_timeout):  # an engine start takes longer than a command
-            await lane.worker.restart()
-        loaded = lane.version = -1
+            await state.worker.restart()
+        loaded = state.version = -1
         while loaded != self.version or self.suspended:
             # the version may move while we load it, a suspended proxy is about to move it, the relay may not have it yet
             if loaded != self.version != self.unpublished:
                 loaded = self.version
                 async with asyncio.timeout(self.stall_timeout):
-                    await lane.load(loaded)
+                    await state.load(loaded)
             else:
                 await asyncio.sleep(0.05)
 
     def distrust(self, index: int, why: str) -> None:
         """Bring a worker up anew, like one that died."""
-        self.lose_worker(self.lanes[index], why)
+        self.lose_worker(self.states[index], why)
 
     def note_fault(self, what: str, detail: str) -> None:
         """Record something that went wrong and was handled."""
         self.faults += 1
         self._events.emit("fault", what=what, cause=what.split(" ")[0], detail=detail[:300])
 
-    def seat(self, lane: Lane) -> None:
+    def seat(self, state: WorkerState) -> None:
         """Tell the router whether it may be given requests."""
-        if lane.takes and lane.version == self.version:
-            self.router.open(lane.index)
-        elif lane.takes and not self._current_only:  # else no tokens of new weights go on with old ones
-            self.router.keep(lane.index)
+        if state.takes and state.version == self.version:
+            self.router.open(state.index)
+        elif state.takes and not self._current_only:  # else no tokens of new weights go on with old ones
+            self.router.keep(state.index)
         else:
-            self.router.close(lane.index)
+            self.router.close(state.index)
 
     def loads(self) -> list[int]:
         """Requests without an answer at each worker that can be given any."""
-        return [len(lane.sent) for lane in self.lanes if lane.usable]
+        return [len(state.sent) for state in self.states if state.usable]
 
     @property
     def waiting_for(self) -> str:
         """In words, what generation waits for, "" when nothing is unusual."""
-        return waits(self.lanes, self.suspended, self._preparing)
+        return waits(self.states, self.suspended, self._preparing)
 
     @property
     def behind(self) -> bool:
         """Whether a live worker has another version than ``version``."""
-        return any(lane.usable and lane.version != self.version for lane in self.lanes)
+        return any(state.usable and state.version != self.version for state in self.states)
 
     @property
     def pending(self) -> Mapping[str, Pending]:

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.api import CommandError, ConfigError, RetryableError
 from orchestrator.proxy.capacity import BorrowedCaps
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 
 
 class Heartbeat:
-    """Over these lanes. ``lost(lane, why)`` gives one up; ``paused()``: no worker is meant to do anything now."""
+    """Over these workers. ``lost(worker, why)`` gives one up; ``paused()``: no worker is meant to do anything now."""
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
-        lost: Callable[[Lane, str], None],
+        states: Sequence[WorkerState],
+        lost: Callable[[WorkerState, str], None],
         paused: Callable[[], bool],
         *,
         interval: float,
@@ -33,7 +33,7 @@ class Heartbeat:
         stall_timeout: float,
         caps: BorrowedCaps | None = None,
     ) -> None:
-        self._lanes = lanes
+        self._lanes = states
         self.caps = caps
         self._lost = lost
         self._paused = paused
@@ -50,47 +50,47 @@ class Heartbeat:
         try:
             while True:
                 await asyncio.sleep(min(self._interval, self._stall_timeout / 4))
-                if self.caps is not None and self.caps.lanes and (self._room is None or self._room.done()):
+                if self.caps is not None and self.caps.states and (self._room is None or self._room.done()):
                     self._room = asyncio.create_task(self.caps.look(), name="room of borrowed workers")
-                for lane in self._lanes:
-                    if not self._should_work(lane):
+                for state in self._lanes:
+                    if not self._should_work(state):
                         continue
-                    silent = loop.time() - lane.last_progress
+                    silent = loop.time() - state.last_progress
                     if silent > self._stall_timeout:
-                        self._lost(lane, f"{len(lane.sent)} requests, no completion for {self._stall_timeout} s")
-                    elif loop.time() - max(lane.last_progress, self._heard.get(lane.index, 0.0)) > self._interval:
-                        self._begin(lane)
+                        self._lost(state, f"{len(state.sent)} requests, no completion for {self._stall_timeout} s")
+                    elif loop.time() - max(state.last_progress, self._heard.get(state.index, 0.0)) > self._interval:
+                        self._begin(state)
         finally:
             asking = [*self._asking.values(), *([self._room] if self._room is not None else [])]
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
 
-    def _should_work(self, lane: Lane) -> bool:
-        return lane.usable and bool(lane.sent) and not lane.loading and not self._paused()
+    def _should_work(self, state: WorkerState) -> bool:
+        return state.usable and bool(state.sent) and not state.loading and not self._paused()
 
-    def _begin(self, lane: Lane) -> None:
-        if lane.index not in self._asking:
-            task = asyncio.create_task(self._ask(lane), name=f"heartbeat {lane.worker.name}")
-            self._asking[lane.index] = task
-            task.add_done_callback(lambda _: self._asking.pop(lane.index))
+    def _begin(self, state: WorkerState) -> None:
+        if state.index not in self._asking:
+            task = asyncio.create_task(self._ask(state), name=f"heartbeat {state.worker.name}")
+            self._asking[state.index] = task
+            task.add_done_callback(lambda _: self._asking.pop(state.index))
 
-    async def _ask(self, lane: Lane) -> None:
-        loop, life = asyncio.get_running_loop(), lane.lives
+    async def _ask(self, state: WorkerState) -> None:
+        loop, life = asyncio.get_running_loop(), state.lives
         begun, why = loop.time(), ""
         for number in range(1, self._misses + 1):
             try:
                 async with asyncio.timeout(self._interval):
-                    await lane.worker.stats()
+                    await state.worker.stats()
             except TimeoutError:
                 why = f"no answer for {self._interval:g} s"
             except (RetryableError, CommandError, ConfigError) as error:
                 why = str(error)
             else:
-                self._heard[lane.index] = loop.time()
+                self._heard[state.index] = loop.time()
                 return
             await asyncio.sleep(max(begun + number * self._interval - loop.time(), 0.0))
-            if lane.lives != life or not self._should_work(lane) or lane.last_progress > begun:
+            if state.lives != life or not self._should_work(state) or state.last_progress > begun:
                 return
-        silent = loop.time() - lane.last_progress
-        self._lost(lane, f"no sign of life for {silent:.1f} s, asked {self._misses} times; the last time: {why}")
+        silent = loop.time() - state.last_progress
+        self._lost(state, f"no sign of life for {silent:.1f} s, asked {self._misses} times; the last time: {why}")

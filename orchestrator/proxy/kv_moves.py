@@ -25,7 +25,7 @@ from orchestrator.api import (
 from orchestrator.config.sections import KvTransferSection
 from orchestrator.events import EventLog
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 
 EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
 REMEMBERED = 4096  # turns whose prefix lay elsewhere and that have not ended; contexts of trajectories
@@ -46,7 +46,7 @@ class KvMoves:
 
     def __init__(self, policy: BreakEven | None = None, events: EventLog | None = None, limit: float = 10.0) -> None:
         self._policy, self._events, self._limit = policy, events, limit
-        self._held: dict[str, tuple[Lane, GenerationRequest]] = {}  # by id in the worker
+        self._held: dict[str, tuple[WorkerState, GenerationRequest]] = {}  # by id in the worker
         self._elsewhere: dict[str, _Elsewhere] = {}
         self._places: dict[int, tuple[int, str]] = {}  # worker -> (its life, where it hands out KV)
         self.sources: dict[str, int] = {}  # request -> the worker whose KV it needs, whatever it costs; -1: nobody's
@@ -60,7 +60,7 @@ class KvMoves:
         """Moves in progress."""
         return list(self._tasks)
 
-    def send(self, lane: Lane, request: GenerationRequest, lanes: Sequence[Lane], holder: int) -> None:
+    def send(self, state: WorkerState, request: GenerationRequest, states: Sequence[WorkerState], holder: int) -> None:
         """Send a turn to its worker, now or when its KV is there. ``holder``: which other one has its prefix, -1: none."""
         if self._contexts is not None:
             self._contexts.pop(request.trajectory_id, None)
@@ -69,26 +69,26 @@ class KvMoves:
                 del self._contexts[next(iter(self._contexts))]
         needed = self.sources.get(request.request_id)
         holder = holder if needed is None else needed
-        if self._policy is not None and holder >= 0 and lanes[holder] is not lane:
-            source = lanes[holder]
+        if self._policy is not None and holder >= 0 and states[holder] is not state:
+            source = states[holder]
             tokens = len(request.token_ids)
-            moves = self._can(lane) and self._can(source) and source.usable
+            moves = self._can(state) and self._can(source) and source.usable
             moves = moves and (needed is not None or self._policy.pays(tokens))
             self._elsewhere[request.request_id] = _Elsewhere(tokens, moves)
             if len(self._elsewhere) > REMEMBERED:  # of those that never ended: their worker died
                 del self._elsewhere[next(iter(self._elsewhere))]
             if moves:
-                self._held[request.request_id] = lane, request
-                task = asyncio.create_task(self._move(lane, request, source), name=f"kv {request.request_id}")
+                self._held[request.request_id] = state, request
+                task = asyncio.create_task(self._move(state, request, source), name=f"kv {request.request_id}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 return
-        lane.outbox.append(request)
-        lane.wake.set()
+        state.outbox.append(request)
+        state.wake.set()
 
-    def take(self, lane: Lane) -> list[GenerationRequest]:
+    def take(self, state: WorkerState) -> list[GenerationRequest]:
         """The turns of this worker that wait for their KV; they are not sent to it any more."""
-        taken = [name for name, (held, _) in self._held.items() if held is lane]
+        taken = [name for name, (held, _) in self._held.items() if held is state]
         return [self._held.pop(name)[1] for name in taken]
 
     def answered(self, completion: Completion) -> None:
@@ -105,55 +105,57 @@ class KvMoves:
         """Keep the contexts of trajectories, for :meth:`bring`."""
         self._contexts = {} if self._contexts is None else self._contexts
 
-    def expected(self, source: Lane, lane: Lane, tokens: int) -> float | None:
+    def expected(self, source: WorkerState, state: WorkerState, tokens: int) -> float | None:
         """Seconds that a move takes, as far as is known; None: it cannot be."""
-        if self._policy is None or not (self._can(source) and self._can(lane) and source.usable and lane.usable):
+        if self._policy is None or not (self._can(source) and self._can(state) and source.usable and state.usable):
             return None
         return self._policy.expected(tokens)[0] if tokens >= self._policy.least else None
 
-    async def bring(self, trajectory: str, source: Lane, lane: Lane) -> bool:
+    async def bring(self, trajectory: str, source: WorkerState, state: WorkerState) -> bool:
         """Have the prefix of a trajectory's last turn moved; whether all of it is there now."""
         request = (self._contexts or {}).get(trajectory)
         if request is None or self._policy is None:
             return False
-        moved, why, seconds = await self._attempt(lane, request, source)
+        moved, why, seconds = await self._attempt(state, request, source)
         self._policy.saw(True, len(request.token_ids), seconds)
         return moved is not None and not why
 
-    def _can(self, lane: Lane) -> bool:
-        return isinstance(lane.worker, KvWorker)
+    def _can(self, state: WorkerState) -> bool:
+        return isinstance(state.worker, KvWorker)
 
-    async def _move(self, lane: Lane, request: GenerationRequest, source: Lane) -> None:
-        life = lane.lives
-        _, _, seconds = await self._attempt(lane, request, source)
+    async def _move(self, state: WorkerState, request: GenerationRequest, source: WorkerState) -> None:
+        life = state.lives
+        _, _, seconds = await self._attempt(state, request, source)
         if (seen := self._elsewhere.get(request.request_id)) is not None:
             seen.seconds = seconds
         if self._held.pop(request.request_id, None) is None:
             return  # it was taken back
-        if lane.lives == life and request.request_id in lane.sent:
-            lane.outbox.append(request)
-            lane.wake.set()
+        if state.lives == life and request.request_id in state.sent:
+            state.outbox.append(request)
+            state.wake.set()
         else:
             self._elsewhere.pop(request.request_id, None)
 
-    async def _attempt(self, lane: Lane, request: GenerationRequest, source: Lane) -> tuple[KvMoved | None, str, float]:
+    async def _attempt(
+        self, state: WorkerState, request: GenerationRequest, source: WorkerState
+    ) -> tuple[KvMoved | None, str, float]:
         """(what the worker says, what went wrong, seconds); noted."""
         loop = asyncio.get_running_loop()
         begun, moved = loop.time(), None
         try:
             async with asyncio.timeout(2 * self._limit):  # its own limit is kept by the worker, while that answers
-                moved = await self._fetch(lane, request, source)
+                moved = await self._fetch(state, request, source)
             why = moved.why
         except _LOST as error:
             why = f"lost: {error}"
         except TimeoutError:
             why = f"timeout: no answer for {2 * self._limit:g} s"
         seconds = loop.time() - begun
-        self._note(lane, request, source, moved, why, seconds)
+        self._note(state, request, source, moved, why, seconds)
         return moved, why, seconds
 
-    async def _fetch(self, lane: Lane, request: GenerationRequest, source: Lane) -> KvMoved:
-        assert isinstance(lane.worker, KvWorker)
+    async def _fetch(self, state: WorkerState, request: GenerationRequest, source: WorkerState) -> KvMoved:
+        assert isinstance(state.worker, KvWorker)
         assert isinstance(source.worker, KvWorker)
         life, place = self._places.get(source.index, (-1, ""))
         if life != source.lives or not place:
@@ -161,10 +163,16 @@ class KvMoves:
             self._places[source.index] = life, place
         if not place:
             return KvMoved(0, 0, 0, 0.0, f"off: {source.worker.name} hands out no KV")
-        return await lane.worker.fetch_kv(KvMove(request.trajectory_id, request.token_ids, place, self._limit))
+        return await state.worker.fetch_kv(KvMove(request.trajectory_id, request.token_ids, place, self._limit))
 
     def _note(
-        self, lane: Lane, request: GenerationRequest, source: Lane, moved: KvMoved | None, why: str, seconds: float
+        self,
+        state: WorkerState,
+        request: GenerationRequest,
+        source: WorkerState,
+        moved: KvMoved | None,
+        why: str,
+        seconds: float,
     ) -> None:
         if moved is not None and moved.moved:
             self.moves += 1
@@ -180,14 +188,14 @@ class KvMoves:
                 "kv_moved",
                 trajectory=request.trajectory_id,
                 source=source.worker.name,
-                worker=lane.worker.name,
+                worker=state.worker.name,
                 tokens=moved.moved,
                 bytes=moved.bytes,
                 seconds=round(seconds, 6),
                 carrier=moved.carrier,
             )
         if why and self.failures[kind] == 1 and kind != EVICTED:
-            what = f"kv {source.worker.name} to {lane.worker.name}"
+            what = f"kv {source.worker.name} to {state.worker.name}"
             detail = f"{why[:200]}; recomputed (said once, counted from now on)"
             self._events.emit("fault", what=what, cause="kv", detail=detail)
 

@@ -12,7 +12,7 @@ import asyncio
 from orchestrator.api import BorrowedWorker
 from orchestrator.policies.routing.turn_routing import Seat
 from orchestrator.proxy.gateway import LOST, LLMProxy
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 
 
 class Membership:
@@ -24,7 +24,7 @@ class Membership:
     def dedicated_turns(self) -> int | None:
         """That the run's own workers may have at once; None: any number."""
         proxy = self.proxy
-        caps = [proxy.router.cap(lane.index) for lane in proxy.lanes if not lane.borrowed and not lane.removed]
+        caps = [proxy.router.cap(state.index) for state in proxy.states if not state.borrowed and not state.removed]
         return sum(caps) if all(caps) else None
 
     @property
@@ -32,56 +32,56 @@ class Membership:
         """Seconds that the proxy waits for a borrowed worker when there is no other, as for one that is away."""
         return 4 * self.proxy.stall_timeout
 
-    def lane_of(self, name: str) -> Lane | None:
+    def find_server(self, name: str) -> WorkerState | None:
         """Of the borrowed server of this name, taken or not."""
-        return next((lane for lane in self.proxy.lanes if lane.borrowed and lane.worker.name == name), None)
+        return next((state for state in self.proxy.states if state.borrowed and state.worker.name == name), None)
 
-    async def take_server(self, worker: BorrowedWorker, seat: Seat) -> Lane:
+    async def take_server(self, worker: BorrowedWorker, seat: Seat) -> WorkerState:
         """Take up a server, under the name of one that was given back or a new one, and open it. Raises what ``restart`` and the
         commands of a weight update raise, and TimeoutError; then it is as if it had not been taken."""
-        proxy, lane = self.proxy, self.lane_of(worker.name)
-        if lane is None:
-            lane = Lane(worker, proxy.router.join(seat), alive=False, parked=True)
-            proxy.lanes.append(lane)
-            proxy.caps.join(lane)
-        assert lane.parked
-        if lane.removed:  # it was given up, and is there after all
-            lane.removed = False
-            proxy.router.regain(lane.index)
-        lane.worker, lane.restarts, lane.full = worker, 0, False
-        lane.lives += 1
+        proxy, state = self.proxy, self.find_server(worker.name)
+        if state is None:
+            state = WorkerState(worker, proxy.router.join(seat), alive=False, parked=True)
+            proxy.states.append(state)
+            proxy.caps.join(state)
+        assert state.parked
+        if state.removed:  # it was given up, and is there after all
+            state.removed = False
+            proxy.router.regain(state.index)
+        state.worker, state.restarts, state.full = worker, 0, False
+        state.lives += 1
         try:
-            await proxy.bring_up(lane)
+            await proxy.bring_up(state)
         except BaseException:
-            lane.version = -1
+            state.version = -1
             raise
-        lane.parked = False
-        proxy.open_worker(lane)
-        lane.wake.set()
+        state.parked = False
+        proxy.open_worker(state)
+        state.wake.set()
         proxy.dispatch()
-        return lane
+        return state
 
-    async def give_back(self, lane: Lane) -> int:
+    async def give_back(self, state: WorkerState) -> int:
         """Take its requests away from a server; how many. It is ours no more, and its worker may be closed."""
         proxy = self.proxy
-        if lane.reviver is not None and not lane.reviver.done():
-            lane.reviver.cancel()
-            await asyncio.gather(lane.reviver, return_exceptions=True)
-        moved, lane.lent = len(lane.sent), True  # nothing is sent there, and nobody brings it up anew
-        proxy.seat(lane)
-        proxy.tell_left(lane)
+        if state.reviver is not None and not state.reviver.done():
+            state.reviver.cancel()
+            await asyncio.gather(state.reviver, return_exceptions=True)
+        moved, state.lent = len(state.sent), True  # nothing is sent there, and nobody brings it up anew
+        proxy.seat(state)
+        proxy.tell_left(state)
         try:
-            if lane.alive:
-                async with asyncio.timeout(proxy.stall_timeout), lane.sending:
-                    moved = await proxy.move_requests(lane)
+            if state.alive:
+                async with asyncio.timeout(proxy.stall_timeout), state.sending:
+                    moved = await proxy.move_requests(state)
         except (*LOST, TimeoutError) as error:
-            proxy.note_fault(f"worker {lane.worker.name}", f"its requests were not given back: {error}")
+            proxy.note_fault(f"worker {state.worker.name}", f"its requests were not given back: {error}")
         finally:
-            lane.moving = lane.lent = lane.alive = False
-            lane.parked, lane.version = True, -1
-            lane.lives += 1
-            proxy.router.close(lane.index, cache_lost=True)
-            for pending in lane.give_up():
+            state.moving = state.lent = state.alive = False
+            state.parked, state.version = True, -1
+            state.lives += 1
+            proxy.router.close(state.index, cache_lost=True)
+            for pending in state.give_up():
                 proxy.requeue(pending)
             proxy.dispatch()
         return moved

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from orchestrator.api import ConfigError, ExpertWorker, ManagedWorker, ResizableWorker
 from orchestrator.policies.parallelism.engine_profile import Layout
 from orchestrator.proxy.gateway import LOST, LLMProxy
-from orchestrator.proxy.worker_state import Lane, spawn
+from orchestrator.proxy.worker_state import WorkerState, spawn
 
 NO_EXPERTS = "the engines of a run are cut by tensor parallelism only, expert parallelism is simulated: set it to false"
 
@@ -45,30 +45,30 @@ class EngineResizing:
 
     def __init__(self, proxy: LLMProxy) -> None:
         self.proxy = proxy
-        for lane in self._own:
-            if lane.without_device:
-                self._park(lane)
+        for state in self._own:
+            if state.without_device:
+                self._park(state)
 
     @property
     def tp(self) -> int:
         """Devices an engine, now; of the largest."""
-        return max((ranks_of(lane) for lane in self._own), default=1)
+        return max((ranks_of(state) for state in self._own), default=1)
 
     @property
     def layout(self) -> Layout:
         """How the largest engine is cut, now."""
-        cuts = [_cut_of(lane) for lane in self._own if ranks_of(lane)]
+        cuts = [_cut_of(state) for state in self._own if ranks_of(state)]
         return Layout(*max(cuts, default=(1, 1)))
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """Devices of each engine, descending."""
-        return tuple(sorted((ranks_of(lane) for lane in self._own if ranks_of(lane)), reverse=True))
+        return tuple(sorted((ranks_of(state) for state in self._own if ranks_of(state)), reverse=True))
 
     @property
     def engines(self) -> int:
         """The run's own that are not parked."""
-        return sum(ranks_of(lane) > 0 for lane in self._own)
+        return sum(ranks_of(state) > 0 for state in self._own)
 
     @property
     def devices(self) -> int:
@@ -79,91 +79,91 @@ class EngineResizing:
         """Let the run's own engines have ``cut`` devices each, or one after the other so many, or each this layout. Raises
         ValueError for what does not make up the devices, and for whole experts where workers have slices only."""
         ranks = [(rank, cut.ep if isinstance(cut, Layout) and rank else 1) for rank in seats(cut, len(self._own))]
-        if max(ep for _, ep in ranks) > 1 and not all(isinstance(lane.worker, ExpertWorker) for lane in self._own):
+        if max(ep for _, ep in ranks) > 1 and not all(isinstance(state.worker, ExpertWorker) for state in self._own):
             raise ValueError(f"{cut}: these engines cannot have whole experts on a device")
         loop = asyncio.get_running_loop()
-        begun, before = loop.time(), [_cut_of(lane) for lane in self._own]
+        begun, before = loop.time(), [_cut_of(state) for state in self._own]
         changes = [index for index, (now, then) in enumerate(zip(before, ranks, strict=True)) if now != then]
-        lanes = [self._own[index] for index in changes]
-        moved = len(self.proxy.pending) if len(lanes) == len(self._own) else sum(len(lane.sent) for lane in lanes)
-        await self._stop_all(lanes, [ranks[index] for index in changes])
-        why = await self._start_all(lanes, give_up=True)
+        states = [self._own[index] for index in changes]
+        moved = len(self.proxy.pending) if len(states) == len(self._own) else sum(len(state.sent) for state in states)
+        await self._stop_all(states, [ranks[index] for index in changes])
+        why = await self._start_all(states, give_up=True)
         if why:
-            await self._stop_all(lanes, [before[index] for index in changes])
-            await self._start_all(lanes, give_up=False)
+            await self._stop_all(states, [before[index] for index in changes])
+            await self._start_all(states, give_up=False)
         self.proxy.dispatch()
         tp, ep = max(ranks)
         return Reshaped(tp, loop.time() - begun, moved, why, ep)
 
     @property
-    def _own(self) -> list[Lane]:
-        return [lane for lane in self.proxy.lanes if isinstance(lane.worker, ResizableWorker)]
+    def _own(self) -> list[WorkerState]:
+        return [state for state in self.proxy.states if isinstance(state.worker, ResizableWorker)]
 
-    def _park(self, lane: Lane) -> None:
-        lane.alive, lane.removed = False, True
-        self.proxy.seat(lane)
+    def _park(self, state: WorkerState) -> None:
+        state.alive, state.removed = False, True
+        self.proxy.seat(state)
 
-    async def _stop_all(self, lanes: Sequence[Lane], cuts: Sequence[tuple[int, int]]) -> None:
+    async def _stop_all(self, states: Sequence[WorkerState], cuts: Sequence[tuple[int, int]]) -> None:
         """End these processes, their requests taken away first, and say what starts next."""
-        for lane in lanes:
-            lane.lent = True  # until it is open again: nothing is sent there
-            self.proxy.seat(lane)
-        await asyncio.gather(*(self._empty(lane) for lane in lanes))
-        for lane, (ranks, expert_ranks) in zip(lanes, cuts, strict=True):
-            worker = lane.worker
+        for state in states:
+            state.lent = True  # until it is open again: nothing is sent there
+            self.proxy.seat(state)
+        await asyncio.gather(*(self._empty(state) for state in states))
+        for state, (ranks, expert_ranks) in zip(states, cuts, strict=True):
+            worker = state.worker
             if isinstance(worker, ExpertWorker):
                 await worker.resize(ranks, expert_ranks)
             else:
                 assert isinstance(worker, ResizableWorker)
                 await worker.resize(ranks)
 
-    async def _empty(self, lane: Lane) -> None:
-        if lane.reviver is not None and not lane.reviver.done():
-            lane.reviver.cancel()
-            await asyncio.gather(lane.reviver, return_exceptions=True)
-        if lane.alive:
+    async def _empty(self, state: WorkerState) -> None:
+        if state.reviver is not None and not state.reviver.done():
+            state.reviver.cancel()
+            await asyncio.gather(state.reviver, return_exceptions=True)
+        if state.alive:
             try:
-                async with asyncio.timeout(self.proxy.stall_timeout), lane.sending:
-                    await lane.worker.suspend()
-                    await self.proxy.move_requests(lane)
+                async with asyncio.timeout(self.proxy.stall_timeout), state.sending:
+                    await state.worker.suspend()
+                    await self.proxy.move_requests(state)
             except (*LOST, TimeoutError) as error:
-                self.proxy.note_fault(f"worker {lane.worker.name}", f"it is restarted with what it had: {error!r}")
+                self.proxy.note_fault(f"worker {state.worker.name}", f"it is restarted with what it had: {error!r}")
             finally:
-                lane.moving = False
-        for pending in lane.give_up():
+                state.moving = False
+        for pending in state.give_up():
             self.proxy.requeue(pending)
-        lane.alive = False
-        self.proxy.router.close(lane.index, cache_lost=True)
+        state.alive = False
+        self.proxy.router.close(state.index, cache_lost=True)
 
-    async def _start_all(self, lanes: Sequence[Lane], *, give_up: bool) -> str:
+    async def _start_all(self, states: Sequence[WorkerState], *, give_up: bool) -> str:
         """Start those that are to run; returns why one did not come up. ``give_up``: then the caller goes another way, else
         it is brought up in the background."""
 
-        async def one(lane: Lane) -> str:
-            lane.removed, lane.lives = False, lane.lives + 1
-            self.proxy.router.regain(lane.index)
+        async def one(state: WorkerState) -> str:
+            state.removed, state.lives = False, state.lives + 1
+            self.proxy.router.regain(state.index)
             try:
-                await self.proxy.bring_up(lane)
+                await self.proxy.bring_up(state)
             except (*LOST, TimeoutError) as error:
                 return str(error) or f"no answer for {4 * self.proxy.stall_timeout:g} s"
-            lane.lent = False
-            self.proxy.open_worker(lane)
-            lane.wake.set()
+            state.lent = False
+            self.proxy.open_worker(state)
+            state.wake.set()
             return ""
 
-        running = [lane for lane in lanes if ranks_of(lane)]
-        for lane in lanes:
-            if not ranks_of(lane):
-                self._park(lane)
-        why = await asyncio.gather(*(one(lane) for lane in running))
-        for lane, failure in zip(running, why, strict=True):
+        running = [state for state in states if ranks_of(state)]
+        for state in states:
+            if not ranks_of(state):
+                self._park(state)
+        why = await asyncio.gather(*(one(state) for state in running))
+        for state, failure in zip(running, why, strict=True):
             if failure and not give_up:
-                lane.lent = False
-                self.proxy.note_fault(f"worker {lane.worker.name}", failure)
-                lane.reviver = spawn(self.proxy.revive(lane), f"revive {lane.worker.name}", self.proxy.on_fatal)
-        for lane in lanes:
-            if not ranks_of(lane):
-                lane.lent = False
+                state.lent = False
+                self.proxy.note_fault(f"worker {state.worker.name}", failure)
+                state.reviver = spawn(self.proxy.revive(state), f"revive {state.worker.name}", self.proxy.on_fatal)
+        for state in states:
+            if not ranks_of(state):
+                state.lent = False
         return next((failure for failure in why if failure), "")
 
 
@@ -189,11 +189,11 @@ def require_resizable(workers: Sequence[ManagedWorker], planner: bool = True, ex
         raise ConfigError("rollout.planner.experts", True, NO_EXPERTS)
 
 
-def ranks_of(lane: Lane) -> int:
+def ranks_of(state: WorkerState) -> int:
     """Devices of a worker that can be cut anew; 0: it is parked, or no such worker."""
-    return lane.worker.ranks if isinstance(lane.worker, ResizableWorker) else 0
+    return state.worker.ranks if isinstance(state.worker, ResizableWorker) else 0
 
 
-def _cut_of(lane: Lane) -> tuple[int, int]:
+def _cut_of(state: WorkerState) -> tuple[int, int]:
     """Devices, and how many of them share out whole experts."""
-    return ranks_of(lane), lane.worker.expert_ranks if isinstance(lane.worker, ExpertWorker) else 1
+    return ranks_of(state), state.worker.expert_ranks if isinstance(state.worker, ExpertWorker) else 1

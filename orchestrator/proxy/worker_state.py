@@ -34,14 +34,14 @@ class Pending:
 
     request: GenerationRequest
     answer: asyncio.Future[Completion]
-    worker: Lane | None = None
+    worker: WorkerState | None = None
     parts: list[Completion] = field(default_factory=list)
     moves: int = 0
     sent_as: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class DeviceLoan:
     """How a worker was lent or taken back. ``error`` empty: it was. ``moved``: requests that went on elsewhere;
     ``update``: what it loaded when it was taken back."""
 
@@ -54,7 +54,7 @@ class Loan:
 
 
 @dataclass(eq=False, slots=True)
-class Lane:
+class WorkerState:
     """One worker and what was sent to it."""
 
     worker: ManagedWorker
@@ -185,37 +185,37 @@ def spawn(work: Coroutine[Any, Any, None], name: str, on_fatal: Callable[[RunErr
 
 
 def rest_from(
-    lane: Lane,
-    lanes: Sequence[Lane],
+    state: WorkerState,
+    states: Sequence[WorkerState],
     router: TurnRouter,
-    seat: Callable[[Lane], None],
+    seat: Callable[[WorkerState], None],
     dispatch: Callable[[], None],
 ) -> None:
     """A worker gave a request back, because it has no room or no time: while another is up it gets none for ``REST`` seconds."""
 
     def reopen() -> None:
-        seat(lane)
+        seat(state)
         dispatch()
 
-    if any(other.usable for other in lanes if other is not lane):
-        router.close(lane.index)
+    if any(other.usable for other in states if other is not state):
+        router.close(state.index)
         asyncio.get_running_loop().call_later(REST, reopen)
 
 
-def others_live(lanes: Sequence[Lane], lane: Lane) -> bool:
+def others_live(states: Sequence[WorkerState], state: WorkerState) -> bool:
     """Whether a worker beside this one is up, or is being restarted by us."""
-    return any(other.alive or not (other.removed or other.borrowed) for other in lanes if other is not lane)
+    return any(other.alive or not (other.removed or other.borrowed) for other in states if other is not state)
 
 
-def waits(lanes: Sequence[Lane], suspended: bool, preparing: int) -> str:
+def waits(states: Sequence[WorkerState], suspended: bool, preparing: int) -> str:
     """What generation waits for, "" when nothing is unusual. ``preparing``: the version that workers fetch, -1: none."""
-    reviving = [lane.worker.name for lane in lanes if not (lane.alive or lane.removed or lane.parked)]
+    reviving = [state.worker.name for state in states if not (state.alive or state.removed or state.parked)]
     if reviving:
         return f"worker {', '.join(reviving)} to come back"
     if suspended:
         return "weight update"
-    if all(lane.parked or lane.removed for lane in lanes):
+    if all(state.parked or state.removed for state in states):
         return "a server to borrow"
-    if all(lane.lent for lane in lanes):
+    if all(state.lent for state in states):
         return "the trainer, which has the devices"
     return f"weights of version {preparing} to reach the workers" if preparing >= 0 else ""

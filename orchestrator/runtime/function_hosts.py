@@ -51,7 +51,7 @@ async def start_reward(
     beside: Mapping[str, str] = {}
     timeouts = scoring.adaptive_timeouts(config) if not settings.judge.any else None
     reward: LLMJudge | HttpReward
-    if outcome_scores(config, task):
+    if outcome_scores(config.reward, task):
         from orchestrator.agents.agent_manager import OutcomeReward
 
         return Rewards(OutcomeReward(), dict, None)

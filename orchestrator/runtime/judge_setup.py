@@ -20,11 +20,10 @@ import aiohttp
 
 from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.config import Config
-from orchestrator.environments.environment_setup import owner_of
 from orchestrator.events import EventLog
 from orchestrator.ops.mps import MpsControl
 from orchestrator.rewards.judge_host import JudgeHost
-from orchestrator.run_folder import RunFolder
+from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime.process_keeper import Keeper
 
 _DRIVER = Path("/dev/nvidiactl")  # there where a process may use NVIDIA's GPUs
@@ -82,7 +81,7 @@ async def start(
     judge, streamed = config.reward.judge, config.reward.judge.streamed
     without, mps = why_no_mps(config), None
     if not without:
-        mps = await start_mps(folder_of(owner_of(folder.path)), keeper, stack, streamed.restarts)
+        mps = await start_mps(folder_of(environment_owner(folder.path)), keeper, stack, streamed.restarts)
     host = JudgeHost(
         judge.path,
         device=streamed.device,

@@ -160,7 +160,7 @@ def _task(config: Config, task: Task) -> None:
 def _function(config: Config, task: Task) -> None:
     if config.reward.judge.path:
         judge_setup.check(config)
-    elif not config.reward.url and not config.reward.judge.url and not outcome_scores(config, task):
+    elif not config.reward.url and not config.reward.judge.url and not outcome_scores(config.reward, task):
         _importable("reward.function", config.reward.function or registry.reward_of(task))
         if config.reward.host == "ray_serve":
             _ray_serve(config)

@@ -33,12 +33,11 @@ from orchestrator.api import (
 )
 from orchestrator.borrowing import served_workers as servers
 from orchestrator.borrowing.discovery import Market
-from orchestrator.build import build_pipeline
+from orchestrator.build import build_environment_pool, build_pipeline
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.colocation.stream_training import kv_bytes_per_token
 from orchestrator.components import Components, Position
 from orchestrator.config import Config
-from orchestrator.environments.environment_setup import make_pool, owner_of
 from orchestrator.environments.tool_functions import ToolTally
 from orchestrator.events import EventLog, last_time
 from orchestrator.ledger import Ledger
@@ -47,7 +46,7 @@ from orchestrator.observe.occupancy import nvml
 from orchestrator.observe.progress import Progress
 from orchestrator.policies.placement.device_allocation import Binding
 from orchestrator.resources import Placement, cluster_resources
-from orchestrator.run_folder import RunFolder
+from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
 from orchestrator.runtime.background_checkpoints import BesideTheLoop
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker
@@ -287,9 +286,9 @@ class _Assembly:
             cold = ", ".join(tools.cold)
             self.display.message(f"no way to warm up tools {cold}: their first calls will be cold")
         log = self.folder.logs / "environments.log"
-        owner, tally = owner_of(self.folder.path), ToolTally()
+        owner, tally = environment_owner(self.folder.path), ToolTally()
         settings = None if tools is None else tools.settings
-        pool = make_pool(config, self.task, owner, self.events, log=log, tools=settings, tally=tally)
+        pool = build_environment_pool(config, self.task, owner, self.events, log=log, tools=settings, tally=tally)
         if pool is not None:
             self.stack.push_async_callback(pool.close)
             self.display.stage("startup", "environments")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from orchestrator.api import Task
 from orchestrator.config import Config
-from orchestrator.environments.environment_setup import owner_of
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.rewards.host_launch import PATIENCE
 from orchestrator.rewards.judge_host import JudgeHost
 from orchestrator.rewards.llm_judge import TEMPLATE, LLMJudge
 from orchestrator.rewards.ray_serve import Elasticity, RayServeHost
+from orchestrator.run_folder import environment_owner
 from orchestrator.tasks import registry
 
 WAIT_SECONDS = 30.0  # of a call under adaptive timeouts for its process, beside what it may run
@@ -49,7 +49,7 @@ def elastic_host(config: Config, task: Task, run: Path) -> RayServeHost:
     settings, serve = config.reward, config.reward.serve
     return RayServeHost(
         settings.function or registry.reward_of(task),
-        application=f"rl-coserve-{owner_of(run)}",
+        application=f"rl-coserve-{environment_owner(run)}",
         elasticity=Elasticity(
             serve.min_replicas, serve.max_replicas, serve.per_replica, serve.cpus, settings.idle_seconds
         ),

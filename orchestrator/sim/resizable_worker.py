@@ -88,6 +88,9 @@ def check_planner(config: Config) -> None:
         raise ConfigError("rollout.disaggregation.degrees", dict(given), fix)
     if not config.rollout.reshapes:
         return
+    if config.rollout.disaggregation.enabled:
+        fix = "the simulator plays it with engines that stay as they are: set it to false, or leave out what cuts them anew"
+        raise ConfigError("rollout.disaggregation.enabled", True, fix)
     who = "rollout.planner" if config.rollout.planner.enabled else "rollout.placement.degrees"
     if len(set(fleet(config))) > 1:
         fix = f"{who} cuts devices of one class: leave this out, or set {who}.enabled to false"

@@ -35,11 +35,10 @@ from orchestrator.api import (
     TrainMetrics,
     TrainSample,
 )
-from orchestrator.build import build_pipeline
+from orchestrator.build import build_environment_pool, build_pipeline
 from orchestrator.components import Components, Position
 from orchestrator.config import Config, to_json
 from orchestrator.environments.environment_pool import EnvPool
-from orchestrator.environments.environment_setup import make_pool
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.pipeline import Pipeline
@@ -374,7 +373,7 @@ class _Simulation:
             )
             if self.life < FAULTY_LIVES:
                 audited = FaultyTrainer(trainer, faults)
-        self._pool = pool = make_pool(config, task, f"sim-{self.life}", events)
+        self._pool = pool = build_environment_pool(config, task, f"sim-{self.life}", events)
         if pool is not None:
             await pool.open()
         audited = _AuditedTrainer(audited, self.audit)

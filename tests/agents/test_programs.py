@@ -253,8 +253,9 @@ def test_the_example_is_played_by_agents_and_scored_by_their_end(monkeypatch: py
     config = load_config(ROOT / "examples/agents.toml")
     task = make_task(config)
     assert manager_of(task) is AgentManager
-    assert outcome_scores(config, task)
-    assert not outcome_scores(load_config(ROOT / "examples/agents.toml", ["reward.url=http://127.0.0.1:1"]), task)
+    assert outcome_scores(config.reward, task)
+    named = load_config(ROOT / "examples/agents.toml", ["reward.url=http://127.0.0.1:1"])
+    assert not outcome_scores(named.reward, task)
     assert manager_of(make_task(load_config(None))) is EnvManager
 
 

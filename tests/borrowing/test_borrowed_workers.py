@@ -154,7 +154,7 @@ def test_a_server_has_no_more_turns_than_its_budget_has_room_for_and_none_withou
         await proxy.resume()
         small, full = servers
         small.client.capacity, full.client.capacity = 6, 0
-        await until(lambda: proxy.lanes[1].full)
+        await until(lambda: proxy.states[1].full)
         small.client.paused = full.client.paused = True  # what they have stays with them
         turns = [asyncio.ensure_future(turn(proxy, number)) for number in range(12)]
         await until(lambda: len(small.client.requests) == 6)

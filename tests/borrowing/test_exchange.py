@@ -91,7 +91,7 @@ class Run:
     @property
     def servers(self) -> set[str]:
         """That it has now."""
-        return {lane.worker.name for lane in self.proxy.lanes if lane.usable}
+        return {lane.worker.name for lane in self.proxy.states if lane.usable}
 
     async def turn(self, number: int, tokens: int = 20) -> Any:
         request = GenerationRequest(f"r{number}", f"t{number}", 0, (1, 2, 3), Sampling(tokens), "test")
@@ -229,7 +229,7 @@ def test_a_server_that_another_job_has_is_left_alone_and_taken_when_that_job_has
         await other.close()
         await until(lambda: run.servers == {first.url, second.url})
         # The run stood still for longer than its lease, and the other job was there first.
-        lane = run.exchange._members.lane_of(second.url)
+        lane = run.exchange._members.find_server(second.url)
         assert lane is not None
         assert isinstance(lane.worker, HttpWorker)
         assert lane.worker._lease is not None
@@ -345,7 +345,7 @@ def test_a_server_that_the_proxy_gave_up_while_it_says_that_it_is_well_is_given_
         first, second = servers
         run = Run(config_of(first.url, second.url, most=2))
         await run.start()
-        lane = run.exchange._members.lane_of(second.url)
+        lane = run.exchange._members.find_server(second.url)
         assert lane is not None
         lane.alive, lane.removed = False, True  # as the end of a recovery that took too long leaves it
         run.proxy._tell_stranded(run.proxy.router.retire(lane.index))

@@ -18,7 +18,7 @@ from orchestrator.policies.placement.worker_load import Rates
 from orchestrator.policies.prediction.length_predictor import Forecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
 from orchestrator.proxy.router_setup import may_come, plan
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 from orchestrator.sim.virtual_loop import run
 
 URL, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
@@ -263,8 +263,8 @@ def test_speeds_and_classes_may_name_servers_that_come_later_and_nothing_else(tm
 
 
 def test_what_a_server_does_that_came_later_is_known_by_its_name() -> None:
-    lanes = [Lane(SimpleNamespace(name=name), index) for index, name in enumerate("ab")]
+    lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("ab")]
     rates = line_rates(PlacementSection.model_validate({"enabled": True, "speeds": {"c": 2.0}}), lanes, 8)
     alone = rates(0).steps[0]
-    lanes.append(Lane(SimpleNamespace(name="c"), 2))
+    lanes.append(WorkerState(SimpleNamespace(name="c"), 2))
     assert rates(2).steps[0] == alone / 2

@@ -145,7 +145,7 @@ class Colocated:
         assert self.ledger.counts.in_flight == 0
         await asyncio.sleep(200.0)  # restarts in the background
         assert self.fatal == []
-        for lane in self.proxy.lanes:
+        for lane in self.proxy.states:
             worker = lane.worker
             assert not lane.lent
             assert lane.alive, f"{worker.name} was not brought back"

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from orchestrator.api import Completion, ConfigError, GenerationRequest, Prompt, Sampling, TrajectoryError
+from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
 from orchestrator.environments import remote_session
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_session import Backend
-from orchestrator.environments.environment_setup import make_pool
 from orchestrator.environments.inprocess import InProcessBackend
 from orchestrator.environments.remote_session import RemoteSession
 from orchestrator.environments.subprocesses import SubprocessBackend
@@ -331,7 +331,7 @@ def test_the_task_of_a_config_plays_in_another_process() -> None:
     async def scenario() -> None:
         task = make_task(config)
         events = EventLog(MemorySink(), asyncio.get_running_loop().time)
-        pool = make_pool(config, task, "run-1", events)
+        pool = build_environment_pool(config, task, "run-1", events)
         assert pool is not None
         try:
             await pool.open()

@@ -23,14 +23,15 @@ import pytest
 from aiohttp import web
 
 from orchestrator.api import ConfigError, Prompt, RunError, TrajectoryError
+from orchestrator.build import build_environment_pool
 from orchestrator.config import load_config
 from orchestrator.environments import pod_manifests, pods, tcp_link
 from orchestrator.environments.environment_pool import EnvPool, PoolSettings
 from orchestrator.environments.environment_process import CONNECT_LIMIT
-from orchestrator.environments.environment_setup import make_pool, owner_of
 from orchestrator.environments.pod_manifests import PodSettings, mirrored, name_of
 from orchestrator.environments.pods import PodBackend
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.run_folder import environment_owner
 
 HERE = Path(__file__).parents[1] / "support"
 needs_client = pytest.mark.skipif(
@@ -434,8 +435,8 @@ def test_an_owner_is_the_same_for_every_life_of_a_run_and_no_other(tmp_path: Pat
     first, second = tmp_path / "a" / "run-001", tmp_path / "b" / "run-001"
     for folder in (first, second):
         folder.mkdir(parents=True)
-    assert owner_of(first) == owner_of(first)
-    assert owner_of(first) != owner_of(second)
+    assert environment_owner(first) == environment_owner(first)
+    assert environment_owner(first) != environment_owner(second)
 
 
 def test_pods_cannot_use_tools_on_loopback() -> None:
@@ -445,7 +446,7 @@ def test_pods_cannot_use_tools_on_loopback() -> None:
     )
     events = EventLog(MemorySink(), lambda: 0.0)
     with pytest.raises(ConfigError, match=r"give tools\.urls"):
-        make_pool(config, None, "run-1", events)  # type: ignore[arg-type]
+        build_environment_pool(config, None, "run-1", events)  # type: ignore[arg-type]
 
 
 def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_the_twins_have_the_ports_and_a_server_has_not() -> None:
     async def main() -> None:
         rig = Rig(config(), 1, 1)
         assert isinstance(rig.trainer, CollectiveTrainer)
-        assert [isinstance(lane.worker, CollectiveWorker) for lane in rig.proxy.lanes] == [True, False]
+        assert [isinstance(lane.worker, CollectiveWorker) for lane in rig.proxy.states] == [True, False]
         await rig.close()
 
     run(main())
@@ -195,10 +195,10 @@ def test_a_worker_that_dies_while_it_receives_is_brought_up_from_the_relay_and_t
         await asyncio.sleep(0.1)
         rig.workers[1].die()
         await rig.delivery.lead(1, 1)
-        assert [lane.version for lane in rig.proxy.lanes if lane.usable] == [1, 1]
+        assert [lane.version for lane in rig.proxy.states if lane.usable] == [1, 1]
         await asyncio.sleep(RESTART_SECONDS + 1)
-        assert not rig.proxy.lanes[1].alive, "it waits: the relay has not got the version yet"
-        assert rig.proxy.lanes[1].restarts == 0
+        assert not rig.proxy.states[1].alive, "it waits: the relay has not got the version yet"
+        assert rig.proxy.states[1].restarts == 0
         await rig.delivery.follow(1, 1)
         await asyncio.sleep(UPDATE + 1)
         assert await rig.held() == [1, 1, 1]
@@ -271,10 +271,10 @@ def test_a_worker_that_received_other_weights_than_the_relay_has_is_brought_up_a
             return "00000000deadbeef"
 
         rig.workers[0].receive = other  # type: ignore[method-assign]
-        lives = [lane.lives for lane in rig.proxy.lanes]
+        lives = [lane.lives for lane in rig.proxy.states]
         await rig.deliver(1)
         await asyncio.sleep(RESTART_SECONDS + UPDATE + 1)
-        assert [lane.lives for lane in rig.proxy.lanes] == [lives[0] + 1, lives[1]]
+        assert [lane.lives for lane in rig.proxy.states] == [lives[0] + 1, lives[1]]
         [fault] = rig.seen("fault")
         assert "not those of the relay: 00000000deadbeef, 0000000000000001" in fault["detail"]
         assert await rig.held() == [1, 1]
@@ -376,7 +376,7 @@ def test_while_the_metadata_store_is_away_workers_generate_and_none_is_restarted
         assert back <= asyncio.get_running_loop().time() < back + 30
         assert await rig.held() == [1, 1]
         assert rig.delivery.waiting_for == ""
-        assert [lane.lives for lane in rig.proxy.lanes] == [0, 0]
+        assert [lane.lives for lane in rig.proxy.states] == [0, 0]
         await rig.close()
 
     run(main())

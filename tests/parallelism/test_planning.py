@@ -331,7 +331,7 @@ def test_a_profile_that_is_wrong_is_said_to_be_scaled_and_asked_for_anew(tmp_pat
     """The proxy is a stand-in: what is told is how long requests took."""
 
     class Proxy:
-        lanes = ()
+        states = ()
 
         async def stats(self) -> list[Any]:
             return []

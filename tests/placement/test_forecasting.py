@@ -18,7 +18,7 @@ from orchestrator.placement.length_tracker import SAME, LengthTracker
 from orchestrator.policies.prediction.length_features import Progress
 from orchestrator.policies.prediction.length_predictor import Forecast, Outcome
 from orchestrator.proxy.kv_moves import KvMoves
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 from orchestrator.sim import simulated_forecasts
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.virtual_loop import run
@@ -93,7 +93,7 @@ def test_a_trajectory_that_is_placed_anew_brings_its_kv_along_in_the_gap_between
     """By the port that real workers have; without it the new worker computes the prefix again."""
     brought, bring = [], KvMoves.bring
 
-    async def noted(self: KvMoves, trajectory: str, source: Lane, lane: Lane) -> bool:
+    async def noted(self: KvMoves, trajectory: str, source: WorkerState, lane: WorkerState) -> bool:
         brought.append(await bring(self, trajectory, source, lane))
         return brought[-1]
 

@@ -16,7 +16,7 @@ from orchestrator.placement.worker_rates import line_rates
 from orchestrator.policies.placement.migration import Move, Partition, Transmissions, decide
 from orchestrator.policies.prediction.length_predictor import Forecast
 from orchestrator.policies.routing.turn_routing import Seat, TurnRouter
-from orchestrator.proxy.worker_state import Lane
+from orchestrator.proxy.worker_state import WorkerState
 from orchestrator.sim.virtual_loop import run
 
 
@@ -117,7 +117,7 @@ def fleet(wire: Wire | None, **settings: object) -> tuple[TrajectoryPlacer, Turn
     for worker in range(3):
         router.open(worker)
     events = EventLog(sink, asyncio.get_running_loop().time)
-    lanes = [Lane(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
+    lanes = [WorkerState(SimpleNamespace(name=name), index) for index, name in enumerate("abc")]
     return TrajectoryPlacer(chosen, router, events, line_rates(chosen, lanes, 64), wire), router, sink
 
 

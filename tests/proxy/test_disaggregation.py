@@ -66,7 +66,7 @@ class Classes:
             await worker.suspend()
             await worker.update(0)
             await worker.resume()
-        for lane in self.proxy.lanes:
+        for lane in self.proxy.states:
             lane.version = 0
         self.proxy.version = 0
         self.proxy.start()

@@ -195,14 +195,14 @@ def test_a_worker_that_moved_is_routed_to_by_its_new_class(fallback: bool) -> No
 
     async def scenario(proxy: LLMProxy, fatal: list[BaseException]) -> None:
         await asyncio.gather(*(proxy.generate(turn(name)) for name in "rs"))
-        assert [len(lane.sent) for lane in proxy.lanes] == [0, 0]
+        assert [len(lane.sent) for lane in proxy.states] == [0, 0]
         moving.hung = True
         waiting = asyncio.create_task(proxy.generate(turn("m", "maths")))
         await asyncio.sleep(40)
         moving.seconds = other.seconds = 500.0
         turns = [asyncio.create_task(proxy.generate(turn(f"x{number}"))) for number in range(4)]
         await asyncio.sleep(1)
-        assert [len(lane.sent) for lane in proxy.lanes] == [2, 2], "two of one class share the work"
+        assert [len(lane.sent) for lane in proxy.states] == [2, 2], "two of one class share the work"
         if fallback:
             assert (await waiting).finish_reason == "stop"
             assert not fatal

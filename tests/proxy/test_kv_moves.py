@@ -203,7 +203,7 @@ def test_a_move_that_fails_or_hangs_costs_its_limit_and_is_said_once(outcome: An
         begun = asyncio.get_running_loop().time()
         assert (await turn).token_ids == (5, 1)
         assert asyncio.get_running_loop().time() - begun <= 2 * LIMIT + 0.1
-        a, b = fleet.proxy.lanes
+        a, b = fleet.proxy.states
         again = GenerationRequest("again", "again", 1, (1, 2), Sampling(8), "task")
         await fleet.moves._move(b, again, a)
         assert fleet.moves.failures[kind] == 2

@@ -25,7 +25,7 @@ from orchestrator.observe.view.serving_neighbours import Neighbours
 
 if TYPE_CHECKING:  # who only reads the file needs no pipeline
     from orchestrator.pipeline import Pipeline
-    from orchestrator.proxy.worker_state import Lane
+    from orchestrator.proxy.worker_state import WorkerState
 
 FILE = "live.json"
 SECONDS = 1.0  # between two samples
@@ -127,11 +127,11 @@ class Sampler:
     async def _ask(self, pipeline: Pipeline) -> None:
         """The workers that may be asked say how they are; what stands still on command is left alone."""
 
-        async def one(lane: Lane) -> None:
-            name = lane.worker.name
+        async def one(state: WorkerState) -> None:
+            name = state.worker.name
             try:
                 async with asyncio.timeout(_ANSWER_SECONDS):
-                    answer = await lane.worker.stats()
+                    answer = await state.worker.stats()
                 answers = self._asked.setdefault(name, deque(maxlen=ANSWERS))
                 if answers and answer.steps < answers[-1].steps:  # it was started anew
                     answers.clear()
@@ -142,8 +142,8 @@ class Sampler:
                 self._silent.add(name)  # shown; whether it is lost is the heartbeat's to say
 
         if pipeline.rollout.proxy.waiting_for != "weight update":
-            asked = [lane for lane in pipeline.rollout.proxy.lanes if lane.usable and not lane.loading][:WORKERS]
-            await asyncio.gather(*(one(lane) for lane in asked))
+            asked = [state for state in pipeline.rollout.proxy.states if state.usable and not state.loading][:WORKERS]
+            await asyncio.gather(*(one(state) for state in asked))
 
     async def _write(self) -> None:
         if self._broken:
@@ -163,7 +163,9 @@ class Sampler:
         if pipeline is None:
             return found
         rollout, proxy = pipeline.rollout, pipeline.rollout.proxy
-        placed = {item.request.trajectory_id: lane.worker.name for lane in proxy.lanes for item in lane.sent.values()}
+        placed = {
+            item.request.trajectory_id: state.worker.name for state in proxy.states for item in state.sent.values()
+        }
         counts: dict[str, int] = {}  # thousands of episodes: words are made of few reasons, not of each
         for episode in rollout.episodes.values():
             counts[episode.waiting_for] = counts.get(episode.waiting_for, 0) + 1
@@ -195,14 +197,14 @@ class Sampler:
                 }
                 for episode in itertools.islice(rollout.episodes.values(), TRAJECTORIES)
             ],
-            "workers": [self._worker(lane) for lane in proxy.lanes if not lane.parked][:WORKERS],
+            "workers": [self._worker(state) for state in proxy.states if not state.parked][:WORKERS],
         }
 
-    def _worker(self, lane: Lane) -> dict[str, Any]:
-        name = lane.worker.name
-        row: dict[str, Any] = {"name": name, "state": _state(lane, name in self._silent), "version": lane.version}
-        row["requests"] = len(lane.sent)
-        if (answers := self._asked.get(name)) and not lane.removed:
+    def _worker(self, state: WorkerState) -> dict[str, Any]:
+        name = state.worker.name
+        row: dict[str, Any] = {"name": name, "state": _state(state, name in self._silent), "version": state.version}
+        row["requests"] = len(state.sent)
+        if (answers := self._asked.get(name)) and not state.removed:
             row |= said(answers)
         return row
 
@@ -220,14 +222,14 @@ def said(answers: Sequence[WorkerStats]) -> dict[str, Any]:
     return row | {field: round(beside[field], 6) for field in _SHARED if beside.get(field) is not None}
 
 
-def _state(lane: Lane, silent: bool) -> str:
-    if lane.removed:
+def _state(state: WorkerState, silent: bool) -> str:
+    if state.removed:
         return "removed"
-    if lane.lent:
-        return "being given back" if lane.borrowed else "lent to the trainer"
-    if not lane.alive:
+    if state.lent:
+        return "being given back" if state.borrowed else "lent to the trainer"
+    if not state.alive:
         return "coming back"
-    if lane.loading:
+    if state.loading:
         return "loading weights"
     return "does not answer" if silent else "up"
 

@@ -41,7 +41,7 @@ class Spans:
         if self._left <= 0:
             return
         worker = self._proxy.router.holder(episode.id, episode.prompt.task)
-        name = self._proxy.lanes[worker].worker.name if worker >= 0 else ""
+        name = self._proxy.states[worker].worker.name if worker >= 0 else ""
         times = [round(at + self._offset, 6) for at in (asked, answered, begun, ended)]
         line = json.dumps([episode.id, len(episode.turns) - 1, name, *times], separators=(",", ":")) + "\n"
         self._left -= len(line)

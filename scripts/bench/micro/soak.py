@@ -20,12 +20,12 @@ from typing import Any, cast
 
 from orchestrator.api import ManagedWorker, TrainBatch, TrajectoryError
 from orchestrator.build import build_pipeline
-from orchestrator.pipeline import Pipeline
 from orchestrator.components import Components
 from orchestrator.config import Config, parse_config
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.observe.view.live_sample import Sampler
+from orchestrator.pipeline import Pipeline
 from orchestrator.run_folder import RunFolder
 from orchestrator.runtime import garbage_collector
 from orchestrator.runtime.background_checkpoints import BesideTheLoop
