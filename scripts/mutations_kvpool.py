@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-LEDGER = "tests/kvpool/test_ledger.py"
+LEDGER = "tests/kvpool/test_page_ledger.py"
 SHARING = "tests/policies/test_kv_sharing.py"
 GUARDIAN = "tests/kvpool/test_guardian.py"
 ADMISSION = "tests/policies/test_admission.py"
-TIME = "tests/kvpool/test_time.py"
+TIME = "tests/kvpool/test_serving_slack.py"
 
 KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
@@ -78,7 +78,7 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
         "vllm_rlplugin/kvpool/engine/parked_blocks.py",
         "count = min(count, max(0, (self.most if allowed is None else min(self.most, allowed)) - len(self._used)))",
         "pass",
-        "tests/kvpool/test_engine.py -k static_partition",
+        "tests/kvpool/test_pool_engine.py -k static_partition",
     ),
     (
         "admission: a rollout step runs while a prompt waits",

@@ -3,17 +3,17 @@ sandbox, mixtures. Each is (what, file, old, new, tests), as the fields of its `
 
 from __future__ import annotations
 
-POOL = "tests/environments/test_pool.py"
-FILTERS = "tests/loop/test_filters.py"
-MODES = "tests/loop/test_modes.py"
-ROUTING = "tests/policies/test_routing.py"
-ALLOCATION = "tests/policies/test_allocation.py"
+POOL = "tests/environments/test_environment_pool.py"
+FILTERS = "tests/policies/test_trajectory_filters.py"
+MODES = "tests/loop/test_coordination_modes.py"
+ROUTING = "tests/policies/test_turn_routing.py"
+ALLOCATION = "tests/policies/test_device_allocation.py"
 JUDGE = (
-    "tests/rewards/test_judge.py --deselect="
-    "tests/rewards/test_judge.py::test_a_real_vllm_gives_scores_in_the_range_and_names_what_it_cannot"
+    "tests/rewards/test_llm_judge.py --deselect="
+    "tests/rewards/test_llm_judge.py::test_a_real_vllm_gives_scores_in_the_range_and_names_what_it_cannot"
 )
 SANDBOX = "tests/sandbox/test_sandbox.py"
-TIMEOUTS = "tests/policies/test_timeouts.py"
+TIMEOUTS = "tests/policies/test_adaptive_timeouts.py"
 POLICIES = "orchestrator/policies"
 
 TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
@@ -246,7 +246,7 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
         "orchestrator/rewards/reward_client.py",
         '"other": timeouts.most',
         '"other": timeouts.least',
-        "tests/rewards/test_timeouts.py -k run_times",
+        "tests/rewards/test_adaptive_timeouts_real.py -k run_times",
     ),
     (
         "timeouts: a limit is beyond the greatest",
@@ -260,28 +260,28 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
         "orchestrator/rewards/code_judge.py",
         "wall_seconds=min(limit, left)",
         "wall_seconds=left",
-        "tests/rewards/test_timeouts.py -k never_ends",
+        "tests/rewards/test_adaptive_timeouts_real.py -k never_ends",
     ),
     (
         "timeouts: a resume forgets them",
         "orchestrator/runtime/resume.py",
         "        run_times=state.run_times,\n",
         "",
-        "tests/rewards/test_timeouts.py -k checkpoint",
+        "tests/rewards/test_adaptive_timeouts_real.py -k checkpoint",
     ),
     (
         "resume: a run begins without the run times of its checkpoint",
         "orchestrator/pipeline.py",
         "            self.parts.timeouts.restore(self.position.run_times)\n",
         "            pass\n",
-        "tests/rewards/test_timeouts.py -k resumed",
+        "tests/rewards/test_adaptive_timeouts_real.py -k resumed",
     ),
     (
         "resume: a run begins without what its filters had kept",
         "orchestrator/pipeline.py",
         "        self.rollout.filters.recall(self.position.kept)\n",
         "",
-        "tests/rewards/test_timeouts.py -k resumed",
+        "tests/rewards/test_adaptive_timeouts_real.py -k resumed",
     ),
     (
         "mixture: a part is told ids that are not its own",
@@ -302,6 +302,6 @@ TRAJECTORIES: tuple[tuple[str, str, str, str, str], ...] = (
         "orchestrator/environments/tool_functions.py",
         "value - before.get(field, 0)",
         "value",
-        "tests/environments/test_tools.py -k counted",
+        "tests/environments/test_tool_functions.py -k counted",
     ),
 )

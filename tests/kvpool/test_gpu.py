@@ -21,7 +21,7 @@ import pytest
 from orchestrator.ops.mps import BINARY
 from orchestrator.ops.nvidia_driver import gpus
 from scripts.bench.probes.probe_run import run_probe
-from tests.kvpool.test_engine import REQUESTS, Driven, named, play, prompt
+from tests.kvpool.test_pool_engine import REQUESTS, Driven, named, play, prompt
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PAGE_BYTES
 from vllm_rlplugin.kvpool.pages import page_keeper

@@ -135,7 +135,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def tiers(names: Iterable[str]) -> list[ParameterSet | str]:
-    """Pipelines belong to the long tier: tests/megatron/test_stream.py has the same layouts in every run of the tests."""
+    """Pipelines belong to the long tier: tests/megatron/test_gradient_stream.py has the same layouts in every run."""
     return [pytest.param(name, marks=pytest.mark.long) if name.startswith("pp") else name for name in names]
 
 

@@ -17,7 +17,7 @@ from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.report.summary import summarize
 from orchestrator.observe.report.timeline import LANES, clip, lanes, per_step, shares, typical_window
-from tests.observe import test_report_fixtures as runs
+from tests.support import report_runs as runs
 
 
 @pytest.fixture

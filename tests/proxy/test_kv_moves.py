@@ -1,6 +1,6 @@
 """A turn whose prefix lies in another worker: its KV is moved first when that pays, and it goes to its worker in any case.
 
-The workers here are scripted doubles behind the port, and simulated twins; real engines are in ``tests/vllm/test_kv.py``.
+The workers here are scripted doubles behind the port, and simulated twins; real engines are in ``tests/vllm/test_kv_exact.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a sandbox promises to who starts it; what it promises about the program inside is in test_sandbox_escapes.py."""
+"""What a sandbox promises to who starts it; what it promises about the program inside is in test_escapes.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Programs that try to get out of a sandbox. Each prints ESCAPED when it got what it wanted.
 
-``@NAME@`` in a source stands for something of the host that the test made: see ``Host`` in ``test_sandbox_escapes.py``. Every
+``@NAME@`` in a source stands for something of the host that the test made: see ``Host`` in ``test_escapes.py``. Every
 attempt is also run outside, where it must succeed: so none is stopped by being wrong.
 """
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, driven by JSON lines: what tests/kvpool/test_engine.py starts, twice."""
+"""An engine in a process of its own, driven by JSON lines: what tests/kvpool/test_pool_engine.py starts, twice."""
 
 from __future__ import annotations
 

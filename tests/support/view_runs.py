@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.observe.test_report_fixtures import SyntheticRun, write_run
+from tests.support.report_runs import SyntheticRun, write_run
 
 __all__ = ["LIVE", "SyntheticRun", "write_run", "write_unfinished"]
 

@@ -2,7 +2,7 @@
 
 It is built when the package is installed (``setup.py``); without a compiler the install succeeds and :func:`native`
 returns None, with the reason in :func:`native_status`. The NumPy reference then does the same work, byte for byte, slower.
-The library checks its own bounds (``tests/test_delta_fuzz.py``); here only codes become errors.
+The library checks its own bounds (``tests/transfer/test_native_codec.py``); here only codes become errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Blocks of vLLM's own ``BlockPool`` that have pages behind them, and those that are parked because they have none.
 
-Guarantees (tests/kvpool/test_engine.py, on a real engine):
+Guarantees (tests/kvpool/test_pool_engine.py, on a real engine):
 
 * Only a block that nobody references is parked, the null block never. A parked block is in no free queue and in no prefix
   cache, so that nothing stock does can touch it: "no page" is to stock "no free block".

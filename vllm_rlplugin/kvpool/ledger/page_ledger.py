@@ -1,6 +1,6 @@
 """Which tenant owns which physical page of a device's KV pool.
 
-Guarantees (``csrc/pages.c`` enforces them; tests/kvpool/test_ledger.py):
+Guarantees (``csrc/pages.c`` enforces them; tests/kvpool/test_page_ledger.py):
 
 * A page has at most one owner, and is mapped by nobody else; ``used`` of a tenant is the number of pages it owns, whoever was
   killed when.

@@ -275,7 +275,7 @@ def test_an_answer_after_a_cancelled_call_is_never_taken_for_another(monkeypatch
 
 _ORCHESTRATOR = """
 import asyncio, sys
-from tests.environments.test_backends import *
+from tests.environments.test_remote_session import *
 
 async def main():
     pool = EnvPool(subprocesses(), PoolSettings(4, warm=2), EventLog(MemorySink(), asyncio.get_running_loop().time))

@@ -16,7 +16,7 @@ from orchestrator.transfer import RelayEndpoint
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.long,
-]  # half a minute; what ranks agree on is tested in test_vllm_weights_parallel.py
+]  # half a minute; what ranks agree on is tested in test_weight_updates_parallel.py
 
 # A process of its own: vLLM's groups live as long as their process. Workers are forked from it.
 CHILD = '''

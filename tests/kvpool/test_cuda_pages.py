@@ -223,7 +223,7 @@ def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fa
     path: Path, driver: Driver, library: Path
 ) -> None:
     """A drafter's kernels still run when the output of its step is here: an idle or deactivated engine waits for them."""
-    from tests.kvpool.test_engine import parking_of
+    from tests.kvpool.test_pool_engine import parking_of
 
     with created(path, driver) as memory:
 
@@ -342,7 +342,7 @@ def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(mon
 def test_pages_outlive_the_engine_that_made_the_pool_with_a_fake_driver(
     path: Path, driver: Driver, library: Path
 ) -> None:
-    code = "import sys, os, signal; from pathlib import Path; from tests.kvpool.test_cuda import *\n"
+    code = "import sys, os, signal; from pathlib import Path; from tests.kvpool.test_cuda_pages import *\n"
     code += "driver = Driver(PAGE, library=sys.argv[2]); pool = kept_pool(Path(sys.argv[1]), driver, sys.argv[2])\n"
     code += "pool.join('serve', 'serving'); memory = CudaRange(pool, PAGES, driver, KeptPages(pool, driver))\n"
     code += "assert memory.back(places(3)); ctypes.memmove(memory.address + 3 * PAGE, b'kv!!', 4)\n"
@@ -511,7 +511,7 @@ def test_an_engine_in_such_a_pool_makes_the_tokens_of_a_stock_one_with_a_fake_dr
 ) -> None:
     """The real vLLM, whose KV cache is mapped and unmapped by a fake driver while it runs."""
     from megatron_rlplugin.tiny_model import create_qwen3
-    from tests.kvpool.test_engine import PAGE_KIB, REQUESTS, Driven, play
+    from tests.kvpool.test_pool_engine import PAGE_KIB, REQUESTS, Driven, play
     from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 
     os.environ |= fake_cuda.make_device(Path(os.environ["FAKE_CUDA_DEVICE"]), 64, PAGE_KIB << 10)

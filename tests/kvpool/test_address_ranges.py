@@ -159,7 +159,7 @@ import ctypes, os, sys
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[4])
-from tests.kvpool.test_ranges import PAGE, Place
+from tests.kvpool.test_address_ranges import PAGE, Place
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 place = Place(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
 pool = PagePool.open(place.path)

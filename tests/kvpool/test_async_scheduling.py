@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orchestrator.policies.serving.admission import ServingState
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
-from tests.kvpool.test_engine import PAGE_KIB, REQUESTS, Driven, engines, models, named, play  # noqa: F401
+from tests.kvpool.test_pool_engine import PAGE_KIB, REQUESTS, Driven, engines, models, named, play  # noqa: F401
 from tests.vllm.test_scheduler import Harness
 from vllm_rlplugin.kvpool.engine import pool_engine as pools
 from vllm_rlplugin.kvpool.engine.pool_engine import EnginePool, pool_path

@@ -1,4 +1,4 @@
-"""What the scheduler sums over its steps: vLLM's class with our hooks, driven by hand as in test_vllm_scheduler.py."""
+"""What the scheduler sums over its steps: vLLM's class with our hooks, driven by hand as in test_scheduler.py."""
 
 from __future__ import annotations
 

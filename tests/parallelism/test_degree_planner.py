@@ -113,7 +113,7 @@ def test_degrees_that_are_not_the_devices_are_refused() -> None:
 
 def _twins() -> Any:
     name = "planning_tests"
-    found = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_planning.py"))
+    found = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_step_planner.py"))
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)

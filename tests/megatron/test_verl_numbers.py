@@ -6,7 +6,7 @@ and must be the kept ones. To write the file again (Python 3.11, torch, transfor
 
     pip install --no-deps --target FOLDER verl==0.9.1 tensordict==0.10.0 pyvers orjson omegaconf==2.3.0 \
         antlr4-python3-runtime==4.9.3 hydra-core codetiming
-    PYTHONPATH=FOLDER python tests/megatron/test_published.py
+    PYTHONPATH=FOLDER python tests/megatron/test_verl_numbers.py
 
 Where the two differ on purpose: a group of one has no advantage here (there: its reward); no dual clip (there it can be
 made to never bind); k3 is not clamped (there: the estimate at 10, which the cases do not reach).

@@ -265,7 +265,7 @@ def test_both_ranks_of_a_tensor_parallel_engine_get_exactly_their_slices(tmp_pat
     assert keys[0] == keys[1]
 
 
-@pytest.mark.long  # a minute; the agreement of stages is tested without an engine in test_vllm_agreement.py
+@pytest.mark.long  # a minute; the agreement of stages is tested without an engine in test_version_agreement.py
 def test_both_stages_of_a_pipeline_get_exactly_their_layers(tmp_path: Path) -> None:
     found = asyncio.run(run_child(tmp_path, tp=1, pp=2, tied=True))
     check(found)

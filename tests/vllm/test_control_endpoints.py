@@ -1,5 +1,5 @@
 """The control endpoints of ``vllm serve --plugin rl-coserve`` on a twin of vLLM's engine client: who may, what is refused
-and how, vLLM's own verbs, metrics. ``test_vllm_http.py`` has the same on a real server."""
+and how, vLLM's own verbs, metrics. ``test_served_lifecycle.py`` has the same on a real server."""
 
 from __future__ import annotations
 

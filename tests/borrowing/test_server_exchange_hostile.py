@@ -19,7 +19,7 @@ from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.borrowing.server_exchange import offer_of
 from orchestrator.proxy.membership import Membership
 from orchestrator.transfer import RelayEndpoint
-from tests.borrowing.test_exchange import Run, config_of, play
+from tests.borrowing.test_server_exchange import Run, config_of, play
 from tests.support.served_twins import until, used
 from tests.support.vllm_twin import ENDPOINT, TOKEN, TwinServer
 

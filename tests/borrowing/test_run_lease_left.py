@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from orchestrator.api import CommandError, GenerationRequest, RetryableError, Sampling
 from orchestrator.borrowing.http_worker import HttpWorker
-from tests.borrowing.test_leases import client, play
+from tests.borrowing.test_run_lease import client, play
 from tests.support.served_twins import until
 from tests.support.vllm_twin import TOKEN, TwinServer
 from vllm_rlplugin.server.server_lease import LeaseBook
