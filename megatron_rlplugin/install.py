@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from
 from megatron_rlplugin.stream.gradient_stream import GradientStream, StepResult
 from megatron_rlplugin.stream.rank_agreement import agree
+from megatron_rlplugin.stream.stock_schedule import part_size
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from orchestrator.api import ConfigError, PublishResult
 
@@ -53,7 +54,7 @@ class RLTraining:
         reports: list[Any] = []
         self.stream.begin()
         source = iter(micro_batches)  # may block: gradients of what has arrived are taken meanwhile
-        while part := list(islice(source, _part_size(self.model))):
+        while part := list(islice(source, part_size(self.model))):
             if self.stream.state == "offloaded":
                 self.stream.reload()
             reports += self.stream.feed(forward_step_func, iter(part), num_microbatches=len(part), **sizes)
@@ -151,46 +152,6 @@ def install(args: argparse.Namespace) -> bool:
 
     REGISTER.apply("stream_training")
     return True
-
-
-def streaming(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's forward-backward function, with training steps fed part by part and merged once; evaluation is stock's.
-
-    The optimizer stays the caller's, so gradients end up where and as the stock function leaves them.
-    """
-    streams: dict[int, GradientStream] = {}
-
-    def forward_backward(
-        *, model: Any, num_microbatches: int, forward_only: bool = False, **schedule: Any
-    ) -> list[Any]:
-        if forward_only:
-            answer: list[Any] = stock(model=model, num_microbatches=num_microbatches, forward_only=True, **schedule)
-            return answer
-        if schedule.pop("force_all_reduce", None):
-            raise ConfigError("force_all_reduce", True, f"cannot be combined with {STREAM}")
-        chunks = model if isinstance(model, list) else [model]
-        stream = streams.get(id(chunks[0]))
-        if stream is None:
-            stream = streams[id(chunks[0])] = GradientStream(chunks, None)
-        reports: list[Any] = []
-        stream.begin()
-        for size in _parts(num_microbatches, _part_size(chunks)):
-            reports += stream.feed(num_microbatches=size, **schedule)
-        stream.merge()
-        return reports
-
-    return forward_backward
-
-
-def _part_size(chunks: Sequence[Any]) -> int:
-    """Micro-batches of one feed: what fills the pipeline once."""
-    return int(chunks[0].config.pipeline_model_parallel_size)
-
-
-def _parts(total: int, size: int) -> list[int]:
-    """``total`` as parts of ``size``; what is left over goes with the last one, which the pipeline could not hold alone."""
-    whole, rest = divmod(total, size)
-    return [size] * (whole - 1) + [size + rest] if whole else [total]
 
 
 def _counting(forward_step_func: ForwardStep, counted: list[float]) -> ForwardStep:

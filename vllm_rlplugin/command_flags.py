@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, Installed, check
-from vllm_rlplugin import activate, is_cpu_build
+from vllm_rlplugin.engine_activation import activate, is_cpu_build
 from vllm_rlplugin.kvpool.engine.single_process import check_workers, executor
 from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments
 from vllm_rlplugin.sleep import sleep_options

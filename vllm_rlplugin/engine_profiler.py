@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.hooks import VLLM, check
-from vllm_rlplugin import is_cpu_build
+from vllm_rlplugin.engine_activation import is_cpu_build
 from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
 
 REPEATS = 3  # prefills a point

@@ -22,7 +22,7 @@ from orchestrator.hooks import VLLM, check
 from orchestrator.policies.routing.priority import ProgressivePriority
 from vllm_rlplugin.kvpool.engine.pool_scheduling import POOL_COMMANDS, PagedScheduling
 from vllm_rlplugin.options import PluginOptions
-from vllm_rlplugin.patches import REGISTER
+from vllm_rlplugin.patches.register import REGISTER
 from vllm_rlplugin.preemption import Preempting
 from vllm_rlplugin.worker.cache_salt import salted, user_part
 

@@ -11,10 +11,11 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_rlplugin import BACKEND, PLUGIN, is_cpu_build, status
+from vllm_rlplugin import status
+from vllm_rlplugin.engine_activation import is_cpu_build
 from vllm_rlplugin.hookpoints import check_all
-from vllm_rlplugin.options import SCHEDULER, WORKER_EXTENSION, PluginOptions, engine_arguments
-from vllm_rlplugin.patches import REGISTER
+from vllm_rlplugin.options import BACKEND, PLUGIN, SCHEDULER, WORKER_EXTENSION, PluginOptions, engine_arguments
+from vllm_rlplugin.patches.register import REGISTER
 
 ENDPOINTS = "vllm.endpoint_plugins"  # the entry-point group
 

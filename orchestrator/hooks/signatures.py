@@ -2,7 +2,8 @@
 
 Guarantees: every mismatch is reported at once; a target that is missing, moved or no longer callable is a mismatch,
 never an exception. Targets are looked up in the installed engine, which imports it (do that only where the engine is
-imported anyway), or in a :class:`SourceTree`, which imports nothing. One comparison for both.
+imported anyway), or in a :class:`~orchestrator.hooks.source_signatures.SourceTree`, which imports nothing. One
+comparison for both.
 """
 
 from __future__ import annotations
@@ -11,10 +12,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:  # reading sources is for checks; this module is loaded by every process of an engine
-    from orchestrator.hooks.source_signatures import SourceTree
+from typing import NamedTuple, Protocol
 
 Parameters = tuple[str, ...]
 
@@ -24,6 +22,14 @@ class Parameter(NamedTuple):
 
     name: str
     required: bool  # has no default and is not *args or **kwargs
+
+
+class Signatures(Protocol):
+    """Those of an engine's sources. Reading them is for checks: this module, which every process loads, brings no parser."""
+
+    def parameters(self, target: str) -> tuple[Parameter, ...]: ...
+
+    def has(self, target: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class Mismatch:
         return f"{self.target}: expected parameters ({', '.join(self.expected)}), found {self.found}"
 
 
-def signature_mismatches(targets: Mapping[str, Parameters], sources: SourceTree | None = None) -> tuple[Mismatch, ...]:
+def signature_mismatches(targets: Mapping[str, Parameters], sources: Signatures | None = None) -> tuple[Mismatch, ...]:
     """Compare targets, ``"module:qualname" -> parameter names``, with what is installed, or with ``sources``.
 
     The expected names must be there in this order; parameters that were added must have a default (an upstream
@@ -56,7 +62,7 @@ def signature_mismatches(targets: Mapping[str, Parameters], sources: SourceTree 
     return tuple(mismatches)
 
 
-def missing_names(targets: Iterable[str], sources: SourceTree) -> tuple[str, ...]:
+def missing_names(targets: Iterable[str], sources: Signatures) -> tuple[str, ...]:
     """Those of ``"module:qualname"`` that are not in the sources: classes, variables of modules, classes, instances."""
     return tuple(target for target in targets if not sources.has(target))
 

@@ -17,7 +17,7 @@ from orchestrator.api.tls import check_listener
 from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.observe.view import exporters
-from orchestrator.observe.view.exporters import FINISH_SECONDS
+from orchestrator.observe.view.exporter_queue import FINISH_SECONDS
 from orchestrator.observe.view.live_sample import Sampler
 from orchestrator.observe.view.tensorboard import TensorBoard
 from orchestrator.observe.view.turn_spans import Spans

@@ -286,7 +286,7 @@ def _vllm_plugin() -> Finding:
     if wrong:
         fix = f"unset VLLM_PLUGINS, install {PLUGIN} again, and vLLM {VLLM.tested} ({VLLM.how})"
         return Finding("fail", _short("; ".join(wrong)), fix)
-    patches: dict[str, bool] = importlib.import_module("vllm_rlplugin.patches").REGISTER.status()
+    patches: dict[str, bool] = importlib.import_module("vllm_rlplugin.patches.register").REGISTER.status()
     detail = f"loaded by vLLM, backend registered; as they must be: {', '.join(looked)}"
     return _hooks(detail, (), patches, VLLM)
 

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from orchestrator.api import ConfigError, RetryableError
-from orchestrator.sandbox import cgroups, seccomp, watch
+from orchestrator.sandbox.cgroups import Group
+from orchestrator.sandbox.cgroups import find as find_hierarchies
 from orchestrator.sandbox.command import (
     FIRST_ID,
     ID_RANGE,
@@ -32,7 +33,9 @@ from orchestrator.sandbox.command import (
     find_tools,
 )
 from orchestrator.sandbox.limits import Limits, Outcome
+from orchestrator.sandbox.seccomp import program as system_call_filter
 from orchestrator.sandbox.spawner import Spawned, spawn
+from orchestrator.sandbox.watch import resident_bytes
 
 MEMORY_LOOK = 0.05  # seconds between two looks at a sandbox's memory, where no cgroup limits it
 STATUS_LOOK = 0.005  # seconds between two looks at whether bubblewrap has started its first process
@@ -54,7 +57,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, slots: int = 4) -> None:
         self.limits = limits or Limits()
         self._tools: Tools = find_tools()
-        self._hierarchies = cgroups.find()
+        self._hierarchies = find_hierarchies()
         self._slots = asyncio.Semaphore(slots)
         self._free = list(range(slots))
 
@@ -135,11 +138,11 @@ class Sandbox:
         slot: int,
         shared: Shared,
     ) -> Outcome:
-        group = cgroups.Group(self._hierarchies, limits) if self._hierarchies else None
+        group = Group(self._hierarchies, limits) if self._hierarchies else None
         try:
             with contextlib.ExitStack() as held:
                 placed = [Placed(path, held.enter_context(_memory(data)), free) for path, data, free in contents]
-                rules = seccomp.program()
+                rules = system_call_filter()
                 filter_fd = held.enter_context(_memory(rules)) if rules is not None else None
                 status = held.enter_context(_Status())
                 command = command_line(
@@ -188,7 +191,7 @@ class _Run:
         self._watched = watched
         self._output, self._errors = bytearray(), bytearray()
 
-    async def finish(self, output: _Output, errors: _Output, group: cgroups.Group | None) -> Outcome:
+    async def finish(self, output: _Output, errors: _Output, group: Group | None) -> Outcome:
         """Wait for the end, or bring it about."""
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -251,7 +254,7 @@ class _Run:
     async def _watch_memory(self) -> None:
         while True:
             await asyncio.sleep(MEMORY_LOOK)
-            if watch.resident_bytes(self._process.pid) > self._limits.memory_bytes:
+            if resident_bytes(self._process.pid) > self._limits.memory_bytes:
                 raise _LimitReached("memory")
 
     async def _gone(self, *readers: asyncio.StreamReader) -> None:

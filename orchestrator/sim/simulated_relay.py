@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from orchestrator.sim.simulated_worker import SimWorker
+from typing import Protocol
 
 MODEL_BYTES = 1 << 20  # nominal payload of one version
+
+
+class KvHolder(Protocol):
+    """A worker whose KV others may ask for."""
+
+    incarnation: int
+
+    def prefix_under(self, version: int, trajectory_id: str) -> int | None:
+        """Cached tokens of a trajectory's prefix; None: it is dead, or has other weights than this version's."""
+        ...
 
 
 class SimWeights:
@@ -15,7 +22,7 @@ class SimWeights:
 
     def __init__(self) -> None:
         self._published: dict[int, None] = {}
-        self.holders: dict[str, SimWorker] = {}  # the workers whose KV may be asked for, by name
+        self.holders: dict[str, KvHolder] = {}  # the workers whose KV may be asked for, by name
         self.sent = -1  # the version that the trainer sends to its own workers, or sent last
 
     def put(self, version: int) -> None:

@@ -43,7 +43,7 @@ from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger, recount
 from orchestrator.pipeline import Pipeline
 from orchestrator.runtime.resume import rewind
-from orchestrator.sim.coserving.serving_cluster import BorrowedFleet, borrowed_of, bounded
+from orchestrator.sim.coserving.borrowed_fleet import BorrowedFleet, borrowed_of, bounded
 from orchestrator.sim.crash_remains import EventSink, JournalSink, Remains, SimCheckpoints, SimStore
 from orchestrator.sim.device_sharing import LendingWorker, ResidentSimTrainer
 from orchestrator.sim.fault_injector import FaultInjector, FaultyReward, FaultyTask, FaultyTools, FaultyTrainer

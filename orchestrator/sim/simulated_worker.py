@@ -254,9 +254,11 @@ class SimWorker:
         incarnation, loop = self.incarnation, asyncio.get_running_loop()
         begun, source = loop.time(), self._weights.holders.get(move.source)
         held = self._batch.prefix(move.trajectory_id)
-        if source is None or source._dead or source._batch.version != self._batch.version:
+        version = self._batch.version
+        theirs = None if source is None else source.prefix_under(version, move.trajectory_id)
+        if source is None or theirs is None:
             return KvMoved(held, 0, 0, 0.0, "unreachable: it is gone, or has other weights")
-        theirs, life, version = source._batch.prefix(move.trajectory_id), source.incarnation, self._batch.version
+        life = source.incarnation
         tokens = min(theirs, len(move.token_ids) - 1)
         if tokens <= held:
             return KvMoved(held, 0, 0, 0.0, "" if held else "gone: the prefix is not cached at the source")
@@ -266,6 +268,10 @@ class SimWorker:
             return KvMoved(held, 0, 0, loop.time() - begun, "timeout: or the source died, or the weights changed")
         self._batch.adopt(move.trajectory_id, tokens)
         return KvMoved(tokens, tokens - held, 0, loop.time() - begun)
+
+    def prefix_under(self, version: int, trajectory_id: str) -> int | None:
+        """See :class:`orchestrator.sim.simulated_relay.KvHolder`."""
+        return None if self._dead or self._batch.version != version else self._batch.prefix(trajectory_id)
 
     async def stats(self) -> WorkerStats:
         """See the protocol."""

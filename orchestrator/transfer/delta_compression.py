@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
+import orchestrator.transfer.delta as delta
 from orchestrator.api import ConfigError
-from orchestrator.transfer import delta
 from orchestrator.transfer.bucket import Bytes
 from orchestrator.transfer.shard_codec import RAW
 from orchestrator.transfer.transfer_errors import CorruptWeightsError

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import orchestrator.transfer.job_head as heads
+import orchestrator.transfer.publishing_ranks as crossing
 from orchestrator.api import ConfigError, MetadataStore, PublishResult, Relay, RunError, ShardKey
-from orchestrator.transfer import job_head as heads
-from orchestrator.transfer import publishing_ranks as crossing
 from orchestrator.transfer.bucket import Bytes
 from orchestrator.transfer.job_head import FULL, Attempt, Head, Published
 from orchestrator.transfer.manifest import (

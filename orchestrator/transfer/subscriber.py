@@ -19,8 +19,8 @@ import os
 import socket
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
+import orchestrator.transfer.version_leases as leases
 from orchestrator.api import ConfigError, MetadataStore, Relay, ShardKey, WeightManifest
-from orchestrator.transfer import version_leases
 from orchestrator.transfer.bucket import ALIGNMENT, BODY_START, Bytes, digest, open_bucket
 from orchestrator.transfer.job_head import FULL, Attempt, Head, Published, decode_head, head_key
 from orchestrator.transfer.manifest import MAX_MANIFEST_BYTES, StoredManifest, decode_manifest, shard_bytes
@@ -58,8 +58,8 @@ class Subscriber:
         name: str = "",
         lease_seconds: int = LEASE_SECONDS,
     ) -> None:
-        if len(name) > version_leases.MAX_NAME:
-            raise ConfigError("name", name, f"must have at most {version_leases.MAX_NAME} characters")
+        if len(name) > leases.MAX_NAME:
+            raise ConfigError("name", name, f"must have at most {leases.MAX_NAME} characters")
         self._endpoint = endpoint
         self._own_metadata = metadata is None
         self._own_relay = relay is None
@@ -125,7 +125,7 @@ class Subscriber:
         """Say what this subscriber holds (-1: nothing), and what it is about to fetch (-1: nothing): neither is collected
         while it lives. To be repeated within ``lease_seconds``. RelayError."""
         holder = Holder(version, fetching)
-        version_leases.say(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
+        leases.say(self._metadata, self._endpoint.job, self._name, self.epoch(), holder, self._lease_seconds)
 
     def ask_snapshot(self) -> None:
         """Say that no chain leads anywhere from what this subscriber has: the next version comes with a full snapshot.

@@ -14,7 +14,7 @@ _MARK = "_rl_coserve_streams"
 
 def _apply() -> None:
     import megatron.training.training as training
-    from megatron_rlplugin.install import streaming
+    from megatron_rlplugin.stream.stock_schedule import streaming
 
     stock = training.get_forward_backward_func
 

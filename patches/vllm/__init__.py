@@ -3,12 +3,5 @@
 ``cli_flag`` is applied when vLLM loads the plugin, ``engine_command`` with our scheduler class, ``cpu_keep_weights`` in an
 activated process on CPU, ``kv_range`` in one whose KV cache is in a pool.
 
-A patch that becomes necessary is a module here with a :class:`orchestrator.hooks.Patch`.
+A patch that becomes necessary is a module here with a :class:`orchestrator.hooks.Patch`, and a place in ``register.py``.
 """
-
-from orchestrator.hooks import VLLM, PatchRegister
-from vllm_rlplugin.patches import cli_flag, cpu_keep_weights, engine_command, kv_range
-
-REGISTER = PatchRegister(VLLM, (cli_flag.PATCH, engine_command.PATCH, cpu_keep_weights.PATCH, kv_range.PATCH))
-
-__all__ = ["REGISTER"]

@@ -13,18 +13,18 @@ _MARK = "_rl_coserve_flags"
 
 def _apply() -> None:
     from vllm.engine.arg_utils import EngineArgs
-    from vllm_rlplugin import command_flags
+    from vllm_rlplugin.command_flags import add_flags, apply_flags
 
     stock_add = EngineArgs.add_cli_args
     stock_from = EngineArgs.__dict__["from_cli_args"].__func__
 
     @functools.wraps(stock_add)
     def add_cli_args(parser: Any) -> Any:
-        return command_flags.add_flags(stock_add(parser))
+        return add_flags(stock_add(parser))
 
     @functools.wraps(stock_from)
     def from_cli_args(cls: Any, args: Any) -> Any:
-        command_flags.apply_flags(args)
+        apply_flags(args)
         return stock_from(cls, args)
 
     setattr(add_cli_args, _MARK, True)

@@ -19,7 +19,7 @@ from orchestrator.config import parse_config
 from orchestrator.config.sections import LoggingSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe.view import exporters, tensorboard
-from orchestrator.observe.view.exporters import Beside, Event
+from orchestrator.observe.view.exporter_queue import Beside, Event
 from orchestrator.observe.view.scalars import KINDS, scalars
 from orchestrator.observe.view.tensorboard import TensorBoard, crc32c
 from tests.support import view_runs as runs

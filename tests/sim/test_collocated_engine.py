@@ -13,8 +13,8 @@ from orchestrator.api import ConfigError
 from orchestrator.policies.serving.admission import Admission, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
+from orchestrator.sim.coserving.borrowed_fleet import borrowed_of
 from orchestrator.sim.coserving.collocated_engine import CollocatedEngine
-from orchestrator.sim.coserving.serving_cluster import borrowed_of
 from orchestrator.sim.coserving.serving_engine import Demand, Request, Served
 from orchestrator.sim.cost_model import Roofline
 from orchestrator.sim.paper_setups import scenario

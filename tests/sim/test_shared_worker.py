@@ -17,7 +17,8 @@ from orchestrator.config import Config, load_config
 from orchestrator.policies.serving.admission import Admission, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from orchestrator.sim import hardware
-from orchestrator.sim.coserving.serving_cluster import borrowed_of, read_trace
+from orchestrator.sim.coserving.borrowed_fleet import borrowed_of
+from orchestrator.sim.coserving.serving_cluster import read_trace
 from orchestrator.sim.coserving.serving_engine import PAGE, Request, Served, ServingEngine
 from orchestrator.sim.coserving.shared_worker import BorrowedSimWorker
 from orchestrator.sim.cost_model import Roofline

@@ -48,7 +48,7 @@ def write_down(name, serving):
         again = {key: value for key, value in vars(args).items() if key != "dispatch_function"}
         loaded = "vllm_rlplugin" in sys.modules
         if loaded:
-            from vllm_rlplugin.patches import REGISTER
+            from vllm_rlplugin.patches.register import REGISTER
         shown = get_non_default_args(args) if serving else {}
         json.dump({"args": first, "same_again": first == plain(again) and environment == dict(os.environ),
                    "backend": getattr(engine.weight_transfer_config, "backend", None),

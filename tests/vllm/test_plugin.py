@@ -15,7 +15,7 @@ import pytest
 import vllm_rlplugin
 from orchestrator.api import ConfigError
 from orchestrator.hooks import tested_versions
-from vllm_rlplugin.patches import REGISTER
+from vllm_rlplugin.patches.register import REGISTER
 
 PATCHES = ("cli_flag", "engine_command", "cpu_keep_weights", "kv_range")
 

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.api import ConfigError
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, write_tiny_qwen3
 from vllm_rlplugin.options import KEY, SCHEDULER
-from vllm_rlplugin.patches import REGISTER
+from vllm_rlplugin.patches.register import REGISTER
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
 pytestmark = pytest.mark.engine

@@ -38,8 +38,8 @@ from orchestrator.api import (
     merge_spans,
 )
 from orchestrator.hooks import VLLM, check
-from vllm_rlplugin import activate, is_cpu_build, register_backend
 from vllm_rlplugin import status as plugin_status
+from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
 from vllm_rlplugin.sleep.memory_release import Releaser

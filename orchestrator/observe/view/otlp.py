@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from orchestrator.config.sections import OtlpSection
-from orchestrator.observe.view.exporters import Event, Exporter, Say
+from orchestrator.observe.view.exporter_queue import Event, Exporter, Say
 from orchestrator.observe.view.scalars import KINDS as CURVES
 from orchestrator.observe.view.scalars import scalars
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from orchestrator.observe.view.exporters import Beside, described, exporters
+from orchestrator.observe.view.exporter_queue import Beside
+from orchestrator.observe.view.exporters import described, exporters
 from orchestrator.observe.view.runs_page import Runs
 from orchestrator.observe.view.view_server import Hub, Server
 from orchestrator.run_folder import RunFolder

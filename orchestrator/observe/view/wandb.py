@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.sections import WandbSection
-from orchestrator.observe.view.exporters import Event, Exporter
+from orchestrator.observe.view.exporter_queue import Event, Exporter
 from orchestrator.observe.view.scalars import KINDS as CURVES
 from orchestrator.observe.view.scalars import scalars
 

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.transfer.delta import byte_planes, sparse_segments
+import orchestrator.transfer.delta.byte_planes as byte_planes
+import orchestrator.transfer.delta.sparse_segments as sparse_segments
 from orchestrator.transfer.delta.bf16_line import Steps, Words, advance, retreat, steps_between
 from orchestrator.transfer.delta.rans import Bytes
 from orchestrator.transfer.delta.sparse_segments import Positions

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+import orchestrator.transfer.delta.delta_format as wire
 from orchestrator.api import ConfigError
-from orchestrator.transfer.delta import delta_format as wire
 from orchestrator.transfer.delta.bf16_line import Steps, Words, advance
 from orchestrator.transfer.delta.codec_backend import Applied, Backend, Lengths, Reference
 from orchestrator.transfer.delta.delta_format import Bytes, Header, Opened

