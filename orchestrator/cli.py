@@ -360,7 +360,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     from orchestrator.hooks import tested_versions
     from orchestrator.profiler import Progress
-    from orchestrator.profiler import profile_command as profile
+    from orchestrator.ops import profile_command as profile
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)
