@@ -1,6 +1,6 @@
 """Measures a stock engine in this process: prefill and decode over batch and length, KV memory (RollPacker 4.1).
 
-Guarantees: what is measured runs through the same :class:`~vllm_rlplugin.worker.inprocess_engine.Engine` as a rollout;
+Guarantees: what is measured runs through the same :class:`~vllm_rlplugin.worker.inprocess_engine.InprocessEngine` as a rollout;
 every prompt is new, so nothing comes from the prefix cache; a point during which the engine preempted, or whose
 sequences do not fit at a time, is no point: the reason is returned instead. Figures are medians of several repeats.
 
@@ -20,7 +20,7 @@ from typing import Any
 from orchestrator.api import ConfigError, GenerationRequest, Sampling
 from orchestrator.hooks import VLLM, check
 from vllm_rlplugin.engine_activation import is_cpu_build
-from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
+from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 
 REPEATS = 3  # prefills a point
 STEPS = 16  # decode steps a point, after SETTLING
@@ -40,7 +40,7 @@ def identity(threads: int) -> dict[str, str]:
     return {"engine": f"vLLM {installed.version}", "device": device}
 
 
-class MeasuredEngine(Engine):
+class MeasuredEngine(InprocessEngine):
     """An engine that tells what a measurement needs."""
 
     @property

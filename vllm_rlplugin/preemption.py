@@ -1,6 +1,6 @@
 """The order of requests inside a vLLM scheduler: preemption for those that outrank, and that nothing starves.
 
-:class:`Preempting` is mixed in before a stock ``Scheduler``; the decisions are those of :class:`ProgressivePriority`.
+:class:`PriorityPreemption` is mixed in before a stock ``Scheduler``; the decisions are those of :class:`ProgressivePriority`.
 Guarantees:
 
 * With equal priorities (and nothing overdue) each step is exactly stock's.
@@ -98,7 +98,7 @@ class _Blocks:
         return gained
 
 
-class Preempting:
+class PriorityPreemption:
     """Mixed in before a stock scheduler, which must order its queue by priority."""
 
     # Stock's attributes and methods that are used here.

@@ -20,14 +20,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, check
 from orchestrator.policies.routing.priority import ProgressivePriority
-from vllm_rlplugin.kvpool.engine.pool_scheduling import POOL_COMMANDS, PagedScheduling
+from vllm_rlplugin.kvpool.engine.pool_scheduling import POOL_COMMANDS, PoolScheduler
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
-from vllm_rlplugin.preemption import Preempting
+from vllm_rlplugin.preemption import PriorityPreemption
 from vllm_rlplugin.worker.cache_salt import salted, user_part
 
 
-class Coserving(Preempting):
+class CoserveScheduler(PriorityPreemption):
     """Mixed in before a stock scheduler."""
 
     _rl_queue_policies: tuple[str, ...] = ("priority",)
@@ -52,7 +52,7 @@ class Coserving(Preempting):
         self._rl_queries = self._rl_hits = self._rl_generated = 0
         stock: Any = super()
         stock.__init__(vllm_config, *args, **kwargs)
-        self._rl_pages = PagedScheduling.of(self, options)  # None: the KV cache is vLLM's own
+        self._rl_pages = PoolScheduler.of(self, options)  # None: the KV cache is vLLM's own
 
     def rl_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the front end asks of the scheduler, between two steps. Plain data in and out. Raises ValueError for an
@@ -223,11 +223,11 @@ class Coserving(Preempting):
         }
 
 
-class RLScheduler(Coserving, Scheduler):  # type: ignore[misc]  # vLLM is untyped here
+class RLScheduler(CoserveScheduler, Scheduler):  # type: ignore[misc]  # vLLM is untyped here
     """For synchronous scheduling."""
 
 
-class RLAsyncScheduler(Coserving, AsyncScheduler):  # type: ignore[misc]
+class RLAsyncScheduler(CoserveScheduler, AsyncScheduler):  # type: ignore[misc]
     """For async scheduling."""
 
 

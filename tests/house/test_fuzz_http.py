@@ -75,8 +75,8 @@ def test_a_control_endpoint_answers_every_body_with_200_or_400(name: str, exampl
     from fastapi import APIRouter, FastAPI
     from starlette.testclient import TestClient
 
-    from vllm_rlplugin.server.bearer_auth import Guard
-    from vllm_rlplugin.server.control_route import STATE, ControlRoute, Door
+    from vllm_rlplugin.server.bearer_auth import BearerGuard
+    from vllm_rlplugin.server.control_route import STATE, ControlRoute, RouteContext
 
     model, valid = BODIES[name]
     router, seen = APIRouter(route_class=ControlRoute), []
@@ -90,7 +90,11 @@ def test_a_control_endpoint_answers_every_body_with_200_or_400(name: str, exampl
     app = FastAPI()
     app.include_router(router)
     token = "t" * 32
-    setattr(app.state, STATE, Door(Guard(token, (ipaddress.ip_network("127.0.0.1/32"),)), 1 << 20, "server", lambda: 0))
+    setattr(
+        app.state,
+        STATE,
+        RouteContext(BearerGuard(token, (ipaddress.ip_network("127.0.0.1/32"),)), 1 << 20, "server", lambda: 0),
+    )
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     client = TestClient(app, client=("127.0.0.1", 5))
     answered = client.post("/rl/it", content=json.dumps(valid), headers=headers)

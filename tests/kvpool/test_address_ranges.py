@@ -24,7 +24,7 @@ from tests.support import fake_cuda
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError
 from vllm_rlplugin.kvpool.pages import page_keeper
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
-from vllm_rlplugin.kvpool.pages.cuda_driver import Driver
+from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver
 from vllm_rlplugin.kvpool.pages.cuda_pages import CudaRange, Supply, memory_of
 from vllm_rlplugin.kvpool.pages.host_pages import HostRange
 
@@ -60,8 +60,8 @@ class Place:
     def supply(self) -> Supply:
         return "kept" if self.kind.startswith("kept") else "created"
 
-    def driver(self) -> Driver:
-        return Driver(PAGE, library=str(self.library))
+    def driver(self) -> CudaDriver:
+        return CudaDriver(PAGE, library=str(self.library))
 
     def range(self, pool: PagePool, count: int, *, scrub: bool = False) -> PageRange:
         if self.kind == "host":

@@ -31,7 +31,7 @@ from tests.vllm.test_scheduler import Harness
 from vllm_rlplugin.kvpool.engine import pool_engine as pools
 from vllm_rlplugin.kvpool.engine.pool_engine import EnginePool, pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Served
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, ServingWords
 from vllm_rlplugin.kvpool.pages.host_pages import HostRange
 from vllm_rlplugin.options import PluginOptions
 
@@ -181,7 +181,7 @@ class Rig:
         state = ServingState(
             self.now, slack, slack, busy=busy, arriving=slack, tick=self.tick, sharers=1, waiting=waiting
         )
-        self.serving.publish(Served(state, mode).pack())  # type: ignore[arg-type]
+        self.serving.publish(ServingWords(state, mode).pack())  # type: ignore[arg-type]
 
     def add(self, name: str, prompt: list[int], tokens: int) -> None:
         self.harness.add(name, prompt=prompt, tokens=tokens)
@@ -347,7 +347,7 @@ class AsyncMachine(RuleBasedStateMachine):
 
     @rule(dry=strategies.sampled_from((False, False, False, True)))
     def dry(self, dry: bool) -> None:
-        self.here.serving.control(Control.DRY, int(dry))
+        self.here.serving.control(ControlWord.DRY, int(dry))
 
     @rule()
     def look(self) -> None:
@@ -392,7 +392,7 @@ class AsyncMachine(RuleBasedStateMachine):
         try:
             seen["displaced"] += self.rig.pages.displaced
             seen["updates"] += self.version
-            self.rig.serving.control(Control.DRY, 0)
+            self.rig.serving.control(ControlWord.DRY, 0)
             self.rig.finish()
         finally:
             self.rig.close()
@@ -461,7 +461,7 @@ def test_a_real_engine_with_a_batch_in_flight_gives_pages_back_and_makes_the_tok
     serving = PagePool.create(pool_path(name), 128, page_bytes=PAGE_KIB << 10)
     try:
         serving.join("serving", "serving")
-        serving.publish(Served(ServingState(0.0), "none").pack())
+        serving.publish(ServingWords(ServingState(0.0), "none").pack())
         plain = Driven(models[1], 64)
         late = Driven(
             models[1], 64, given={"run_ahead": True}, kv_pool=name, kv_pool_page_kib=PAGE_KIB, kv_pool_budget_mib=1

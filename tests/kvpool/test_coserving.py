@@ -16,7 +16,7 @@ from scripts.bench.probes.vllm.coserve_probe import MODES, TRAJECTORY, Pair, sca
 from scripts.bench.probes.vllm.remap_probe import measure
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.ledger.tenant_words import Control
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
 
 LOAD = [[0.25 * index, 60 + 40 * (index % 4), 6] for index in range(16)]
 LAX = (60.0, 60.0)
@@ -67,13 +67,13 @@ def test_a_dry_run_computes_nothing_and_says_what_it_would_have(pair: tuple[Pair
     engines, path = pair
     pool = PagePool.open(path)
     engines.serving.do("tune", ttft=LAX[0], tpot=LAX[1], mode="dual")
-    pool.control(Control.DRY, 1)
+    pool.control(ControlWord.DRY, 1)
     try:
         before = engines.rollout.do("look")
         assert engines.rollout.do("roll", seconds=1.5, **TRAJECTORY)["tokens"] == 0
         after = engines.rollout.do("look")
     finally:
-        pool.control(Control.DRY, 0)
+        pool.control(ControlWord.DRY, 0)
         pool.close()
     assert after["would"] > before["would"]
     assert after["tokens"] == before["tokens"]

@@ -27,7 +27,7 @@ from scripts.bench.probes.probe_run import run_probe
 from tests.support import fake_cuda
 from vllm_rlplugin.kvpool.ledger.page_ledger import PAGE_BYTES, PagePool, PoolError
 from vllm_rlplugin.kvpool.pages import page_keeper
-from vllm_rlplugin.kvpool.pages.cuda_driver import DeviceFull, Driver
+from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver, DeviceFull
 from vllm_rlplugin.kvpool.pages.cuda_pages import CreatedPages, CudaRange
 from vllm_rlplugin.kvpool.pages.dlpack import byte_tensor
 from vllm_rlplugin.kvpool.pages.page_backends import CudaBackend, HostBackend
@@ -62,17 +62,17 @@ def path(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def driver(path: Path, library: Path) -> Driver:
-    return Driver(PAGE, library=str(library))
+def driver(path: Path, library: Path) -> CudaDriver:
+    return CudaDriver(PAGE, library=str(library))
 
 
-def kept_pool(path: Path, driver: Driver, library: Path, pages: int = PAGES, linger: float = 10.0) -> PagePool:
+def kept_pool(path: Path, driver: CudaDriver, library: Path, pages: int = PAGES, linger: float = 10.0) -> PagePool:
     pool = PagePool.create(path, pages, page_bytes=PAGE, host=False, device=f"cuda {driver.uuid} kept")
     page_keeper.ensure(pool, driver, library=str(library), linger=linger)
     return pool
 
 
-def created(path: Path, driver: Driver, pages: int = 32) -> CudaRange:
+def created(path: Path, driver: CudaDriver, pages: int = 32) -> CudaRange:
     """Of a serving tenant; the pool has more pages than the device."""
     pool = PagePool.create(path, pages, page_bytes=PAGE, host=False, device=f"cuda {driver.uuid} created")
     pool.join("serve", "serving")
@@ -120,7 +120,7 @@ def test_numbers_and_structures_are_those_of_nvidias_own_bindings(tmp_path: Path
 
 def test_without_a_driver_there_is_one_error_that_names_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"CUDA: no driver.*libcuda-not-here\.so.*install NVIDIA's driver") as caught:
-        Driver(PAGE, library="libcuda-not-here.so")
+        CudaDriver(PAGE, library="libcuda-not-here.so")
     assert caught.value.field == "kv_pool"
 
 
@@ -129,29 +129,29 @@ def test_a_driver_without_a_function_that_is_needed_is_named_with_the_function(t
     source.write_text("int cuInit(unsigned flags) { return (int)flags; }\n")
     old = fake_cuda.compile_c(tmp_path / "libold.so", str(source))
     with pytest.raises(ConfigError, match=r"libold\.so has no cuGetErrorName"):
-        Driver(PAGE, library=str(old))
+        CudaDriver(PAGE, library=str(old))
 
 
 def test_a_device_that_cannot_do_it_is_one_error_with_a_fake_driver(
     path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="there is no device 3, the driver sees 1"):
-        Driver(PAGE, ordinal=3, library=str(library))
+        CudaDriver(PAGE, ordinal=3, library=str(library))
     with pytest.raises(ConfigError, match=f"pages of 2048 bytes: a fake device maps multiples of {PAGE}") as caught:
-        Driver(2048, library=str(library))
+        CudaDriver(2048, library=str(library))
     assert caught.value.field == "kv_pool_page_kib"
     for number, name in ((102, "virtual memory management"), (103, "file descriptors")):
         monkeypatch.setenv("FAKE_CUDA_LACKS", str(number))
         with pytest.raises(ConfigError, match=f"a fake device has no .*{name}"):
-            Driver(PAGE, library=str(library))
+            CudaDriver(PAGE, library=str(library))
     fake_cuda.reset(library)
     monkeypatch.delenv("FAKE_CUDA_DEVICE")
     with pytest.raises(ConfigError, match=r"CUDA: no device.*CUDA_ERROR_NO_DEVICE \(100\)"):
-        Driver(PAGE, library=str(library))
+        CudaDriver(PAGE, library=str(library))
 
 
 def test_a_run_of_places_is_one_call_for_access_and_one_to_unmap_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path
+    path: Path, driver: CudaDriver, library: Path
 ) -> None:
     with created(path, driver) as memory:
         assert memory.back(places(0, 1, 2, 3, 7, 8, 20))
@@ -163,7 +163,7 @@ def test_a_run_of_places_is_one_call_for_access_and_one_to_unmap_with_a_fake_dri
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 @pytest.mark.parametrize(("code", "full"), [(2, True), (999, False)])
 def test_what_the_driver_refuses_in_the_middle_is_undone_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path, call: str, code: int, full: bool, caplog: pytest.LogCaptureFixture
+    path: Path, driver: CudaDriver, library: Path, call: str, code: int, full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Out of memory is "no page", said once; anything else is an error with the driver's words."""
     with created(path, driver) as memory:
@@ -190,7 +190,7 @@ def test_pages_come_and_go_without_a_context_and_with_one_where_the_driver_asks_
     """A keeper has none: it would cost memory of the device. A thread keeps the one it has, of another device too."""
     if wants:
         monkeypatch.setenv("FAKE_CUDA_WANTS_CONTEXT", "1")
-    driver = Driver(PAGE, library=str(library))
+    driver = CudaDriver(PAGE, library=str(library))
     before = fake_cuda.elsewhere(library) if elsewhere else 0
     handles, base = driver.create(2), driver.reserve(4 * PAGE)
     descriptor = driver.export(int(handles[0]))
@@ -210,7 +210,7 @@ def test_pages_come_and_go_without_a_context_and_with_one_where_the_driver_asks_
 
 
 def test_what_can_be_released_is_even_if_the_driver_refuses_one_with_a_fake_driver(
-    driver: Driver, library: Path
+    driver: CudaDriver, library: Path
 ) -> None:
     handles = driver.create(3)
     fake_cuda.fail(library, "cuMemRelease", 0, 999)
@@ -220,7 +220,7 @@ def test_what_can_be_released_is_even_if_the_driver_refuses_one_with_a_fake_driv
 
 
 def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path
+    path: Path, driver: CudaDriver, library: Path
 ) -> None:
     """A drafter's kernels still run when the output of its step is here: an idle or deactivated engine waits for them."""
     from tests.kvpool.test_pool_engine import parking_of
@@ -257,7 +257,7 @@ def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fa
         assert (fake_cuda.settled(library), memory.mapped) == (2, 0)
 
 
-def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: Driver) -> None:
+def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: CudaDriver) -> None:
     """Else the tests above would say nothing."""
     base, (one, two) = driver.reserve(4 * PAGE), driver.create(2)
     first = np.array([one], np.uint64)
@@ -340,7 +340,7 @@ def test_the_benchmark_moves_a_gpus_memory_where_there_is_one_with_stand_ins(mon
 
 
 def test_pages_outlive_the_engine_that_made_the_pool_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path
+    path: Path, driver: CudaDriver, library: Path
 ) -> None:
     code = "import sys, os, signal; from pathlib import Path; from tests.kvpool.test_cuda_pages import *\n"
     code += "driver = Driver(PAGE, library=sys.argv[2]); pool = kept_pool(Path(sys.argv[1]), driver, sys.argv[2])\n"
@@ -368,7 +368,7 @@ def keeper_of(path: Path) -> int:
 
 
 def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path
+    path: Path, driver: CudaDriver, library: Path
 ) -> None:
     pool, other = kept_pool(path, driver, library), PagePool.open(path)
     backend = CudaBackend(PAGE, 0, "kept", str(library))
@@ -393,7 +393,7 @@ def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_wi
 
 
 def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path
+    path: Path, driver: CudaDriver, library: Path
 ) -> None:
     pool = kept_pool(path, driver, library, linger=0.1)
     with pytest.raises(DeviceFull):
@@ -417,7 +417,7 @@ def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
 
 
 def test_a_pool_that_the_device_has_no_room_for_says_how_much_there_is_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path
+    path: Path, driver: CudaDriver, library: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"room for {PAGES} of {PAGES + 1} pages") as caught:
         kept_pool(path, driver, library, pages=PAGES + 1)
@@ -427,7 +427,7 @@ def test_a_pool_that_the_device_has_no_room_for_says_how_much_there_is_with_a_fa
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 @pytest.mark.parametrize(("mode", "expected"), [(0o600, "refused"), (0o666, "[]")])
 def test_another_user_gets_no_page_whatever_the_sockets_mode_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path, mode: int, expected: str
+    path: Path, driver: CudaDriver, library: Path, mode: int, expected: str
 ) -> None:
     pool = kept_pool(path, driver, library)
     where = page_keeper.socket_path(path)
@@ -448,7 +448,7 @@ def test_another_user_gets_no_page_whatever_the_sockets_mode_with_a_fake_driver(
 
 
 def test_what_is_no_request_ends_the_connection_and_nothing_else_with_a_fake_driver(
-    path: Path, driver: Driver, library: Path
+    path: Path, driver: CudaDriver, library: Path
 ) -> None:
     pool = kept_pool(path, driver, library)
     epoch = pool.view().epoch

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError
-from vllm_rlplugin.kvpool.engine.parked_blocks import Parking
+from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.pages.page_geometry import Geometry, regions_of
+from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry, regions_of
 from vllm_rlplugin.options import PluginOptions
 
 PAGE_KIB = 32
@@ -31,11 +31,11 @@ DRIVER = Path(__file__).parents[1] / "support" / "kvpool_engine.py"
 
 
 def test_a_group_is_the_least_run_of_blocks_that_lies_in_whole_pages_of_every_layer() -> None:
-    layers = Geometry.of(16, [(0, 3072), (16 * 3072, 3072)], 4096)
+    layers = PageGeometry.of(16, [(0, 3072), (16 * 3072, 3072)], 4096)
     assert (layers.group_blocks, layers.groups, layers.pages_a_group) == (4, 4, 6)
     assert [int(place) for place in layers.places([1])] == [3, 4, 5, 15, 16, 17]
     assert list(layers.blocks_of(1)) == [4, 5, 6, 7]
-    together = Geometry.of(6, [(0, 8192)], 4096)
+    together = PageGeometry.of(6, [(0, 8192)], 4096)
     assert [int(place) for place in together.places([0, 2])] == [0, 1, 4, 5]
     every = layers.places(range(4))
     assert sorted(int(place) for place in every) == list(range(24))
@@ -45,9 +45,9 @@ def test_a_group_is_the_least_run_of_blocks_that_lies_in_whole_pages_of_every_la
 
 def test_blocks_that_do_not_lie_in_pages_say_how_many_would() -> None:
     with pytest.raises(ValueError, match=r"--num-gpu-blocks-override 16 \(a multiple of 4\)"):
-        Geometry.of(18, [(0, 3072), (18 * 3072, 3072)], 4096)
+        PageGeometry.of(18, [(0, 3072), (18 * 3072, 3072)], 4096)
     with pytest.raises(ValueError, match="one group of pages"):
-        Geometry.of(4, [(0, 3072)], 4096)
+        PageGeometry.of(4, [(0, 3072)], 4096)
 
 
 def test_the_runs_of_blocks_are_those_of_vllms_layouts_and_one_that_has_none_is_refused() -> None:
@@ -90,13 +90,13 @@ class Pages:
         """Nothing runs on a device."""
 
 
-def parking_of(pages: Any, clock: list[float] | None = None, **options: Any) -> tuple[Any, Parking]:
+def parking_of(pages: Any, clock: list[float] | None = None, **options: Any) -> tuple[Any, ParkedBlocks]:
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(32, enable_caching=True, hash_block_size=16)
     at = clock if clock is not None else [0.0]
-    geometry = Geometry.of(32, [(0, 1024)], 4096)
-    return pool, Parking(pool, geometry, pages, backed=[0], now=lambda: at[0], keep=10.0, **options)
+    geometry = PageGeometry.of(32, [(0, 1024)], 4096)
+    return pool, ParkedBlocks(pool, geometry, pages, backed=[0], now=lambda: at[0], keep=10.0, **options)
 
 
 def test_only_blocks_with_pages_are_ever_handed_out() -> None:

@@ -19,7 +19,7 @@ from orchestrator.policies.serving.admission import ServingState
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.engine import pool_engine
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.ledger.tenant_words import Rolled, Served
+from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving import pool_lending
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
@@ -61,7 +61,7 @@ def play(path: Path, name: str, polite: bool) -> None:
     """Takes all that it may have; gives back what it must, if it is polite."""
     pool = PagePool.open(path)
     slot = pool.join(name, "rollout", 10)
-    pool.publish(Rolled(minimum=2, tokens=7).pack())
+    pool.publish(RolloutWords(minimum=2, tokens=7).pack())
     held = np.empty(0, np.uint64)
     while True:
         mine = next(tenant for tenant in pool.view().tenants if tenant.slot == slot)
@@ -143,7 +143,7 @@ def test_the_status_says_what_is_lent_to_whom_and_what_became_of_the_slos(
     setup: Setup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guardian = setup.serve()
-    setup.pool.publish(Served(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
+    setup.pool.publish(ServingWords(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
     child = setup.rollout("roll")
     code, found = said(capsys, "lend", "--pool", setup.name, "--dry-run")
     assert code == 0
@@ -173,7 +173,7 @@ def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup)
     registry = CollectorRegistry()
     metrics = PoolMetrics(PagePool.open(setup.path), registry)
     child = setup.rollout("roll")
-    setup.pool.publish(Served(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
+    setup.pool.publish(ServingWords(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
     metrics.refresh()
     metrics.refresh()
     assert metrics.recent["lends"] is True

@@ -21,9 +21,9 @@ from orchestrator.policies.parallelism.learned_costs import LearnedCosts
 from orchestrator.policies.serving.admission import ServingState, Slo
 from vllm_rlplugin.kvpool.engine.step_costs import costs_of
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled, Served
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving.neighbour_status import shared
-from vllm_rlplugin.kvpool.serving.rollout_admission import Turns
+from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
 
@@ -55,13 +55,13 @@ class Setup:
         )
         self.stock = Stock()
         self.slept = 0.0
-        self.turns = Turns(self.stock, self.other, Known(), 1, now=lambda: self.at, sleep=self.sleep)
+        self.turns = RolloutAdmission(self.stock, self.other, Known(), 1, now=lambda: self.at, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.slept += seconds
 
     def said(self) -> ServingState:
-        found = Served.unpack(self.pool.read(0))
+        found = ServingWords.unpack(self.pool.read(0))
         assert found is not None
         return found.state
 
@@ -70,7 +70,7 @@ class Setup:
 
 
 class Stock:
-    """As much of a stock scheduler as :class:`Turns` reads: it computes whatever it may."""
+    """As much of a stock scheduler as :class:`RolloutAdmission` reads: it computes whatever it may."""
 
     def __init__(self) -> None:
         self.running: list[Any] = []
@@ -119,13 +119,13 @@ def setup() -> Iterator[Setup]:
 
 def test_what_is_said_comes_out_as_it_went_in_and_is_not_taken_for_something_else() -> None:
     state = ServingState(123.456789, -0.25, math.inf, 5.5, True, -math.inf, 99, 3, True)
-    said = Served(state, "tpot", 1, 2, 3, 4, 5, 6)
-    assert Served.unpack(said.pack()) == said
-    rolled = Rolled(True, False, 1.5, 2.25, 0.003, 9, 1, 2, 3, 4, 5, 6, 7)
-    assert Rolled.unpack(rolled.pack()) == rolled
-    assert Served.unpack(rolled.pack()) is None
-    assert Rolled.unpack(said.pack()) is None
-    assert Served.unpack(None) is None
+    said = ServingWords(state, "tpot", 1, 2, 3, 4, 5, 6)
+    assert ServingWords.unpack(said.pack()) == said
+    rolled = RolloutWords(True, False, 1.5, 2.25, 0.003, 9, 1, 2, 3, 4, 5, 6, 7)
+    assert RolloutWords.unpack(rolled.pack()) == rolled
+    assert ServingWords.unpack(rolled.pack()) is None
+    assert RolloutWords.unpack(said.pack()) is None
+    assert ServingWords.unpack(None) is None
 
 
 # -- serving -----------------------------------------------------------------------------------------------------------
@@ -193,12 +193,12 @@ def test_a_step_costs_what_it_ran_and_not_what_it_waited_for_the_one_before(setu
     )
     first = request("a", 400, arrival=100.0)
     meter.arrived(first)
-    setup.other.publish(Rolled(busy=0.0).pack())
+    setup.other.publish(RolloutWords(busy=0.0).pack())
     meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
     first.num_output_placeholders = 2  # as vLLM counts when the next step is scheduled before the first token is there
     setup.at = 100.01
     meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
-    setup.other.publish(Rolled(busy=0.02).pack())
+    setup.other.publish(RolloutWords(busy=0.02).pack())
     setup.at = 100.05
     first.num_output_tokens = 1
     meter.ended()
@@ -212,16 +212,16 @@ def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_w
     first = request("a", 400, outputs=0, arrival=100.0)
     setup.meter.arrived(first)
     setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
-    setup.other.publish(Rolled(running=True, begun=100.0).pack())
+    setup.other.publish(RolloutWords(running=True, begun=100.0).pack())
     setup.at = 100.25
-    setup.other.publish(Rolled(busy=0.08).pack())
+    setup.other.publish(RolloutWords(busy=0.08).pack())
     first.num_output_tokens = 1
     setup.meter.ended()
     latest = setup.meter.latest
     assert (latest.firsts, latest.late_first, latest.blamed_first) == (1, 1, 1)
     setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     setup.at = 100.40
-    setup.other.publish(Rolled(busy=0.10).pack())
+    setup.other.publish(RolloutWords(busy=0.10).pack())
     first.num_output_tokens = 2
     setup.meter.ended()
     latest = setup.meter.latest
@@ -316,7 +316,7 @@ def test_no_step_runs_before_serving_has_said_anything_and_each_is_cut_to_what_i
     output = setup.step()
     assert 0 < output.total_num_scheduled_tokens < 512
     assert Known().prefill(output.total_num_scheduled_tokens) <= expected
-    said = Rolled.unpack(setup.pool.read(setup.slot))
+    said = RolloutWords.unpack(setup.pool.read(setup.slot))
     assert said is not None
     assert said.running
     assert said.steps == 1
@@ -327,14 +327,14 @@ def test_decoding_goes_first_and_prefill_waits_where_both_do_not_fit(setup: Setu
     setup.stock.add("long", 10_000)
     for name in "abcd":
         setup.stock.add(name, 100, outputs=5)
-    setup.pool.publish(Served(ServingState(setup.at, 0.012, busy=True, tick=1)).pack())
+    setup.pool.publish(ServingWords(ServingState(setup.at, 0.012, busy=True, tick=1)).pack())
     assert setup.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
 def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_one_only(setup: Setup) -> None:
     """Async scheduling: where there is nobody to consider two steps are under way, else one."""
     setup.stock.add("r", 10_000)
-    setup.pool.publish(Served(ServingState(setup.at), "none").pack())
+    setup.pool.publish(ServingWords(ServingState(setup.at), "none").pack())
     first, second = setup.step(), setup.step()
     assert (first.total_num_scheduled_tokens, second.total_num_scheduled_tokens) == (2048, 2048)
     setup.turns.ended(first)
@@ -351,14 +351,14 @@ def test_where_no_serving_engine_is_everything_runs(setup: Setup) -> None:
 
 
 def test_mode_none_is_stock(setup: Setup) -> None:
-    setup.pool.publish(Served(ServingState(setup.at, -1.0, busy=True, tick=1), "none").pack())
+    setup.pool.publish(ServingWords(ServingState(setup.at, -1.0, busy=True, tick=1), "none").pack())
     setup.stock.add("r", 10_000)
     assert setup.step().total_num_scheduled_tokens == 2048
 
 
 def test_a_dry_run_computes_nothing_and_counts_what_it_would_have(setup: Setup) -> None:
     setup.meter.idle()
-    setup.pool.control(Control.DRY, 1)
+    setup.pool.control(ControlWord.DRY, 1)
     setup.stock.add("r", 10_000)
     for _ in range(100):
         setup.at += 0.001
@@ -367,7 +367,7 @@ def test_a_dry_run_computes_nothing_and_counts_what_it_would_have(setup: Setup) 
     assert told.dry
     assert told.tokens == 0
     assert told.would == 2 * 512, "a chunk takes 61 ms"
-    setup.pool.control(Control.DRY, 0)
+    setup.pool.control(ControlWord.DRY, 0)
     assert setup.step().total_num_scheduled_tokens == 512
 
 

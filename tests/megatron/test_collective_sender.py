@@ -62,9 +62,9 @@ class Taken:
     """One receiver in a thread of this process."""
 
     def __init__(self) -> None:
-        from vllm_rlplugin.weights.collective_receiver import Receiver
+        from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
 
-        self.receiver = Receiver(CPU, 0)
+        self.receiver = CollectiveReceiver(CPU, 0)
         self.shards: dict[str, bytes] = {}
         self.content = ""
         self.error: BaseException | None = None
@@ -279,15 +279,15 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
     from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
     prepare_process(1)
-    from vllm_rlplugin.weights.version_fetch import Fetcher, Refusal
-    from vllm_rlplugin.weights.version_staging import Plan, Staged
+    from vllm_rlplugin.weights.version_fetch import FetchRefusal, VersionFetcher
+    from vllm_rlplugin.weights.version_staging import StagedVersion, StagingPlan
 
     shards = model(1)
     name = "collective-staged"
     endpoint = RelayEndpoint(job="t", kind="memory", master=name)
     publisher = Publisher(endpoint, MemoryRelay.shared(name))
-    fetcher = Fetcher(endpoint)
-    plan = Plan("m", CPU, None, False, None)
+    fetcher = VersionFetcher(endpoint)
+    plan = StagingPlan("m", CPU, None, False, None)
     source = sender(shards)
 
     def received(version: int, limit: float = LIMIT) -> dict[str, Any]:
@@ -309,10 +309,10 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
     )  # told twice: nothing more is awaited
     fetcher.begin(4, plan)  # as UPDATE does: it is at hand, though the relay has nothing yet
     sent = fetcher.take(4, plan)
-    assert isinstance(sent, Staged)
+    assert isinstance(sent, StagedVersion)
     publish(5)
     relayed = fetcher.take(5, plan)
-    assert isinstance(relayed, Staged)
+    assert isinstance(relayed, StagedVersion)
     assert (sent.checksum, sent.bytes) == (relayed.checksum, relayed.bytes)
     assert sent.tensors.keys() == relayed.tensors.keys() == {"w", "norm"}
     for tensor, value in sent.tensors.items():
@@ -326,15 +326,15 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
     assert "the group with the trainer failed" in state["error"]
     assert source.error == "version 6: norm was announced, and is not there"
     refused = fetcher.take(6, plan)
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, FetchRefusal)
     assert refused.retryable
     publish(6)
-    assert isinstance(fetcher.take(6, plan), Staged)
+    assert isinstance(fetcher.take(6, plan), StagedVersion)
     # Weights of another model are refused before any of them is staged, and the sender is not left waiting.
     source._shards = lambda: iter(shards)
     from vllm_rlplugin.weights.checkpoint_mapping import TensorSpec
 
-    plan = Plan("m", CPU, {"w": TensorSpec((7, WIDTH), torch.float32)}, False, None)
+    plan = StagingPlan("m", CPU, {"w": TensorSpec((7, WIDTH), torch.float32)}, False, None)
     state = received(7, 60.0)
     assert "does not fit m: unknown: norm" in state["error"]
     assert source.error != ""
@@ -417,13 +417,13 @@ def test_packs_hold_every_shard_once_aligned_and_are_sent_when_they_are_full() -
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_vllms_own_nccl_group_carries_the_bits() -> None:
     """Sender on the first GPU, receiver on the second, in two threads."""
-    from vllm_rlplugin.weights.collective_receiver import Receiver
+    from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
 
     shards = [(key, tensor.cuda(0)) for key, tensor in model(1)]
     torch.cuda.set_device(0)
     source = Sender(lambda: [key for key, _ in shards], lambda: iter(shards), torch.device("cuda", 0))
     taker = Taken()
-    taker.receiver = Receiver(torch.device("cuda", 1), 0)
+    taker.receiver = CollectiveReceiver(torch.device("cuda", 1), 0)
     taker.start(0, [source.begin(0, 1, LIMIT, False)], 1).join()
     assert taker.error is None
     assert (taker.shards, taker.content) == (expected(model(1)), as_published(model(1)))

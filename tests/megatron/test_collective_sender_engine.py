@@ -470,7 +470,7 @@ def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: 
 
     from orchestrator.transfer import Subscriber
     from orchestrator.transfer.shard_routing import label
-    from vllm_rlplugin.weights.collective_receiver import Receiver
+    from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
 
     endpoint = RelayEndpoint(
         job="ranks", kind="fsspec", master=f"file://{tmp_path}/relay", metadata=str(tmp_path / "metadata.sqlite")
@@ -497,7 +497,7 @@ def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: 
             time.sleep(0.1)
         told = [json.loads(file.read_text()) for file in files]
         received: dict[str, bytes] = {}
-        coming = Receiver(torch.device("cpu"), 0).open(0, [Meeting(*place) for _, place in told], 1, 60.0)
+        coming = CollectiveReceiver(torch.device("cpu"), 0).open(0, [Meeting(*place) for _, place in told], 1, 60.0)
         content = coming.receive(lambda n, data: received.__setitem__(label(coming.shards[n]), data.tobytes()))
         assert [f"{content:016x}"] * 2 == [published for published, _ in told]
         subscriber = Subscriber(endpoint)

@@ -22,7 +22,7 @@ from scripts.bench.micro.stalls import StallWatch
 from tests.support.vllm_twin import TOKEN, TwinAsyncLLM, TwinServer, translate
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
 from vllm_rlplugin.server.outbox import PIECE_BYTES, written
-from vllm_rlplugin.worker.served_worker import AT_ONCE, Limits, ServedWorker
+from vllm_rlplugin.worker.served_worker import AT_ONCE, EngineLimits, ServedWorker
 
 
 def a_completion(name: str, tokens: int) -> Completion:
@@ -144,7 +144,7 @@ def test_a_burst_of_requests_is_given_to_vllm_in_turns_of_the_loop_and_in_order(
             given.append([])
 
     async def scenario() -> None:
-        limits = Limits(model_len=256, vocabulary=64, slots=250, lookahead=6)
+        limits = EngineLimits(model_len=256, vocabulary=64, slots=250, lookahead=6)
         worker = ServedWorker(Client(), limits, translate=translate)
         await worker.open()
         beside = asyncio.create_task(turns())

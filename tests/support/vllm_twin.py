@@ -25,14 +25,14 @@ from prometheus_client import CollectorRegistry
 from orchestrator.api import GenerationRequest
 from orchestrator.api import http as wire
 from vllm_rlplugin.server import bearer_auth, control_endpoints
-from vllm_rlplugin.server.control_route import STATE, Door
-from vllm_rlplugin.server.engine_metrics import Metrics
+from vllm_rlplugin.server.control_route import STATE, RouteContext
+from vllm_rlplugin.server.engine_metrics import EngineMetrics
 from vllm_rlplugin.sleep.activation import Activation
 from vllm_rlplugin.worker.live_engine import LiveEngine
-from vllm_rlplugin.worker.served_worker import Limits, ServedWorker
+from vllm_rlplugin.worker.served_worker import EngineLimits, ServedWorker
 
 TOKEN = "the-token-of-the-twin-0123456789"
-LIMITS = Limits(model_len=256, vocabulary=64, slots=8, lookahead=4)
+LIMITS = EngineLimits(model_len=256, vocabulary=64, slots=8, lookahead=4)
 ENDPOINT = {"job": "twin", "kind": "memory", "master": "twin-relay"}
 STEP_SECONDS = 0.001
 FACTS = {  # what a real server says of itself
@@ -304,7 +304,7 @@ class TwinServer:
         self.registry: CollectorRegistry
         self.client: TwinAsyncLLM
         self.worker: ServedWorker
-        self.control: control_endpoints.Control
+        self.control: control_endpoints.ControlContext
 
     @property
     def url(self) -> str:
@@ -321,7 +321,7 @@ class TwinServer:
     ) -> TwinServer:
         self.client = TwinAsyncLLM()
         self.registry = CollectorRegistry()
-        metrics = Metrics(self.registry)
+        metrics = EngineMetrics(self.registry)
         self.worker = ServedWorker(
             self.client,
             LIMITS,
@@ -334,13 +334,15 @@ class TwinServer:
         app = FastAPI()
         app.include_router(control_endpoints.router)
         server, worker = f"instance-{time.monotonic_ns()}", self.worker
-        guard = bearer_auth.Guard(TOKEN, (ip_network(networks),))
+        guard = bearer_auth.BearerGuard(TOKEN, (ip_network(networks),))
         activation = Activation(worker, LiveEngine(self.client), rollout=True, after=deactivate_after)
-        self.control = control_endpoints.Control(worker, {**FACTS, "instance": server}, activation, pool)
+        self.control = control_endpoints.ControlContext(worker, {**FACTS, "instance": server}, activation, pool)
         self.control.tasks.append(asyncio.create_task(activation.watch()))
         self.control.tasks.append(asyncio.create_task(self.control.lease.watch()))
         book = self.control.lease.book
-        setattr(app.state, STATE, Door(guard, max_body, server, lambda: worker.cycle.history.number, book.refusal))
+        setattr(
+            app.state, STATE, RouteContext(guard, max_body, server, lambda: worker.cycle.history.number, book.refusal)
+        )
         setattr(app.state, control_endpoints.CONTROL, self.control)
         listening = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
         self.port = listening.getsockname()[1]

@@ -144,9 +144,9 @@ class Held:
     model: Any
     total: int
 
-    def away(self, *, kept: bool, mapped: bool = True) -> tuple[cuda_sleep.Asleep, Weights]:
+    def away(self, *, kept: bool, mapped: bool = True) -> tuple[cuda_sleep.CudaSleep, Weights]:
         weights: Any = Weights(self.model, mapped)
-        return cuda_sleep.Asleep(self.worker, weights, kept), weights
+        return cuda_sleep.CudaSleep(self.worker, weights, kept), weights
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_all_of_a_worker_leaves_and_comes_back_even_when_there_is_no_room_at_fir
     assert away.bytes == sum(item.nbytes for item in held.model.parameters())
     assert weights.dropped is not kept
     held.device.others = held.device.room - held.total // 2
-    with pytest.raises(cuda_sleep.NoRoom, match="out of memory"):
+    with pytest.raises(cuda_sleep.NoDeviceRoom, match="out of memory"):
         away.come_back()
     assert held.device.used == 0, "all of it is away, not a part"
     held.device.others = 0

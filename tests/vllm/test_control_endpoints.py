@@ -103,12 +103,12 @@ def test_a_client_outside_the_allowed_networks_is_refused_whatever_its_token() -
 
 
 def test_addresses_are_judged_as_networks_and_a_unix_socket_is_local() -> None:
-    guard = bearer_auth.Guard(TOKEN, FrontendOptions().networks())
+    guard = bearer_auth.BearerGuard(TOKEN, FrontendOptions().networks())
     good = f"bearer {TOKEN}"
     for client in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", None):
         guard.check(good, client)
     for client in ("10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "testclient", ""):
-        with pytest.raises(bearer_auth.Denied):
+        with pytest.raises(bearer_auth.AccessDenied):
             guard.check(good, client)
 
 

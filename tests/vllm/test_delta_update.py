@@ -32,10 +32,10 @@ class Rank:
 
     def __init__(self, endpoint: RelayEndpoint, rank: int = 0, ranks: int = 1, *, odd: bool = False) -> None:
         prepare_process(1)
-        from vllm_rlplugin.weights.checkpoint_mapping import Mapping, TensorSpec
-        from vllm_rlplugin.weights.live_weights import Mapped
-        from vllm_rlplugin.weights.version_fetch import Fetcher
-        from vllm_rlplugin.weights.version_staging import Plan
+        from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, TensorSpec
+        from vllm_rlplugin.weights.live_weights import MappedWeights
+        from vllm_rlplugin.weights.version_fetch import VersionFetcher
+        from vllm_rlplugin.weights.version_staging import StagingPlan
 
         self.ranks, self.rank = ranks, rank
         self.live: dict[str, Any] = {}
@@ -64,11 +64,11 @@ class Rank:
             self.slices = [item for item in self.slices if item.tensor != "norm"]
             self.slice("norm", torch.empty(SHAPES["norm"]), "norm", self.live["norm"])
         elements = sum(tensor.numel() for tensor in self.live.values())
-        self.mapping = Mapping(tuple(self.slices), (), self.live, (), elements, (), {})
+        self.mapping = CheckpointMapping(tuple(self.slices), (), self.live, (), elements, (), {})
         layout = {name: TensorSpec(shape, BF16) for name, shape in SHAPES.items()}
-        self.plan = Plan("a model", torch.device("cpu"), layout, False, self.mapping)
-        self.loaded = Mapped(self.mapping, torch.device("cpu"))
-        self.fetcher = Fetcher(endpoint)
+        self.plan = StagingPlan("a model", torch.device("cpu"), layout, False, self.mapping)
+        self.loaded = MappedWeights(self.mapping, torch.device("cpu"))
+        self.fetcher = VersionFetcher(endpoint)
         self.base: Any = None
 
     def fused(self, names: list[str], parameter: str, dim: int = 0) -> None:
@@ -89,10 +89,10 @@ class Rank:
         self.slices.append(Slice(tensor, part.storage_offset(), tuple(part.shape), part.stride(), parameter, target))
 
     def take(self, version: int) -> Any:
-        from vllm_rlplugin.weights.version_staging import Staged
+        from vllm_rlplugin.weights.version_staging import StagedVersion
 
         found = self.fetcher.take(version, self.plan, self.base)
-        assert isinstance(found, Staged), found
+        assert isinstance(found, StagedVersion), found
         return found
 
     def update(self, version: int) -> Any:
@@ -102,9 +102,9 @@ class Rank:
         return staged
 
     def note(self, staged: Any) -> None:
-        from vllm_rlplugin.weights.delta_update import Base
+        from vllm_rlplugin.weights.delta_update import DeltaBase
 
-        self.base = Base(staged.origin, self.mapping, self.loaded.digests)
+        self.base = DeltaBase(staged.origin, self.mapping, self.loaded.digests)
 
     def holds(self, model: Any) -> bool:
         """Whether what is live is, bit for bit, what a whole load of this version would make it."""
@@ -285,10 +285,10 @@ def test_a_bad_digest_after_writing_takes_everything_back_bit_for_bit(
         def fail(*_: Any) -> None:
             raise RuntimeError("no memory to pack")
 
-        monkeypatch.setattr(live_weights.Mapped, "_pack_again", fail)
+        monkeypatch.setattr(live_weights.MappedWeights, "_pack_again", fail)
     else:
         staged.followed.touched[-1].new[0] ^= 1
-    with pytest.raises((live_weights.Mismatch, RuntimeError)):
+    with pytest.raises((live_weights.WeightMismatch, RuntimeError)):
         rank.loaded.load(staged)
     assert rank.bits() != before
     monkeypatch.undo()
@@ -346,7 +346,7 @@ def test_a_shard_that_is_here_only_in_part_needs_what_was_loaded_to_be_live() ->
 def test_a_damaged_difference_changes_nothing_and_a_chain_that_is_gone_ends_in_the_snapshot(
     made: tuple[Trainer, Rank],
 ) -> None:
-    from vllm_rlplugin.weights.version_fetch import Refusal
+    from vllm_rlplugin.weights.version_fetch import FetchRefusal
 
     trainer, rank = made
     before = rank.bits()
@@ -356,7 +356,7 @@ def test_a_damaged_difference_changes_nothing_and_a_chain_that_is_gone_ends_in_t
     trainer.relay.get_into(bucket, memoryview(intact))
     trainer.relay.tamper(bucket, bytes([*intact[:-1], intact[-1] ^ 1]))
     refused = rank.fetcher.take(version, rank.plan, rank.base)
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, FetchRefusal)
     assert refused.retryable
     assert rank.bits() == before
     trainer.publish(version, FULL)

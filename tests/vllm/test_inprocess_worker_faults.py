@@ -79,12 +79,12 @@ def test_an_update_that_fails_half_way_keeps_the_worker_suspended_until_one_succ
 ) -> None:
     from safetensors.torch import load_file
 
-    from vllm_rlplugin.weights.live_weights import Mapped
+    from vllm_rlplugin.weights.live_weights import MappedWeights
 
     weights: dict[str, Any] = load_file(str(model / "model.safetensors"))
-    stock = Mapped.load
+    stock = MappedWeights.load
 
-    def spoil(self: Mapped, staged: Any) -> dict[str, float]:
+    def spoil(self: MappedWeights, staged: Any) -> dict[str, float]:
         if wrong == "raises":
             raise RuntimeError("power cut")
         piece = staged.pieces[0]
@@ -97,7 +97,7 @@ def test_an_update_that_fails_half_way_keeps_the_worker_suspended_until_one_succ
             await asyncio.sleep(0)
         await worker.suspend()
         publish(publisher, first, weights)
-        monkeypatch.setattr(Mapped, "load", spoil)
+        monkeypatch.setattr(MappedWeights, "load", spoil)
         for _ in range(2):  # a second failure leaves it as it is
             with pytest.raises(CommandError, match="half-way") as failed:
                 await worker.update(first)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from vllm_rlplugin.kv.blocks import Layout, RankCache, RankPart, owned_heads
+from vllm_rlplugin.kv.blocks import KvLayout, RankCache, RankPart, owned_heads
 
 torch = pytest.importorskip("torch")
 LAYERS, HEADS, TOKENS, HEAD = 4, 4, 32, 8
@@ -22,7 +22,7 @@ def model_cache() -> dict[str, torch.Tensor]:
     }
 
 
-def cut(whole: dict[str, torch.Tensor], tp: int, pp: int) -> tuple[Layout, list[RankCache]]:
+def cut(whole: dict[str, torch.Tensor], tp: int, pp: int) -> tuple[KvLayout, list[RankCache]]:
     """The caches of an engine's ranks, and how they fit together."""
     parts, caches = [], []
     for stage, rank in itertools.product(range(pp), range(tp)):
@@ -31,7 +31,7 @@ def cut(whole: dict[str, torch.Tensor], tp: int, pp: int) -> tuple[Layout, list[
         cache = RankCache({name: whole[name][:, head : head + heads].clone() for name in mine}, TOKENS)
         parts.append(RankPart(cache.layers, cache.parts, head, heads, HEADS, cache.tokens, cache.width))
         caches.append(cache)
-    return Layout.of(parts), caches
+    return KvLayout.of(parts), caches
 
 
 @pytest.mark.parametrize("source", [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (1, 4)])
@@ -66,10 +66,10 @@ def test_a_block_of_the_scheduler_may_be_several_of_the_kernel() -> None:
 def test_ranks_that_do_not_make_a_whole_are_refused() -> None:
     part = RankPart(("layer.0",), 1, 0, 2, 4, 32, 64)
     with pytest.raises(ValueError, match="KV heads"):
-        Layout.of([part])
+        KvLayout.of([part])
     other = RankPart(("layer.0",), 1, 2, 2, 4, 16, 64)
     with pytest.raises(ValueError, match="differently"):
-        Layout.of([part, other])
+        KvLayout.of([part, other])
     mixed = {"layer.0": torch.zeros(2, 1, 32, 8), "layer.1": torch.zeros(2, 2, 32, 8)}
     with pytest.raises(ValueError, match="shapes"):
         RankCache(mixed, 32)

@@ -257,9 +257,9 @@ class Schedule:
     async def _update_that_fails_half_way(self) -> None:
         if not self.suspended:
             return
-        from vllm_rlplugin.weights.live_weights import Mapped
+        from vllm_rlplugin.weights.live_weights import MappedWeights
 
-        stock, cut = Mapped.load, self.rng.randrange(5)
+        stock, cut = MappedWeights.load, self.rng.randrange(5)
 
         def load(loaded: Any, staged: Any) -> dict[str, float]:
             for piece in staged.pieces[:cut]:
@@ -267,8 +267,8 @@ class Schedule:
             raise RuntimeError("power cut")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Mapped, "load", load)
-            assert Mapped.load is not stock
+            patch.setattr(MappedWeights, "load", load)
+            assert MappedWeights.load is not stock
             assert await self._refusal(self.worker.update(self.world.publish_next())) == "weights_unusable"
         self.unusable = True
 

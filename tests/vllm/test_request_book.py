@@ -23,7 +23,7 @@ def request(name: str, priority: int = 0, trajectory: str = "", group: str = "")
     )
 
 
-def names(entries: list[vllm_rlplugin.worker.request_book.Entry]) -> list[str]:
+def names(entries: list[vllm_rlplugin.worker.request_book.UnfinishedRequest]) -> list[str]:
     return [entry.request.request_id for entry in entries]
 
 

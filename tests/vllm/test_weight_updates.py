@@ -202,7 +202,7 @@ def test_the_layout_of_a_checkpoint_is_found_in_a_folder_and_in_the_hugging_face
 def test_a_slice_is_the_same_cut_out_of_the_tensor_or_of_the_box_around_it() -> None:
     torch = pytest.importorskip("torch")
     prepare_process(1)
-    from vllm_rlplugin.weights.checkpoint_mapping import Mapping, Slice, TensorSpec
+    from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Slice, TensorSpec
 
     whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     views = [whole[1:3], whole[:, 2:4], whole[1:3, 1:4], whole.t()[2:5], whole.view(-1)[5:15], whole.view(2, 2, 6)[1]]
@@ -212,7 +212,7 @@ def test_a_slice_is_the_same_cut_out_of_the_tensor_or_of_the_box_around_it() -> 
     ]
     layout = {"w": TensorSpec((4, 6), torch.float32), "x": TensorSpec((1,), torch.float32)}
     for chosen in ([0], [1], [2], [3], [4], [5], [1, 2], [0, 4]):
-        mapping = Mapping(tuple(slices[index] for index in chosen), (), {}, (), 0, (), {})
+        mapping = CheckpointMapping(tuple(slices[index] for index in chosen), (), {}, (), 0, (), {})
         boxes = mapping.boxes(layout)
         assert boxes.keys() == {"w"}
         (top, bottom), (left, right) = boxes["w"]
@@ -220,4 +220,4 @@ def test_a_slice_is_the_same_cut_out_of_the_tensor_or_of_the_box_around_it() -> 
         for index in chosen:
             assert torch.equal(slices[index].cut_box((4, 6), boxes["w"], part), views[index])
             assert torch.equal(slices[index].cut(whole), views[index])
-    assert Mapping((slices[2],), (), {}, (), 0, (), {}).boxes(layout) == {"w": ((1, 3), (1, 4))}
+    assert CheckpointMapping((slices[2],), (), {}, (), 0, (), {}).boxes(layout) == {"w": ((1, 3), (1, 4))}

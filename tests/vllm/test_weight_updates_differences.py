@@ -137,7 +137,7 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
         load_checkpoint_weight_patches,
     )
 
-    from vllm_rlplugin.weights.delta_update import Followed, Following
+    from vllm_rlplugin.weights.delta_update import DeltaBuilder, DeltaUpdate
 
     before = {
         name: tensor.to(torch.bfloat16) for name, tensor in write_tiny_qwen3(tmp_path / "m", 1, tied=True).items()
@@ -147,9 +147,9 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
     publisher = Publisher(endpoint, codec=DeltaCodec())
     publisher.publish_shards(0, shards(before, None), FULL)
     publisher.publish_shards(1, shards(after, before), 0)
-    prove = Following.prove
+    prove = DeltaBuilder.prove
 
-    def tampered(self: Following) -> Followed:
+    def tampered(self: DeltaBuilder) -> DeltaUpdate:
         found = prove(self)
         found.touched[-1].new[0] ^= 1  # the memory of what was staged goes bad
         return found
@@ -172,7 +172,7 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
         worker = EngineWorker(model=str(tmp_path / "m"), dtype="bfloat16", relay=endpoint.to_dict(), sleep_mode=True)
         await updated(worker, 0)
         old, sums = await answers(worker, "old"), await worker.checksums()
-        monkeypatch.setattr(Following, "prove", tampered)
+        monkeypatch.setattr(DeltaBuilder, "prove", tampered)
         with pytest.raises(RetryableError, match="the weights of before are back"):
             await updated(worker, 1)
         monkeypatch.undo()

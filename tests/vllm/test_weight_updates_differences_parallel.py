@@ -25,17 +25,17 @@ from pathlib import Path
 
 def spoil(worker, rank, on):
     """Let the memory of what was staged go bad on one rank, once it was proved."""
-    from vllm_rlplugin.weights.delta_update import Following
+    from vllm_rlplugin.weights.delta_update import DeltaBuilder
     if worker.rank == rank:
         if on:
-            kept = Following.kept = Following.prove
+            kept = DeltaBuilder.kept = DeltaBuilder.prove
             def prove(self):
                 found = kept(self)
                 found.touched[-1].new[0] ^= 1
                 return found
-            Following.prove = prove
+            DeltaBuilder.prove = prove
         else:
-            Following.prove = Following.kept
+            DeltaBuilder.prove = DeltaBuilder.kept
 
 def main(settings):
     from vllm_rlplugin.worker.inprocess_engine import prepare_process

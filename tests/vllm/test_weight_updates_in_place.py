@@ -261,7 +261,7 @@ def test_weights_that_change_while_they_are_loaded_are_refused_and_the_next_upda
     from vllm_rlplugin.weights import live_weights
 
     server, version = bench.server, bench.publish(2)
-    compare = live_weights.Mapped.mismatches
+    compare = live_weights.MappedWeights.mismatches
     touched = []
 
     def flip_and_compare(self: Any) -> Any:
@@ -270,7 +270,7 @@ def test_weights_that_change_while_they_are_loaded_are_refused_and_the_next_upda
         touched.append(item)
         return compare(self)
 
-    monkeypatch.setattr(live_weights.Mapped, "mismatches", flip_and_compare)
+    monkeypatch.setattr(live_weights.MappedWeights, "mismatches", flip_and_compare)
     with pytest.raises(Exception, match=r"up_proj.weight in .*gate_up_proj.weight has digest [0-9a-f]{16}, expected"):
         server.update(version)
     monkeypatch.undo()
@@ -291,7 +291,7 @@ def test_an_error_half_way_makes_the_weights_unusable(bench: Bench, monkeypatch:
     server.start(version)
     engine = server.engine.engine_core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine
     good = engine._staged.pieces[-1]
-    engine._staged.pieces[-1] = rank_slices.Piece(good.slice, good.source[:1].expand(7), good.digest)
+    engine._staged.pieces[-1] = rank_slices.StagedSlice(good.slice, good.source[:1].expand(7), good.digest)
     with pytest.raises(Exception, match="weight version"):
         server.call("finish_weight_update")
     assert server.call("rl_report")["state"] == "unusable"

@@ -31,25 +31,25 @@ def damage_while_loading(worker, rank, on):
     """Let what is copied into the model on one rank go wrong."""
     from vllm_rlplugin.weights import live_weights as loaded
     if worker.rank == rank:
-        kept = loaded.Mapped.mismatches
+        kept = loaded.MappedWeights.mismatches
         if on:
             def mismatches(self):
                 target = self.mapping.slices[-1].target
                 target.view(-1)[0] += 1.0
                 return kept(self)
-            loaded.kept, loaded.Mapped.mismatches = kept, mismatches
+            loaded.kept, loaded.MappedWeights.mismatches = kept, mismatches
         else:
-            loaded.Mapped.mismatches = loaded.kept
+            loaded.MappedWeights.mismatches = loaded.kept
 
 def cut_off(worker, rank, on):
     """Let the relay be out of reach of one rank."""
     from vllm_rlplugin.weights import version_fetch as fetching
     if worker.rank == rank:
         if on:
-            fetching.kept = fetching.Fetcher.take
-            fetching.Fetcher.take = lambda *_: fetching.Refusal("out of reach", True)
+            fetching.kept = fetching.VersionFetcher.take
+            fetching.VersionFetcher.take = lambda *_: fetching.FetchRefusal("out of reach", True)
         else:
-            fetching.Fetcher.take = fetching.kept
+            fetching.VersionFetcher.take = fetching.kept
 
 def main(settings):
     from vllm_rlplugin.worker.inprocess_engine import prepare_process

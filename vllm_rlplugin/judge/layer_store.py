@@ -23,7 +23,7 @@ ALIGN = 64  # bytes: where each tensor of a layer begins
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Where a tensor lies in its layer."""
 
     offset: int
@@ -36,11 +36,11 @@ class Slot:
         return flat[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
-def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Slot], int]:
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, TensorSlot], int]:
     """Of the tensors of one layer, and how many bytes it has."""
     slots, end = {}, 0
     for name, tensor in tensors.items():
-        slots[name] = Slot(end, tuple(tensor.shape), tensor.dtype)
+        slots[name] = TensorSlot(end, tuple(tensor.shape), tensor.dtype)
         end += -(-tensor.nbytes // ALIGN) * ALIGN
     return slots, end
 
@@ -76,7 +76,7 @@ class HostLayers:
         return self._bytes[index * self.layer_bytes : (index + 1) * self.layer_bytes]
 
 
-class Mover(Protocol):
+class LayerMover(Protocol):
     """Copies layers into buffers, in the order in which it was asked."""
 
     def fill(self, source: torch.Tensor, buffer: int) -> None:
@@ -156,6 +156,6 @@ class CudaMover:
         self._buffers.clear()
 
 
-def mover(count: int, size: int, device: torch.device) -> Mover:
+def mover(count: int, size: int, device: torch.device) -> LayerMover:
     """For this device."""
     return CudaMover(count, size, device) if device.type == "cuda" else ThreadMover(count, size)

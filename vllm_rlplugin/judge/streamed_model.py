@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from orchestrator.policies.serving.judge_residency import BUFFERS, JudgeMemory, Residency, plan, spread
-from vllm_rlplugin.judge.layer_store import HostLayers, Mover, mover
+from vllm_rlplugin.judge.layer_store import HostLayers, LayerMover, mover
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class StreamedModel:
         self.memory = JudgeMemory(count, fixed, self.host.layer_bytes, token, reserve)
         self.counts = StreamCounts()
         self._buffers = buffers
-        self._mover: Mover | None = None
+        self._mover: LayerMover | None = None
         self._kept: dict[int, torch.Tensor] = {}  # resident layers' bytes on the device
         self._queue: list[int] = []  # streamed layers, in the order of a pass
         self._filled: dict[int, int] = {}  # streamed layer -> buffer that it is in, or on its way to

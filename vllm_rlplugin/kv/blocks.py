@@ -50,14 +50,14 @@ class RankPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class KvLayout:
     """A row of the whole model, and the part of each rank."""
 
     ranks: tuple[RankPart, ...]
     layers: tuple[str, ...]  # in the order of the ranks' pipeline stages
 
     @classmethod
-    def of(cls, ranks: Sequence[RankPart]) -> Layout:
+    def of(cls, ranks: Sequence[RankPart]) -> KvLayout:
         """Raises ValueError where the ranks do not make a whole."""
         layers = tuple(dict.fromkeys(name for part in ranks for name in part.layers))
         first = ranks[0]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from vllm_rlplugin.kv.blocks import Layout, RankPart
+from vllm_rlplugin.kv.blocks import KvLayout, RankPart
 from vllm_rlplugin.worker.cache_salt import salted
 
 SAMPLE = 1 << 20  # bytes of each end of a weight file that its fingerprint is taken from
@@ -74,7 +74,7 @@ def refused(reason: str, detail: str) -> dict[str, Any]:
 
 
 def _stage(
-    core: Any, connector: Any, layout: Layout, names: Sequence[bytes], arguments: Mapping[str, Any]
+    core: Any, connector: Any, layout: KvLayout, names: Sequence[bytes], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     rows = np.frombuffer(arguments["payload"], np.uint8).reshape(-1, layout.block_bytes)
     first = int(arguments["first"])
@@ -90,16 +90,16 @@ def _stage(
     return {"blocks": len(taken)}
 
 
-def _layout(core: Any) -> Layout:
-    found: Layout | None = getattr(core, _LAYOUT, None)
+def _layout(core: Any) -> KvLayout:
+    found: KvLayout | None = getattr(core, _LAYOUT, None)
     if found is None:
         ranks = core.model_executor.collective_rpc("rl_kv_part")
-        found = Layout.of([RankPart.from_dict(part) for part in ranks])
+        found = KvLayout.of([RankPart.from_dict(part) for part in ranks])
         setattr(core, _LAYOUT, found)
     return found
 
 
-def _facts(core: Any, layout: Layout) -> dict[str, Any]:
+def _facts(core: Any, layout: KvLayout) -> dict[str, Any]:
     """What two engines must have in common: the weights by content, the model, the way KV lies in memory."""
     scheduler, config = core.scheduler, core.vllm_config
     reports = core.model_executor.collective_rpc("rl_kv_weights")

@@ -33,7 +33,7 @@ STAGING_MB = "staging_mb"  # in kv_connector_extra_config
 
 
 @dataclass
-class Loads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+class BlockLoads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
     """What the ranks do in front of a step. ``blocks``: (block, name); ``drops``: names that nobody will ask for."""
 
     blocks: list[tuple[int, bytes]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class PrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # The scheduler's.
         self._names: OrderedDict[bytes, None] = OrderedDict()  # staged; the longest ago first
         self._found: dict[str, int] = {}  # request -> its first block that is not in the cache
-        self._next = Loads()
+        self._next = BlockLoads()
         self.loaded = self.failed = 0  # blocks
         # A rank's.
         self.cache: RankCache | None = None
@@ -110,9 +110,9 @@ class PrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
             names = [bytes(name) for name in request.block_hashes[first : first + count]]
             self._next.blocks += zip(places, names, strict=True)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+    def build_connector_meta(self, scheduler_output: Any) -> BlockLoads:
         """What the ranks load in front of this step. It is in vLLM's prefix cache then, and need not be kept."""
-        loads, self._next = self._next, Loads()
+        loads, self._next = self._next, BlockLoads()
         for _, name in loads.blocks:
             self._names.pop(name, None)
         self.loaded += len(loads.blocks)
@@ -200,4 +200,4 @@ def _require_plain(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError("kv_transfer", "enable_prefix_caching=False", "a prefix that moves lies in the prefix cache")
 
 
-__all__ = ["KVConnectorRole", "Loads", "PrefixConnector"]
+__all__ = ["BlockLoads", "KVConnectorRole", "PrefixConnector"]

@@ -30,7 +30,7 @@ _logger = logging.getLogger("vllm.rl_coserve")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class Denied(Exception):
+class AccessDenied(Exception):
     """The caller may not. ``status`` is 401 or 403."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
@@ -39,7 +39,7 @@ class Denied(Exception):
         self.kind = kind
 
 
-class Guard:
+class BearerGuard:
     """Checks token and address of one call. Keeps only a hash of the token."""
 
     def __init__(self, token: str, networks: tuple[Network, ...]) -> None:
@@ -47,12 +47,14 @@ class Guard:
         self._networks = networks
 
     def check(self, authorization: str | None, client: str | None) -> None:
-        """``authorization``: the header. ``client``: the peer's address; None: a Unix socket. Raises Denied."""
+        """``authorization``: the header. ``client``: the peer's address; None: a Unix socket. Raises AccessDenied."""
         if client is not None and not self._allows(client):
-            raise Denied(403, FORBIDDEN, f"clients at {client} may not use the control endpoints (--rl-allow-clients)")
+            raise AccessDenied(
+                403, FORBIDDEN, f"clients at {client} may not use the control endpoints (--rl-allow-clients)"
+            )
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not secrets.compare_digest(_digest(token.strip()), self._digest):
-            raise Denied(401, UNAUTHORIZED, "give the token of this server: Authorization: Bearer TOKEN")
+            raise AccessDenied(401, UNAUTHORIZED, "give the token of this server: Authorization: Bearer TOKEN")
 
     def _allows(self, client: str) -> bool:
         try:

@@ -27,20 +27,20 @@ from orchestrator.api import CommandError, ConfigError, KvMove, KvMoved, Retryab
 from orchestrator.api import http as wire
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
-from vllm_rlplugin.kvpool.engine.idle_upkeep import PoolKeeper
+from vllm_rlplugin.kvpool.engine.idle_upkeep import PoolUpkeep
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
 from vllm_rlplugin.server import request_bodies
-from vllm_rlplugin.server.bearer_auth import Guard, find_token
-from vllm_rlplugin.server.control_route import STATE, ControlRoute, Door
-from vllm_rlplugin.server.engine_metrics import Metrics, keep_fresh
+from vllm_rlplugin.server.bearer_auth import BearerGuard, find_token
+from vllm_rlplugin.server.control_route import STATE, ControlRoute, RouteContext
+from vllm_rlplugin.server.engine_metrics import EngineMetrics, keep_fresh
 from vllm_rlplugin.server.outbox import Outbox, written
 from vllm_rlplugin.server.pool_metrics import PoolMetrics
 from vllm_rlplugin.server.server_lease import LeaseBook, LeaseKeeper, lease_path
 from vllm_rlplugin.sleep.activation import Activation
 from vllm_rlplugin.worker.live_engine import LiveEngine
-from vllm_rlplugin.worker.served_worker import Limits, ServedWorker
+from vllm_rlplugin.worker.served_worker import EngineLimits, ServedWorker
 
 CONTROL = "rl_coserve"  # in the app's state
 SAMPLING_LOGPROBS = "processed_logprobs"  # the --logprobs-mode under which log-probs are the sampling distribution's
@@ -49,7 +49,7 @@ _logger = logging.getLogger("vllm.rl_coserve")
 router = APIRouter(route_class=ControlRoute)
 
 
-class Control:
+class ControlContext:
     """What the handlers use. Plain attributes; lives in ``app.state``."""
 
     def __init__(
@@ -61,23 +61,23 @@ class Control:
         self.outbox = Outbox(worker)
         self.mover: KvMover | None = None  # where KV moves
         self.facts = facts  # for /rl/status: what does not change while the server runs
-        self.pool: PoolKeeper | None = None  # where the KV cache is in a pool
+        self.pool: PoolUpkeep | None = None  # where the KV cache is in a pool
         self.device: PoolMetrics | None = None  # and what it says of the device
         self.tasks: list[asyncio.Task[None]] = []
 
-    def start(self, client: Any, metrics: Metrics, options: PluginOptions) -> None:
+    def start(self, client: Any, metrics: EngineMetrics, options: PluginOptions) -> None:
         """What goes on by itself, until the engine dies."""
         self.tasks.append(asyncio.create_task(self.lease.watch(), name="rl-coserve lease"))
         if options.kv_pool:
             self.device = PoolMetrics(PagePool.open(pool_path(options.kv_pool)))
-            self.pool = PoolKeeper(LiveEngine(client))
+            self.pool = PoolUpkeep(LiveEngine(client))
             self.tasks.append(asyncio.create_task(self.pool.run(), name="rl-coserve pool"))
             self.tasks.append(asyncio.create_task(self.activation.watch(), name="rl-coserve activation"))
         self.tasks.append(asyncio.create_task(keep_fresh(metrics, self.worker, self.device), name="rl-coserve metrics"))
 
 
-def _control(request: Request) -> Control:
-    control: Control = getattr(request.app.state, CONTROL)
+def _control(request: Request) -> ControlContext:
+    control: ControlContext = getattr(request.app.state, CONTROL)
     return control
 
 
@@ -359,10 +359,10 @@ class ControlPlugin:
         _check_topology(config, args)
         options = FrontendOptions.of(args)
         relay = options.relay_endpoint()
-        metrics = Metrics()
+        metrics = EngineMetrics()
         worker = ServedWorker(
             engine_client,
-            Limits.of(config),
+            EngineLimits.of(config),
             name=f"vllm-serve-{os.getpid()}",
             observe_update=metrics.phase,
             observe_completion=metrics.completion,
@@ -379,14 +379,16 @@ class ControlPlugin:
             raise ConfigError("--rl-deactivate-after", options.deactivate_after, fix)
         activation = Activation(worker, LiveEngine(engine_client), rollout=rollout, after=options.deactivate_after)
         pool = pool_path(plugin.kv_pool) if plugin.kv_pool else None
-        control = Control(worker, _facts(config, worker, instance, options), activation, pool)
+        control = ControlContext(worker, _facts(config, worker, instance, options), activation, pool)
         control.start(engine_client, metrics, plugin)
         token = find_token(options, os.environ)
         if PluginOptions.of(config).kv_transfer:
             control.mover = KvMover(_kv(config, options, token, args), worker.kv_command)
             control.mover.load()
-        guard = Guard(token, options.networks())
-        door = Door(guard, _bytes(options), instance, lambda: worker.cycle.history.number, control.lease.book.refusal)
+        guard = BearerGuard(token, options.networks())
+        door = RouteContext(
+            guard, _bytes(options), instance, lambda: worker.cycle.history.number, control.lease.book.refusal
+        )
         setattr(state, STATE, door)
         setattr(state, CONTROL, control)
         _warn(control)
@@ -455,7 +457,7 @@ def _check_topology(config: Any, args: Namespace) -> None:
         )
 
 
-def _warn(control: Control) -> None:
+def _warn(control: ControlContext) -> None:
     import vllm.envs as envs
 
     if envs.VLLM_SERVER_DEV_MODE:

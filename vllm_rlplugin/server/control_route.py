@@ -31,7 +31,7 @@ from orchestrator.api.http import (
     RETRYABLE,
     TOO_LARGE,
 )
-from vllm_rlplugin.server.bearer_auth import Denied, Guard
+from vllm_rlplugin.server.bearer_auth import AccessDenied, BearerGuard
 
 STATE = "rl_coserve_door"  # in the app's state, set before the server takes connections
 # What is refused to everybody but the job that has the lease, while one has it. Who has the token may look at a server, activate
@@ -56,10 +56,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class RouteContext:
     """What the routes need to know."""
 
-    guard: Guard
+    guard: BearerGuard
     max_body: int  # bytes
     server: str  # of this process
     history: Callable[[], int]  # the present one of its weights
@@ -78,7 +78,7 @@ class ControlRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
-            door: Door | None = getattr(request.app.state, STATE, None)
+            door: RouteContext | None = getattr(request.app.state, STATE, None)
             if door is None:
                 return error_response(503, RETRYABLE, "the control endpoints are not ready")
             response = await _answer(handler, request, door)
@@ -89,7 +89,7 @@ class ControlRoute(APIRoute):
         return guarded
 
 
-async def _answer(handler: Handler, request: Request, door: Door) -> Response:
+async def _answer(handler: Handler, request: Request, door: RouteContext) -> Response:
     try:
         client = None if request.client is None else request.client.host
         door.guard.check(request.headers.get("authorization"), client)
@@ -104,7 +104,7 @@ async def _answer(handler: Handler, request: Request, door: Door) -> Response:
         if request.url.path in LEASED and (taken := door.leased(request.headers.get(LEASE_HEADER, ""))):
             return error_response(409, "leased", taken)
         return await handler(_limited(request, door.max_body))
-    except Denied as denied:
+    except AccessDenied as denied:
         response = error_response(denied.status, denied.kind, str(denied))
         if denied.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"

@@ -67,7 +67,7 @@ _COUNTERS = {
 }
 
 
-class Metrics:
+class EngineMetrics:
     """All of them, in one registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
@@ -136,7 +136,7 @@ class Metrics:
         self._suspended.set(stats.suspended)
 
 
-async def keep_fresh(metrics: Metrics, worker: ServedWorker, pool: PoolMetrics | None = None) -> None:
+async def keep_fresh(metrics: EngineMetrics, worker: ServedWorker, pool: PoolMetrics | None = None) -> None:
     """Refresh for ever, those of the engine's KV pool too; ends when the engine has died."""
     try:
         while True:

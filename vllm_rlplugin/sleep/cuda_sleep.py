@@ -10,7 +10,7 @@ Guarantees, of vLLM's sources as tested (``vllm_rlplugin/hookpoints.py``):
   and keeps its reserved addresses, at which it maps new memory. Whole allocations move, whatever the layout of what is in them.
 * The KV cache of a pool is in none of these allocations, so neither call touches its range. Were it, it would raise RunError.
 * What comes back is verified: weights by the digests that updates are verified by, buffers and a draft model by others.
-* Without room on the device the weights stay away, all of them, and another attempt may succeed (:class:`NoRoom`).
+* Without room on the device the weights stay away, all of them, and another attempt may succeed (:class:`NoDeviceRoom`).
 * Level 2 is for what an update brings back whole: parameters with a mapping, and buffers, which vLLM keeps. Where there is more
   (no mapping, a draft model, other tensors) level 1 does it instead; an update must follow all the same.
 """
@@ -32,7 +32,7 @@ from vllm_rlplugin.weights.transfer_engine import RelayWeightTransferEngine
 _OURS = ("_parameters", "_buffers", "_modules")  # of a torch module: what is known without looking
 
 
-class NoRoom(Exception):
+class NoDeviceRoom(Exception):
     """The device has no memory for the weights now; they are away as before."""
 
 
@@ -46,8 +46,8 @@ def why_not(worker: Any) -> str:
     return ""
 
 
-class Asleep:
-    """See :class:`vllm_rlplugin.sleep.host_offload.Away`, whose methods these are. Raises RunError where the weights
+class CudaSleep:
+    """See :class:`vllm_rlplugin.sleep.host_offload.WeightOffload`, whose methods these are. Raises RunError where the weights
     must stay."""
 
     def __init__(self, worker: Any, engine: RelayWeightTransferEngine, kept: bool) -> None:
@@ -85,7 +85,7 @@ class Asleep:
         self.left = self._still_there()
 
     def come_back(self) -> None:
-        """Raises NoRoom; RunError where they are not what they were."""
+        """Raises NoDeviceRoom; RunError where they are not what they were."""
         try:
             self._worker.wake_up(["weights"])
         except RuntimeError as error:
@@ -93,7 +93,7 @@ class Asleep:
                 raise
             # Not the worker's sleep: at level 2 that would read buffers which have no memory.
             self._worker.sleep_mode_backend.suspend(self.level)
-            raise NoRoom(
+            raise NoDeviceRoom(
                 f"the weights do not fit on the device, which has {free_memory()} bytes free: {error}"
             ) from error
         found = self._others()

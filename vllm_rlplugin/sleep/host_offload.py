@@ -25,14 +25,14 @@ import torch
 from orchestrator.api import RunError
 from vllm_rlplugin.sleep import cuda_sleep
 from vllm_rlplugin.sleep.memory_release import give_back
-from vllm_rlplugin.weights.checkpoint_mapping import Mapping
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping
 from vllm_rlplugin.weights.rank_slices import pack
 from vllm_rlplugin.weights.transfer_engine import RelayWeightTransferEngine
 
 _NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl_coserve'"
 
 
-class Away(Protocol):
+class WeightOffload(Protocol):
     """The weights of one worker while they are away. Made, it has what it needs to take them back. No step may run from
     :meth:`go` until they are back. Bytes: of the parameters; ``left`` of these in memory; ``freed``, what was measured."""
 
@@ -45,16 +45,18 @@ class Away(Protocol):
         """Out of memory with them."""
 
     def come_back(self) -> None:
-        """Raises RunError where they are not what they were, and worth nothing; NoRoom: not now, they are still away."""
+        """Raises RunError where they are not what they were, and worth nothing; NoDeviceRoom: not now, they are still away."""
 
     def memory(self) -> dict[str, int | None]:
         """What is told of memory beside the weights."""
 
 
-class OnHost:
-    """See :class:`Away`: on CPU."""
+class HostOffload:
+    """See :class:`WeightOffload`: on CPU."""
 
-    def __init__(self, engine: RelayWeightTransferEngine, mapping: Mapping, model: torch.nn.Module, kept: bool) -> None:
+    def __init__(
+        self, engine: RelayWeightTransferEngine, mapping: CheckpointMapping, model: torch.nn.Module, kept: bool
+    ) -> None:
         self._engine, self._mapping = engine, mapping
         self._file: FileIO | None = None
         self._parts = _storages(model)
@@ -125,7 +127,7 @@ def leave(worker: Any, *, kept: bool) -> dict[str, Any]:
     engine.attach(worker)
     model = worker.model_runner.get_model()
     mapping = engine.plan().mapping
-    away: Away
+    away: WeightOffload
     if why := cuda_sleep.why_not(worker):
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         if mapping is None or not on_cpu:
@@ -135,9 +137,9 @@ def leave(worker: Any, *, kept: bool) -> dict[str, Any]:
             size = sum(storages.values())
             how = f"the weights stay in memory: {engine.fallback if on_cpu else why}"
             return {"bytes": size, "left": size, "freed": 0, "seconds": 0.0, "how": how, "memory": {}}
-        away = OnHost(engine, mapping, model, kept)
+        away = HostOffload(engine, mapping, model, kept)
     else:
-        away = cuda_sleep.Asleep(worker, engine, kept)
+        away = cuda_sleep.CudaSleep(worker, engine, kept)
     worker.rl_away = away  # from here on they can be taken back
     away.go()
     sizes = {"bytes": away.bytes, "left": away.left, "freed": away.freed}
@@ -153,7 +155,7 @@ def come_back(worker: Any) -> dict[str, Any]:
     if away is not None:
         try:
             away.come_back()
-        except cuda_sleep.NoRoom as failure:
+        except cuda_sleep.NoDeviceRoom as failure:
             worker.rl_away, no_room = away, str(failure)
         except Exception as failure:  # noqa: BLE001  whatever it was, weights that are not back are used by nobody
             error = f"the weights did not come back: {failure or type(failure).__name__}"

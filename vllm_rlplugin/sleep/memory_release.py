@@ -25,7 +25,7 @@ _MADV_DONTNEED = 4  # of Linux
 _RESIDENT = 1  # the bit that mincore(2) sets for a page in memory
 
 
-class Releaser:
+class MemoryRelease:
     """Of one paused in-process engine. ``level`` is "" while nothing is released. ``rpc`` calls a method of every worker."""
 
     def __init__(self, core: Any, rpc: Callable[..., list[Any]], *, on_cpu: bool, sleep_mode: bool) -> None:

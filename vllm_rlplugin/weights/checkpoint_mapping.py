@@ -49,7 +49,7 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-Layout = dict[str, TensorSpec]  # in checkpoint coordinates
+CheckpointLayout = dict[str, TensorSpec]  # in checkpoint coordinates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mapping:
+class CheckpointMapping:
     """The whole of one rank's model. ``elements``: of all its parameters, shared ones once."""
 
     slices: tuple[Slice, ...]
@@ -114,7 +114,7 @@ class Mapping:
         """The slices of one checkpoint tensor."""
         return self._by_tensor.get(tensor, [])
 
-    def boxes(self, layout: Layout) -> dict[str, Box]:
+    def boxes(self, layout: CheckpointLayout) -> dict[str, Box]:
         """The smallest box of each checkpoint tensor that has all that is read of it; others are not in it."""
         found: dict[str, Box] = {}
         for tensor, slices in self._by_tensor.items():
@@ -129,7 +129,7 @@ class Mapping:
         return _places(model) == self.places
 
 
-def discover(model: torch.nn.Module, layout: Layout) -> Mapping:
+def discover(model: torch.nn.Module, layout: CheckpointLayout) -> CheckpointMapping:
     """Find the mapping for a checkpoint with these tensors. Raises NoMappingError; see the module."""
     _refuse_changed_layers(model)
     recorder = _Recorder(model)
@@ -151,7 +151,7 @@ def discover(model: torch.nn.Module, layout: Layout) -> Mapping:
         raise NoMappingError(recorder.problem)
     elements = _check_coverage(model, recorder)
     used = {item.tensor for item in recorder.slices}
-    return Mapping(
+    return CheckpointMapping(
         tuple(recorder.slices),
         tuple(recorder.fills),
         recorder.live(),

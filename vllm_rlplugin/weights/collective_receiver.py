@@ -2,9 +2,9 @@
 
 Guarantees:
 
-* :meth:`Receiver.receive` hands on every byte that was sent, in order, and returns only if each shard has the digest that its
-  sender announced, and all together are every tensor exactly once. Anything else is an error; the groups are then left, so
-  that no sender waits for this rank.
+* :meth:`Transmission.receive` hands on every byte that was sent, in order, and returns only if each shard has the digest
+  that its sender announced, and all together are every tensor exactly once. Anything else is an error; the groups are then
+  left, so that no sender waits for this rank.
 * It ends within its time limit: on CPU (gloo) every single operation has what is left of it; NCCL has no such limit, so
   there the communicator is aborted when it is over.
 * Groups are used again for the next version while their names stay the same; a group of another name replaces them.
@@ -52,7 +52,7 @@ _OF_THE_GROUP = (RuntimeError, OSError, ValueError, ImportError)
 Use = Callable[[int, Bytes], None]  # place of a shard, its bytes; they are valid during the call
 
 
-class Link(Protocol):
+class SenderLink(Protocol):
     """A group with one sender, seen by a receiver. Making one joins it."""
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, deadline: float) -> None: ...
@@ -67,13 +67,13 @@ class Link(Protocol):
         """Leave the group. Idempotent, raises nothing."""
 
 
-class Receiver:
+class CollectiveReceiver:
     """One rank's. Not for several threads at a time. ``offset``: this rank's number within its engine."""
 
     def __init__(self, device: torch.device, offset: int) -> None:
         self._device = device
         self._offset = offset
-        self._links: dict[str, Link] = {}  # by the name of the meeting
+        self._links: dict[str, SenderLink] = {}  # by the name of the meeting
 
     def open(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> Transmission:
         """Join the groups, and hear what will be sent. Raises RetryableError and CorruptWeightsError."""
@@ -107,7 +107,7 @@ class Receiver:
                     raise RetryableError(f"rank {rank} of a group with {meeting.receivers} receivers")
                 if meeting.backend != ("nccl" if self._device.type == "cuda" else "gloo"):
                     raise RetryableError(f"a {meeting.backend} group cannot serve a worker on {self._device.type}")
-                kind: type[Link] = NcclLink if meeting.backend == "nccl" else GlooLink
+                kind: type[SenderLink] = NcclLink if meeting.backend == "nccl" else GlooLink
                 self._links[meeting.name] = kind(meeting, rank, self._device, deadline)
 
 
@@ -115,7 +115,11 @@ class Transmission:
     """One version on its way. ``shards``: of all senders, in the order in which they come."""
 
     def __init__(
-        self, receiver: Receiver, links: list[Link], announced: list[tuple[ShardKey, ...]], deadline: float
+        self,
+        receiver: CollectiveReceiver,
+        links: list[SenderLink],
+        announced: list[tuple[ShardKey, ...]],
+        deadline: float,
     ) -> None:
         self._receiver = receiver
         self._parts = list(zip(links, announced, strict=True))
@@ -295,4 +299,4 @@ def _told(error: BaseException) -> RetryableError:
     return RetryableError(f"the group with the trainer failed: {str(error) or type(error).__name__}")
 
 
-__all__ = ["GROUP_PREFIX", "GlooLink", "Link", "NcclLink", "Receiver", "Transmission"]
+__all__ = ["GROUP_PREFIX", "CollectiveReceiver", "GlooLink", "NcclLink", "SenderLink", "Transmission"]

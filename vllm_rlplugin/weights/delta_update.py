@@ -3,15 +3,15 @@
 Runs while the model generates: it reads live weights, which nobody writes then, and writes nothing. Guarantees of
 :func:`follow`:
 
-* It starts from what is live and from nothing else: epoch, version and content of :class:`Base` are those that the first
+* It starts from what is live and from nothing else: epoch, version and content of :class:`DeltaBase` are those that the first
   difference names. Of a shard whose digest did not change nothing is fetched.
-* It keeps places, old and new values (:class:`~vllm_rlplugin.weights.slice_edits.Touched`): memory as large as the
+* It keeps places, old and new values (:class:`~vllm_rlplugin.weights.slice_edits.SliceEdits`): memory as large as the
   change. To prove what will be there it makes one shard at a time, and drops it.
 * Of a shard that lies wholly in this rank, the live values with the change in them have the digest that was published.
 * Of a shard that lies here only in part no published digest can be computed here. Its bytes are those that were published
   (checksum and digest of the encoded shard), what they are applied to has the digest that was taken when it was loaded, the
   steps are exact, and what the update must find in the model afterwards is the digest of the outcome.
-* Tensors that cannot be followed in place (:class:`~vllm_rlplugin.weights.element_places.Places`: cast, for example)
+* Tensors that cannot be followed in place (:class:`~vllm_rlplugin.weights.element_places.LivePlaces`: cast, for example)
   have their published values in a :class:`~orchestrator.transfer.Resident`, which holds these tensors only; they are
   compared with what is live.
 """
@@ -28,17 +28,16 @@ from orchestrator.transfer.bucket import Bytes
 from orchestrator.transfer.delta import Edit
 from orchestrator.transfer.job_head import FULL
 from orchestrator.transfer.shard_routing import Box, box_of, elements, extent, label
-from vllm_rlplugin.weights.checkpoint_mapping import Fill, Layout, Slice
-from vllm_rlplugin.weights.checkpoint_mapping import Mapping as ModelMapping
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, Fill, Slice
 from vllm_rlplugin.weights.digests import digest_for, digest_of_parts, xxh3
-from vllm_rlplugin.weights.element_places import Place, Places, together
-from vllm_rlplugin.weights.slice_edits import Scratch, Touched
+from vllm_rlplugin.weights.element_places import LivePlace, LivePlaces, together
+from vllm_rlplugin.weights.slice_edits import ScratchMemory, SliceEdits
 
 CHUNK_BYTES = 16 << 20  # of a slice at a time, while its digest is made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Origin:
+class WeightsOrigin:
     """Which weights: a version within its epoch, and the published digests of the shards that this rank has in place."""
 
     epoch: int
@@ -48,16 +47,16 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Base:
+class DeltaBase:
     """What is live, verified: what a difference is applied to."""
 
-    origin: Origin
-    mapping: ModelMapping
+    origin: WeightsOrigin
+    mapping: CheckpointMapping
     digests: Mapping[Slice | Fill, int]  # of the live slices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Proof:
+class DigestProof:
     """A digest that a part of the live model must have after the update."""
 
     slice: Slice
@@ -66,12 +65,12 @@ class Proof:
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
+class DeltaUpdate:
     """What the update has to do."""
 
-    base: Base
-    touched: list[Touched]
-    proofs: list[Proof] = field(default_factory=list)
+    base: DeltaBase
+    touched: list[SliceEdits]
+    proofs: list[DigestProof] = field(default_factory=list)
     digests: dict[Slice | Fill, int] = field(default_factory=dict)  # of the touched slices, afterwards
 
     @property
@@ -90,16 +89,18 @@ class Followed:
         return sum(item.bytes for item in self.touched)
 
 
-def origin_of(manifest: StoredManifest, places: Mapping[int, Sequence[Place]]) -> Origin:
+def origin_of(manifest: StoredManifest, places: Mapping[int, Sequence[LivePlace]]) -> WeightsOrigin:
     """What is live once this version is."""
     shards = {label(manifest.shards[number]): manifest.pieces[number].digest for number in places}
-    return Origin(manifest.epoch, manifest.version, manifest.content(), shards)
+    return WeightsOrigin(manifest.epoch, manifest.version, manifest.content(), shards)
 
 
-class Following:
+class DeltaBuilder:
     """One version on its way to where it will live. ``check`` is called before every shard and may raise to give up."""
 
-    def __init__(self, base: Base, places: Places, codec: DeltaCodec, device: torch.device, check: Callable[[], None]):
+    def __init__(
+        self, base: DeltaBase, places: LivePlaces, codec: DeltaCodec, device: torch.device, check: Callable[[], None]
+    ):
         self.fetched_bytes = 0
         self._base = base
         self._places = places
@@ -108,12 +109,12 @@ class Following:
         self._check = check
         self._digest = digest_for(device)
         self._parts = digest_of_parts(device)
-        self._scratch = Scratch(device)
-        self._touched: dict[Slice, Touched] = {}
-        self._changed: dict[str, list[Place]] = {}  # by the label of a shard that came
+        self._scratch = ScratchMemory(device)
+        self._touched: dict[Slice, SliceEdits] = {}
+        self._changed: dict[str, list[LivePlace]] = {}  # by the label of a shard that came
         self._expected: dict[str, int] = {}  # its published digest, of the last version that it came with
-        self._proofs: dict[Slice, list[Proof]] = {}  # of the shards that came
-        self._followed = Followed(base, [])
+        self._proofs: dict[Slice, list[DigestProof]] = {}  # of the shards that came
+        self._followed = DeltaUpdate(base, [])
 
     def chain(self, subscriber: Subscriber, chain: Sequence[StoredManifest]) -> None:
         """Take in differences, in their order. Raises CorruptWeightsError or RelayError."""
@@ -138,7 +139,7 @@ class Following:
             self.fetched_bytes += sum(manifest.pieces[number].length for number in needed)
             digests.update(origin.shards)
 
-    def compare(self, resident: Resident, published: Layout, regions: Iterable[Region]) -> None:
+    def compare(self, resident: Resident, published: CheckpointLayout, regions: Iterable[Region]) -> None:
         """Take in what a resident holds of tensors that cannot be followed in place: what differs from what is live."""
         for region in regions:
             self._check()
@@ -147,7 +148,7 @@ class Following:
             for item in self._base.mapping.of(region.tensor):
                 self._compare(item, spec.shape, region.box, part)
 
-    def prove(self) -> Followed:
+    def prove(self) -> DeltaUpdate:
         """Make sure of what will be live. Raises CorruptWeightsError."""
         followed = self._followed
         partial: dict[Slice, None] = {}
@@ -165,7 +166,7 @@ class Following:
                 self._expect(item, touched)
         return followed
 
-    def _expect(self, item: Slice, touched: Touched) -> None:
+    def _expect(self, item: Slice, touched: SliceEdits) -> None:
         """What the update must find in a slice: its shards where each of them lies in one piece, else all of it at once."""
         followed = self._followed
         if item not in followed.digests:
@@ -173,10 +174,10 @@ class Following:
             followed.digests[item] = self._parts(chunks)
         proofs = self._proofs.get(item, [])
         if not proofs or any(not proof.view.is_contiguous() for proof in proofs):
-            proofs = [Proof(item, item.target, followed.digests[item])]
+            proofs = [DigestProof(item, item.target, followed.digests[item])]
         followed.proofs += proofs
 
-    def _take(self, manifest: StoredManifest, number: int, stored: Bytes, places: list[Place]) -> None:
+    def _take(self, manifest: StoredManifest, number: int, stored: Bytes, places: list[LivePlace]) -> None:
         """Where a stored shard changes what, from what is there now."""
         key = manifest.shards[number]
         spans = [place.span() for place in places]
@@ -188,15 +189,15 @@ class Following:
         self._changed[label(key)] = places
         self._expected[label(key)] = manifest.pieces[number].digest
 
-    def _edit(self, place: Place, edit: Edit) -> None:
+    def _edit(self, place: LivePlace, edit: Edit) -> None:
         chosen, index = place.locate(edit.positions)
         if index.size:
             self._of(place.slice).add(index, edit.only(chosen).new)
 
-    def _of(self, item: Slice) -> Touched:
+    def _of(self, item: Slice) -> SliceEdits:
         found = self._touched.get(item)
         if found is None:
-            found = self._touched[item] = Touched(item)
+            found = self._touched[item] = SliceEdits(item)
         return found
 
     def _compare(self, item: Slice, shape: tuple[int, ...], box: Box, part: torch.Tensor) -> None:
@@ -209,7 +210,7 @@ class Following:
         if touched.index.size:
             self._followed.digests[item] = self._digest(made.to(self._device))
 
-    def _prove(self, name: str, places: list[Place]) -> bool:
+    def _prove(self, name: str, places: list[LivePlace]) -> bool:
         """Whether this rank has all of a shard; then it is proved, with a copy of it that is dropped at once."""
         whole = together(places)
         if len(whole) > 1:
@@ -223,12 +224,12 @@ class Following:
             if place.whole:
                 self._compare_digest(name, found)
             digest = found if self._digest is xxh3 else self._digest(made)
-            self._proofs.setdefault(place.slice, []).append(Proof(place.slice, place.view, digest))
+            self._proofs.setdefault(place.slice, []).append(DigestProof(place.slice, place.view, digest))
             if _same(place.view, place.slice.target):
                 self._followed.digests[place.slice] = digest
         return bool(whole)
 
-    def _predicted(self, place: Place) -> torch.Tensor:
+    def _predicted(self, place: LivePlace) -> torch.Tensor:
         return self._of(place.slice).predicted(place.view, self._scratch)
 
     def _compare_digest(self, name: str, found: int) -> None:

@@ -4,10 +4,10 @@ A shard is a box of a checkpoint tensor; a slice (:class:`vllm_rlplugin.weights.
 view of the same tensor and the live view that holds it. Guarantees:
 
 * :func:`inside` finds, for positions in a tensor, those that a view has, and where; each once, exactly.
-* :class:`Places` takes a tensor as *direct* only if every slice of it is a box of the tensor whose live elements have the
+* :class:`LivePlaces` takes a tensor as *direct* only if every slice of it is a box of the tensor whose live elements have the
   published dtype, bit for bit: differences can then be applied where the values live. All others are *indirect* (cast,
   expanded, or cut across rows), and somebody must keep what was published.
-* The places of a shard are where this rank has it: with :meth:`Place.locate` for single elements, and with ``view`` for
+* The places of a shard are where this rank has it: with :meth:`LivePlace.locate` for single elements, and with ``view`` for
   all of them at once, in the shard's own order.
 """
 
@@ -25,7 +25,7 @@ import torch
 from orchestrator.api import ShardKey
 from orchestrator.transfer import Region
 from orchestrator.transfer.shard_routing import Box, ShardIndex, box_of, elements, extent
-from vllm_rlplugin.weights.checkpoint_mapping import Layout, Mapping, Slice
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, Slice
 
 Index = npt.NDArray[Any]  # positions, int64 or int32
 Dim = tuple[int, int, int]  # elements, stride of the source, stride of the target
@@ -80,7 +80,7 @@ def inside(positions: Index, offset: int, dims: Sequence[Dim]) -> tuple[Chosen, 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spot:
+class BoxSlice:
     """A slice that is a box of its tensor."""
 
     slice: Slice
@@ -90,7 +90,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class LivePlace:
     """What a slice has of a shard."""
 
     slice: Slice
@@ -117,12 +117,12 @@ class Place:
         return inside(_in_tensor(self.key, positions), self.slice.offset, self.dims)
 
 
-class Places:
+class LivePlaces:
     """The live model, as published tensors see it."""
 
-    def __init__(self, mapping: Mapping, published: Layout) -> None:
+    def __init__(self, mapping: CheckpointMapping, published: CheckpointLayout) -> None:
         self.indirect: list[str] = []
-        self._spots: dict[str, list[Spot]] = {}
+        self._spots: dict[str, list[BoxSlice]] = {}
         for tensor in dict.fromkeys(item.tensor for item in mapping.slices if 0 not in item.size):
             spec = published[tensor]
             spots = [_spot(item, spec.shape) for item in mapping.of(tensor) if 0 not in item.size]
@@ -137,20 +137,20 @@ class Places:
         """Tensors to which differences can be applied where they live."""
         return list(self._spots)
 
-    def of(self, keys: Sequence[ShardKey]) -> dict[int, list[Place]]:
+    def of(self, keys: Sequence[ShardKey]) -> dict[int, list[LivePlace]]:
         """The places of each shard of a direct tensor, by its number. Raises CorruptWeightsError as ShardIndex."""
         index = ShardIndex(keys)
-        found: dict[int, list[Place]] = {}
+        found: dict[int, list[LivePlace]] = {}
         for tensor, spots in self._spots.items():
             for spot in spots:
                 for part in index.parts(Region(tensor, spot.box)):
                     view = spot.view[tuple(slice(*bounds) for bounds in part.target)]
-                    place = Place(spot.slice, keys[part.shard], part.source, view, spot.dims)
+                    place = LivePlace(spot.slice, keys[part.shard], part.source, view, spot.dims)
                     found.setdefault(part.shard, []).append(place)
         return found
 
 
-def together(places: Sequence[Place]) -> list[Place]:
+def together(places: Sequence[LivePlace]) -> list[LivePlace]:
     """Places that are the shard together, each element once; empty: this rank does not have all of it."""
     for place in places:
         if place.whole:
@@ -166,7 +166,7 @@ def together(places: Sequence[Place]) -> list[Place]:
     return parts if apart and whole else []
 
 
-def _spot(item: Slice, shape: tuple[int, ...]) -> Spot | None:
+def _spot(item: Slice, shape: tuple[int, ...]) -> BoxSlice | None:
     dims = merged(item.size, item.stride, item.target.stride())
     ordered = nested(dims, 1)
     if ordered is None or nested(dims, 2) is None:
@@ -175,7 +175,7 @@ def _spot(item: Slice, shape: tuple[int, ...]) -> Spot | None:
     if found is None:
         return None
     box, strides = found
-    return Spot(item, ordered, box, item.target.as_strided(extent(box), strides, item.target.storage_offset()))
+    return BoxSlice(item, ordered, box, item.target.as_strided(extent(box), strides, item.target.storage_offset()))
 
 
 def _box(dims: Sequence[Dim], offset: int, shape: tuple[int, ...]) -> tuple[Box, list[int]] | None:

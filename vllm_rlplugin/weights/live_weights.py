@@ -1,7 +1,7 @@
 """What is in the live model: puts a staged version there, and knows the digest that every part of it must have.
 
-:class:`Mapped` copies slices in place and compares the digest of every live slice with that of the staged one.
-:class:`Reloaded` goes through vLLM's layerwise reload where no mapping exists (its tensors are verified before loading);
+:class:`MappedWeights` copies slices in place and compares the digest of every live slice with that of the staged one.
+:class:`ReloadedWeights` goes through vLLM's layerwise reload where no mapping exists (its tensors are verified before loading);
 the digests are then those of the parameters as they came out, good for finding what changes later.
 
 Both: ``load`` raises when the model is not, element by element, what was staged; it is then in no defined state. Where a
@@ -24,30 +24,30 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from vllm_rlplugin.weights.checkpoint_mapping import Fill, Mapping, Slice
-from vllm_rlplugin.weights.delta_update import Followed
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Fill, Slice
+from vllm_rlplugin.weights.delta_update import DeltaUpdate
 from vllm_rlplugin.weights.digests import digest_for
 from vllm_rlplugin.weights.rank_slices import pack
-from vllm_rlplugin.weights.version_staging import Staged
+from vllm_rlplugin.weights.version_staging import StagedVersion
 
 IN_PLACE = "in place, digest of every live slice compared"
 RELOAD = "layerwise reload, tensors verified before loading"
 _NAMED = 4  # mismatches spelled out in an error
 
 
-class Mismatch(Exception):
+class WeightMismatch(Exception):
     """Live weights are not those that were published; names tensor, parameter and both digests."""
 
 
-class Loaded(Protocol):
+class LiveWeights(Protocol):
     """The weights of one rank."""
 
     how: str
 
-    def load(self, staged: Staged) -> dict[str, float]:
+    def load(self, staged: StagedVersion) -> dict[str, float]:
         """Put a version into the model; returns seconds of each phase. See the module for what it raises."""
 
-    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+    def undo(self, staged: StagedVersion) -> list[dict[str, str]] | None:
         """Take back what ``load`` wrote, whether it raised or not. What is not as it was; None: it cannot be taken back."""
 
     def mismatches(self) -> list[dict[str, str]]:
@@ -57,18 +57,18 @@ class Loaded(Protocol):
         """tensor -> [[offset, size, stride, dtype, digest], ...] of what must be live; {} where it is not known."""
 
 
-class Mapped:
+class MappedWeights:
     """In place, slice by slice."""
 
     how = IN_PLACE
 
-    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+    def __init__(self, mapping: CheckpointMapping, device: torch.device) -> None:
         self.mapping = mapping
         self._device = device
         self._digest = digest_for(device)
         self._expected: dict[Slice | Fill, int] = {}
 
-    def load(self, staged: Staged) -> dict[str, float]:
+    def load(self, staged: StagedVersion) -> dict[str, float]:
         if staged.followed is not None:
             return self._follow(staged.followed)
         marks = [time.perf_counter()]
@@ -83,16 +83,16 @@ class Mapped:
         self._expected.update({fill: self._fill_digest(fill) for fill in self.mapping.fills})
         lost = [item.tensor for item in self.mapping.slices if item not in self._expected]
         if lost:
-            raise Mismatch(f"nothing was staged for {', '.join(lost[:_NAMED])}")
+            raise WeightMismatch(f"nothing was staged for {', '.join(lost[:_NAMED])}")
         if found := self.mismatches():
-            raise Mismatch(describe(found))
+            raise WeightMismatch(describe(found))
         marks.append(time.perf_counter())
         for packed in staged.packed:
             packed.layer.cpu_linear = packed.linear
         marks.append(time.perf_counter())
         return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
 
-    def _follow(self, followed: Followed) -> dict[str, float]:
+    def _follow(self, followed: DeltaUpdate) -> dict[str, float]:
         """Write what changes, compare what it is part of, pack anew what computes with it."""
         marks = [time.perf_counter()]
         with torch.no_grad():
@@ -101,14 +101,14 @@ class Mapped:
         self._synchronize()
         marks.append(time.perf_counter())
         if found := self._differing((proof.slice, proof.view, proof.digest) for proof in followed.proofs):
-            raise Mismatch(describe(found))
+            raise WeightMismatch(describe(found))
         marks.append(time.perf_counter())
         self._pack_again(followed)
         self._expected = {**self._expected, **followed.digests}
         marks.append(time.perf_counter())
         return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
 
-    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+    def undo(self, staged: StagedVersion) -> list[dict[str, str]] | None:
         followed = staged.followed
         if followed is None:
             return None
@@ -142,7 +142,7 @@ class Mapped:
                 found.append(_mismatch(tensor, item.parameter, live, expected))
         return found
 
-    def _pack_again(self, followed: Followed) -> None:
+    def _pack_again(self, followed: DeltaUpdate) -> None:
         """A layer at a time: the copy that is replaced goes before the next one is made."""
         parameters = {item.slice.parameter for item in followed.touched}
         for layer, parameter in self.mapping.packed:
@@ -166,7 +166,7 @@ class Mapped:
         return self._digest(torch.full_like(fill.target, fill.value, memory_format=torch.contiguous_format))
 
 
-class Reloaded:
+class ReloadedWeights:
     """Through vLLM's own reload, which allocates and takes seconds for a large model."""
 
     how = RELOAD
@@ -177,7 +177,7 @@ class Reloaded:
         self._digest = digest_for(device)
         self._expected: dict[str, int] = {}
 
-    def load(self, staged: Staged) -> dict[str, float]:
+    def load(self, staged: StagedVersion) -> dict[str, float]:
         started = time.perf_counter()
         expected = {name for name, _ in self._model.named_parameters()}
         initialize_layerwise_reload(self._model)
@@ -185,13 +185,13 @@ class Reloaded:
         with _quiet_reload():
             finalize_layerwise_reload(self._model, self._model_config)
         if loaded is not None and (missing := sorted(expected - loaded)):
-            raise Mismatch(f"the version lacks weights that the model has: {', '.join(missing[:8])}")
+            raise WeightMismatch(f"the version lacks weights that the model has: {', '.join(missing[:8])}")
         self._repack_tied_heads()
         loaded_at = time.perf_counter()
         self._expected = self._digests()
         return {"reload": loaded_at - started, "verify": time.perf_counter() - loaded_at}
 
-    def undo(self, staged: Staged) -> list[dict[str, str]] | None:
+    def undo(self, staged: StagedVersion) -> list[dict[str, str]] | None:
         return None
 
     def mismatches(self) -> list[dict[str, str]]:

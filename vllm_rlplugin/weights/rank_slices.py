@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from orchestrator.transfer.shard_routing import Box
-from vllm_rlplugin.weights.checkpoint_mapping import Mapping, Slice
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Slice
 from vllm_rlplugin.weights.digests import digest_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class StagedSlice:
     """One slice, ready to be copied into its target, and the digest it must have there."""
 
     slice: Slice
@@ -26,25 +26,25 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedLayer:
     """What a CPU layer will compute with."""
 
     layer: torch.nn.Module
     linear: Callable[..., torch.Tensor]
 
 
-def pack(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
+def pack(layer: torch.nn.Module, weight: torch.Tensor) -> PackedLayer:
     """What a layer will compute with when this is its weight."""
     stand_in = torch.nn.Module()
     stand_in.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
     layer.quant_method.process_weights_after_loading(stand_in)
-    return Packed(layer, stand_in.cpu_linear)
+    return PackedLayer(layer, stand_in.cpu_linear)
 
 
-class Cutter:
+class SliceCutter:
     """Makes this rank's slices of one version, in twins of the live parameters (CUDA: pinned), each with its digest."""
 
-    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+    def __init__(self, mapping: CheckpointMapping, device: torch.device) -> None:
         self._mapping = mapping
         self._device = device
         self._digest = digest_for(device)
@@ -52,7 +52,7 @@ class Cutter:
 
     def cut(
         self, name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None, box: Box = ()
-    ) -> Iterator[Piece]:
+    ) -> Iterator[StagedSlice]:
         """The slices of one checkpoint tensor, cast as vLLM's loader casts.
 
         ``tensor``: all of it, or with ``shape`` what lies in ``box`` of one of that shape.
@@ -62,9 +62,9 @@ class Cutter:
             offset = item.target.storage_offset() - live.storage_offset()
             source = self._twin(item.parameter).as_strided(item.target.size(), item.target.stride(), offset)
             source.copy_(item.cut(tensor) if shape is None else item.cut_box(shape, box, tensor))
-            yield Piece(item, source, self._digest(source.to(self._device)))
+            yield StagedSlice(item, source, self._digest(source.to(self._device)))
 
-    def pack(self) -> list[Packed]:
+    def pack(self) -> list[PackedLayer]:
         """Once all tensors were cut: the packed copies of CPU layers, made by vLLM's own functions on a stand-in."""
         for fill in self._mapping.fills:
             offset = fill.target.storage_offset() - self._mapping.live[fill.parameter].storage_offset()

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed import parallel_state
 
 
-class Ranks:
+class RankVotes:
     """One rank's view. ``number`` counts from 0 to ``size`` - 1 within the engine (a data-parallel replica is another)."""
 
     def __init__(self, parallel_config: Any) -> None:

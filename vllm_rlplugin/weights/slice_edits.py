@@ -1,7 +1,8 @@
 """What a version changes of one live slice: places, old values, new values. As large as the change.
 
-Guarantees: nothing is written but by :meth:`Touched.write` and :meth:`Touched.restore`, and those write the places that changed
-and no others; after ``restore`` each of them has the bits that it had when it was read. Values are compared and kept as bits.
+Guarantees: nothing is written but by :meth:`SliceEdits.write` and :meth:`SliceEdits.restore`, and those write the
+places that changed and no others; after ``restore`` each of them has the bits that it had when it was read. Values are
+compared and kept as bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL = 1 << 31
 
 
-class Scratch:
+class ScratchMemory:
     """Memory for one copy at a time, as large as the largest was: fresh pages cost more than the copy itself."""
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class Scratch:
         return made.copy_(view.detach())
 
 
-class Touched:
+class SliceEdits:
     """Of one slice. Differences are added in their order, each ended by :meth:`settle`; later ones see what earlier ones did."""
 
     def __init__(self, item: Slice) -> None:
@@ -102,7 +103,7 @@ class Touched:
             index, old, new = index[left], old[left], new[left]
         self.index, self.old, self.new = index, old, new
 
-    def predicted(self, view: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    def predicted(self, view: torch.Tensor, scratch: ScratchMemory) -> torch.Tensor:
         """A contiguous copy of a part of the slice's target, as it will be; in memory that the next one may take."""
         made = scratch.copy(view)
         ordered = nested(merged(view.size(), view.stride(), made.stride()), 1)

@@ -38,13 +38,13 @@ from vllm.distributed.weight_transfer.base import (
 
 from orchestrator.api import CoserveError, Meeting, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
-from vllm_rlplugin.weights.checkpoint_mapping import Layout, NoMappingError, TensorSpec, discover
-from vllm_rlplugin.weights.delta_update import Base
-from vllm_rlplugin.weights.live_weights import Loaded, Mapped, Reloaded, describe
-from vllm_rlplugin.weights.rank_slices import Cutter
-from vllm_rlplugin.weights.rank_votes import Ranks
-from vllm_rlplugin.weights.version_fetch import Fetcher, Refusal
-from vllm_rlplugin.weights.version_staging import Plan, Staged
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover
+from vllm_rlplugin.weights.delta_update import DeltaBase
+from vllm_rlplugin.weights.live_weights import LiveWeights, MappedWeights, ReloadedWeights, describe
+from vllm_rlplugin.weights.rank_slices import SliceCutter
+from vllm_rlplugin.weights.rank_votes import RankVotes
+from vllm_rlplugin.weights.version_fetch import FetchRefusal, VersionFetcher
+from vllm_rlplugin.weights.version_staging import StagedVersion, StagingPlan
 
 _SAFETENSORS: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -96,16 +96,16 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.seconds: dict[str, float] = {}
         self.touched: dict[str, Any] = {}  # by the last version that was loaded
         self.fallback = ""  # why there is no mapping
-        self.ranks = Ranks(self.parallel_config)
-        self._fetcher: Fetcher | None = None
+        self.ranks = RankVotes(self.parallel_config)
+        self._fetcher: VersionFetcher | None = None
         self._unprepared = ""  # why the last ``prepare`` did not begin
-        self._staged: Staged | None = None
+        self._staged: StagedVersion | None = None
         self._layout = checkpoint_layout(
             self.model_config.model, self.model_config.revision, vllm_config.load_config.download_dir
         )
-        self._plan: Plan | None = None
-        self._loaded: Loaded | None = None
-        self._live: Base | None = None  # what differences can be applied to, unless the weights are damaged
+        self._plan: StagingPlan | None = None
+        self._loaded: LiveWeights | None = None
+        self._live: DeltaBase | None = None  # what differences can be applied to, unless the weights are damaged
         self._broken = False  # vLLM's reload failed half-way: its bookkeeping is in no defined state either
         self._worker: weakref.ref[Any] | None = None
         self._session_left_open = False
@@ -118,7 +118,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.refusal = None
         try:
             endpoint = RelayEndpoint.from_dict(init_info.endpoint)
-            self._fetcher = Fetcher(endpoint, self.ranks.number)
+            self._fetcher = VersionFetcher(endpoint, self.ranks.number)
         except CoserveError as error:
             self.refusal = error
         if not self.ranks.agree(self._fetcher is not None):
@@ -182,21 +182,21 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if self._session_left_open:
             self._end_session()
 
-    def plan(self) -> Plan:
+    def plan(self) -> StagingPlan:
         """What this rank needs of a version. Only while the model does not run: it may have to find the mapping."""
         if self._plan is None or not (self._plan.mapping is None or self._plan.mapping.holds_for(self.model)):
             self._plan = self._make_plan(self._layout)
             self._loaded = None
         return self._plan
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LiveWeights:
         """The weights in the model."""
         if self._loaded is None:
             mapping = self.plan().mapping
             if mapping is None:
-                self._loaded = Reloaded(self.model, self.model_config, self.device)
+                self._loaded = ReloadedWeights(self.model, self.model_config, self.device)
             else:
-                self._loaded = Mapped(mapping, self.device)
+                self._loaded = MappedWeights(mapping, self.device)
         return self._loaded
 
     def leave(self, *, dropped: bool) -> None:
@@ -236,17 +236,17 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     # Parts.
 
-    def _base(self) -> Base | None:
+    def _base(self) -> DeltaBase | None:
         """What is live and known to be."""
         live, mapping = self._live, self.plan().mapping
         return live if live is not None and not self.damage and live.mapping is mapping else None
 
-    def _note(self, staged: Staged) -> None:
+    def _note(self, staged: StagedVersion) -> None:
         """What is live now."""
         loaded, origin, followed = self.loaded(), staged.origin, staged.followed
         self._live = None
-        if isinstance(loaded, Mapped) and origin is not None:
-            self._live = Base(origin, loaded.mapping, loaded.digests)
+        if isinstance(loaded, MappedWeights) and origin is not None:
+            self._live = DeltaBase(origin, loaded.mapping, loaded.digests)
         if followed is not None:
             counts = {"tensors": followed.tensors, "elements": followed.positions, "staged_bytes": followed.bytes}
             self.touched = {"how": "differences", **counts}
@@ -264,7 +264,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if self._fetcher is not None:
             self._fetcher.loaded(staged.version)
 
-    def _take_back(self, staged: Staged, failure: str) -> None:
+    def _take_back(self, staged: StagedVersion, failure: str) -> None:
         """Bring back the weights of before, where that can be done; all ranks come here together."""
         problem = failure
         if staged.followed is not None:
@@ -282,7 +282,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.damage = problem or f"{failure}; another rank could not take it back"
         self.refusal = RunError(self.damage)
 
-    def _take(self, version: int) -> Staged | None:
+    def _take(self, version: int) -> StagedVersion | None:
         """The staged version, or None with the reason noted."""
         if self._broken:
             self.refusal = RunError("an earlier reload failed half-way; restart the engine")
@@ -292,7 +292,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             return None
         plan = self.plan()
         outcome = self._fetcher.take(version, plan, self._base())
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, FetchRefusal):
             self.refusal = outcome.exception()
             return None
         self.refusal = None
@@ -302,18 +302,18 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             self._stage_by(self._make_plan(layout), outcome)
         return outcome
 
-    def _stage_by(self, plan: Plan, staged: Staged) -> None:
+    def _stage_by(self, plan: StagingPlan, staged: StagedVersion) -> None:
         """Cut whole tensors by a mapping that was found only now, so that this and all later versions go in place."""
         if plan.mapping is None:
             return
-        cutter = Cutter(plan.mapping, plan.device)
+        cutter = SliceCutter(plan.mapping, plan.device)
         for name, tensor in staged.tensors.items():
             staged.pieces.extend(cutter.cut(name, tensor))
         staged.packed = cutter.pack()
         staged.tensors, staged.plan = {}, plan
         self._layout, self._plan, self._loaded = plan.layout, plan, None
 
-    def _make_plan(self, layout: Layout | None) -> Plan:
+    def _make_plan(self, layout: CheckpointLayout | None) -> StagingPlan:
         mapping = None
         self.fallback = "the checkpoint's layout is not known before the first update"
         if layout is not None:
@@ -325,15 +325,15 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
                 self.fallback = str(error)
                 _logger.warning("weight updates go through vLLM's layerwise reload: %s", error)
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        return Plan(str(self.model_config.model), self.device, layout, tied, mapping)
+        return StagingPlan(str(self.model_config.model), self.device, layout, tied, mapping)
 
-    def _apply(self, staged: Staged) -> str:
+    def _apply(self, staged: StagedVersion) -> str:
         """Load; returns what went wrong."""
         loaded = self.loaded()
         try:
             seconds = loaded.load(staged)
         except Exception as error:  # whatever a copy or vLLM's loader raises, all ranks must hear of it
-            self._broken = isinstance(loaded, Reloaded)
+            self._broken = isinstance(loaded, ReloadedWeights)
             _logger.exception("weight version %d could not be loaded", staged.version)
             return f"rank {self.ranks.number}: weight version {staged.version}: {error or type(error).__name__}"
         self.seconds = {**staged.seconds, **seconds}
@@ -358,7 +358,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         return worker is not None
 
 
-def checkpoint_layout(model: str, revision: str | None = None, cache: str | None = None) -> Layout | None:
+def checkpoint_layout(model: str, revision: str | None = None, cache: str | None = None) -> CheckpointLayout | None:
     """The tensors of the checkpoint the engine was started from: a folder, or a name in the Hugging Face cache.
 
     None when it has no safetensors files. Nothing is downloaded: vLLM has loaded the model before.
@@ -377,7 +377,7 @@ def checkpoint_layout(model: str, revision: str | None = None, cache: str | None
     if not files:
         return None
 
-    layout: Layout = {}
+    layout: CheckpointLayout = {}
     for file in files:
         with safe_open(str(file), framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118  (not a dictionary)
@@ -427,7 +427,7 @@ def report(worker: Any) -> dict[str, Any]:
     if engine is None:
         return {"state": "intact", "error": _NO_BACKEND, "kind": "fatal", "damaged": False, "version": -1, "bytes": 0}
     loaded = engine.loaded()
-    mapping = loaded.mapping if isinstance(loaded, Mapped) else None
+    mapping = loaded.mapping if isinstance(loaded, MappedWeights) else None
     layout = engine.plan().layout or {}
     error = engine.damage or str(engine.refusal or "")
     retryable = not engine.damage and isinstance(engine.refusal, RetryableError)

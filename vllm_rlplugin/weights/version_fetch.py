@@ -2,10 +2,10 @@
 
 Guarantees:
 
-* One daemon thread per :class:`Fetcher` opens, uses and closes the relay connection; the relay's buffers are born and die
+* One daemon thread per :class:`VersionFetcher` opens, uses and closes the relay connection; the relay's buffers are born and die
   in it. What it hands out is memory of its own.
-* What it hands out is a :class:`vllm_rlplugin.weights.version_staging.Staged`, complete and verified; a version that
-  was published again with another content is fetched again. Anything else is a :class:`Refusal`. What the trainer sent
+* What it hands out is a :class:`vllm_rlplugin.weights.version_staging.StagedVersion`, complete and verified; a version that
+  was published again with another content is fetched again. Anything else is a :class:`FetchRefusal`. What the trainer sent
   is the version, also before the relay has it (:mod:`vllm_rlplugin.weights.collective_receiver`).
 * Where versions travel as differences and there is a mapping, a version is followed from what is live
   (:mod:`vllm_rlplugin.weights.delta_update`): what is staged is as large as the change. Where that cannot be (the first
@@ -37,9 +37,9 @@ from orchestrator.transfer import (
     Subscriber,
 )
 from orchestrator.transfer.job_head import FULL
-from vllm_rlplugin.weights.collective_receiver import Receiver
-from vllm_rlplugin.weights.delta_update import Base
-from vllm_rlplugin.weights.version_staging import Plan, Staged, Staging
+from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
+from vllm_rlplugin.weights.delta_update import DeltaBase
+from vllm_rlplugin.weights.version_staging import StagedVersion, StagingPlan, VersionStaging
 
 CLOSE_SECONDS = 10.0  # how long ``close`` waits for a transfer in flight; it is a daemon, so nothing hangs on it
 
@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class FetchRefusal:
     """Why a version could not be staged."""
 
     error: str
@@ -58,7 +58,7 @@ class Refusal:
         return RetryableError(self.error) if self.retryable else RunError(self.error)
 
 
-class Fetcher:
+class VersionFetcher:
     """See the module. All methods are for one thread, that of vLLM's worker.
 
     Making one connects: raises ConfigError or RetryableError.
@@ -66,19 +66,19 @@ class Fetcher:
 
     def __init__(self, endpoint: RelayEndpoint, rank: int = 0) -> None:
         self._rank = rank  # in its engine
-        self._receiver: Receiver | None = None  # used by the thread only
+        self._receiver: CollectiveReceiver | None = None  # used by the thread only
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._subscriber: Subscriber | None = None
-        self._held: Staged | None = None  # written by the thread only
+        self._held: StagedVersion | None = None  # written by the thread only
         self._cancel = threading.Event()
-        self._prepared: Future[Staged | Refusal] | None = None
+        self._prepared: Future[StagedVersion | FetchRefusal] | None = None
         self._version = -1  # of ``_prepared``
         self._thread = threading.Thread(target=self._work, name="rl-coserve-weights", daemon=True)
         self._thread.start()
 
         self._codec = DeltaCodec(threads=endpoint.codec_threads)
         self._differences = endpoint.snapshot_every > 0
-        self._resident: tuple[Plan, list[Region], Resident] | None = (
+        self._resident: tuple[StagingPlan, list[Region], Resident] | None = (
             None  # what is kept of what was published, for which plan
         )
 
@@ -91,7 +91,7 @@ class Fetcher:
             self.close()
             raise
 
-    def begin(self, version: int, plan: Plan, base: Base | None = None) -> None:
+    def begin(self, version: int, plan: StagingPlan, base: DeltaBase | None = None) -> None:
         """Start fetching; replaces what is being fetched or held for another version. Returns at once.
 
         ``base``: what is live and stays so meanwhile, where differences can be applied to it.
@@ -99,7 +99,7 @@ class Fetcher:
         cancel = self._new(version)
         self._prepared = self._submit(lambda: self._obtain(version, plan, base, cancel))
 
-    def receive(self, version: int, plan: Plan, meetings: Sequence[Meeting], place: int, limit: float) -> None:
+    def receive(self, version: int, plan: StagingPlan, meetings: Sequence[Meeting], place: int, limit: float) -> None:
         """The same, from the trainer; see :class:`orchestrator.api.CollectiveWorker`."""
         cancel = self._new(version)
         self._prepared = self._submit(lambda: self._receive(version, plan, meetings, place, limit, cancel))
@@ -109,18 +109,18 @@ class Fetcher:
         outcome = self._prepared.result() if self._prepared is not None and self._prepared.done() else None
         state = "none" if self._prepared is None else "fetching" if outcome is None else "ready"
         found: dict[str, Any] = {"state": state, "version": self._version, "error": "", "seconds": {}, "checksum": ""}
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, FetchRefusal):
             found.update(state="failed", error=outcome.error)
         elif outcome is not None:
             found.update(seconds=dict(outcome.seconds), checksum=outcome.checksum)
         return found
 
-    def take(self, version: int, plan: Plan, base: Base | None = None) -> Staged | Refusal:
+    def take(self, version: int, plan: StagingPlan, base: DeltaBase | None = None) -> StagedVersion | FetchRefusal:
         """The version, prepared or fetched now. It is the caller's afterwards. ``base``: see :meth:`begin`."""
         if self._version != version:
             self._cancel.set()  # what is being fetched is not wanted
         cancel = threading.Event()
-        outcome: Staged | Refusal = self._submit(lambda: self._obtain(version, plan, base, cancel)).result()
+        outcome: StagedVersion | FetchRefusal = self._submit(lambda: self._obtain(version, plan, base, cancel)).result()
         self.drop()
         return outcome
 
@@ -186,11 +186,13 @@ class Fetcher:
         if self._subscriber is not None:
             self._subscriber.close()
 
-    def _obtain(self, version: int, plan: Plan, base: Base | None, cancel: threading.Event) -> Staged | Refusal:
+    def _obtain(
+        self, version: int, plan: StagingPlan, base: DeltaBase | None, cancel: threading.Event
+    ) -> StagedVersion | FetchRefusal:
         """In the thread: what is held if it is the very thing, else a fetch."""
         subscriber = self._subscriber
         if subscriber is None:
-            return Refusal("the relay is not connected", True)
+            return FetchRefusal("the relay is not connected", True)
         held = self._held
         if held is not None and held.sent and held.version == version and held.plan is plan:
             return held
@@ -201,7 +203,7 @@ class Fetcher:
             if held is not None and same and held.plan is plan and held.follows(base):
                 return held
             self._held = held = None  # two versions at a time would be too much memory
-            staging = Staging(manifest, checksum, plan, cancel)
+            staging = VersionStaging(manifest, checksum, plan, cancel)
             if self._differences:
                 self._held = self._from_differences(subscriber, manifest, staging, base)
             else:
@@ -210,24 +212,30 @@ class Fetcher:
             return _refusal(error, f"weight version {version}")
         except Exception as error:
             _logger.exception("fetching weight version %d failed in an unforeseen way", version)
-            return Refusal(f"weight version {version}: {error!r}", False)
+            return FetchRefusal(f"weight version {version}: {error!r}", False)
         return self._held
 
     def _receive(
-        self, version: int, plan: Plan, meetings: Sequence[Meeting], place: int, limit: float, cancel: threading.Event
-    ) -> Staged | Refusal:
+        self,
+        version: int,
+        plan: StagingPlan,
+        meetings: Sequence[Meeting],
+        place: int,
+        limit: float,
+        cancel: threading.Event,
+    ) -> StagedVersion | FetchRefusal:
         """In the thread: from the trainer, unless it is held."""
         held = self._held
         if held is not None and held.sent and held.version == version and held.plan is plan:
             return held
         self._held = held = None
         if self._receiver is None:
-            self._receiver = Receiver(plan.device, self._rank)
+            self._receiver = CollectiveReceiver(plan.device, self._rank)
         try:
             coming = self._receiver.open(version, meetings, place, limit)
             try:
                 manifest = WeightManifest(version, FULL, coming.shards, coming.bytes, "")
-                staging = Staging(manifest, "", plan, cancel)
+                staging = VersionStaging(manifest, "", plan, cancel)
             except BaseException:
                 coming.refuse()
                 raise
@@ -236,12 +244,12 @@ class Fetcher:
             return _refusal(error, f"weight version {version} from the trainer")
         except Exception as error:
             _logger.exception("receiving weight version %d failed in an unforeseen way", version)
-            return Refusal(f"weight version {version} from the trainer: {error!r}", False)
+            return FetchRefusal(f"weight version {version} from the trainer: {error!r}", False)
         return self._held
 
     def _from_differences(
-        self, subscriber: Subscriber, manifest: StoredManifest, staging: Staging, base: Base | None
-    ) -> Staged:
+        self, subscriber: Subscriber, manifest: StoredManifest, staging: VersionStaging, base: DeltaBase | None
+    ) -> StagedVersion:
         """The version, by differences or whole. Says to the relay what is live meanwhile."""
         kept = self._resident_of(subscriber, staging)
         live = base.origin.version if base is not None else -1
@@ -256,7 +264,9 @@ class Fetcher:
                 subscriber.ask_snapshot()  # the way there is gone: the next version must bring one
             raise
 
-    def _follow(self, subscriber: Subscriber, staging: Staging, base: Base, kept: Resident | None) -> Staged | None:
+    def _follow(
+        self, subscriber: Subscriber, staging: VersionStaging, base: DeltaBase, kept: Resident | None
+    ) -> StagedVersion | None:
         """By differences from what is live; None where that cannot be."""
         origin = base.origin
         if staging.places is None or origin.epoch != subscriber.epoch() or origin.version == staging.version:
@@ -272,7 +282,7 @@ class Fetcher:
             _logger.warning("weight version %d is taken whole, not by differences: %s", staging.version, error)
             return None
 
-    def _resident_of(self, subscriber: Subscriber, staging: Staging) -> Resident | None:
+    def _resident_of(self, subscriber: Subscriber, staging: VersionStaging) -> Resident | None:
         """What holds the published values that are not where they could be followed in place; None: there are none."""
         if not staging.kept:
             self._resident = None
@@ -282,6 +292,6 @@ class Fetcher:
         return self._resident[2]
 
 
-def _refusal(error: CoserveError, what: str) -> Refusal:
+def _refusal(error: CoserveError, what: str) -> FetchRefusal:
     text = f"{what}: {error}" if isinstance(error, CorruptWeightsError) else str(error)
-    return Refusal(text, isinstance(error, RetryableError | CorruptWeightsError))
+    return FetchRefusal(text, isinstance(error, RetryableError | CorruptWeightsError))

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-* A :class:`Staged` is complete and verified (checksums of the relay or of the sender, names and shapes of the model's
+* A :class:`StagedVersion` is complete and verified (checksums of the relay or of the sender, names and shapes of the model's
   checkpoint) and says which content it has.
 * With a mapping only what this rank's slices are cut from is asked for, shard by shard, whatever the trainer's layout; only
   the slices are kept, cast to the parameter's dtype, each with the digest that the live slice must have after the update.
@@ -34,11 +34,11 @@ from orchestrator.transfer import (
 from orchestrator.transfer.job_head import FULL
 from orchestrator.transfer.shard_assembly import Assembler
 from orchestrator.transfer.shard_routing import extent, whole
-from vllm_rlplugin.weights.checkpoint_mapping import Layout, Mapping, TensorSpec
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, TensorSpec
 from vllm_rlplugin.weights.collective_receiver import Transmission
-from vllm_rlplugin.weights.delta_update import Base, Followed, Following, Origin, origin_of
-from vllm_rlplugin.weights.element_places import Places
-from vllm_rlplugin.weights.rank_slices import Cutter, Packed, Piece
+from vllm_rlplugin.weights.delta_update import DeltaBase, DeltaBuilder, DeltaUpdate, WeightsOrigin, origin_of
+from vllm_rlplugin.weights.element_places import LivePlaces
+from vllm_rlplugin.weights.rank_slices import PackedLayer, SliceCutter, StagedSlice
 
 # ShardKey.dtype (numpy's and torch's common names) -> torch. What a checkpoint may hold; vLLM casts on load.
 DTYPES: dict[str, torch.dtype] = {
@@ -60,31 +60,31 @@ TIED_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class StagingPlan:
     """What this rank wants of a version. No ``mapping``: whole tensors, for vLLM's own loader."""
 
     model: str  # for messages
     device: torch.device
-    layout: Layout | None  # None: not known yet; whatever is published is taken
+    layout: CheckpointLayout | None  # None: not known yet; whatever is published is taken
     tied: bool  # the head is the embedding, so that a published lm_head is ignored unless the checkpoint has one
-    mapping: Mapping | None
+    mapping: CheckpointMapping | None
 
 
 @dataclass(slots=True, eq=False)
-class Staged:
+class StagedVersion:
     """A verified version: with a mapping ``followed``, or ``pieces`` and what CPU layers pack of them; else ``tensors``."""
 
     version: int
     checksum: str  # of its content, in hexadecimal: equal for equal weights, whatever way they came
     bytes: int  # as fetched
-    plan: Plan
+    plan: StagingPlan
     sent: bool = False  # by the trainer: the relay need not have it
-    pieces: list[Piece] = field(default_factory=list)
-    packed: list[Packed] = field(default_factory=list)
+    pieces: list[StagedSlice] = field(default_factory=list)
+    packed: list[PackedLayer] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
     seconds: dict[str, float] = field(default_factory=dict)
-    followed: Followed | None = None  # by differences from what was live when it was made
-    origin: Origin | None = None  # what differences of the next version can be applied to, once this one is live
+    followed: DeltaUpdate | None = None  # by differences from what was live when it was made
+    origin: WeightsOrigin | None = None  # what differences of the next version can be applied to, once this one is live
 
     @property
     def staged_bytes(self) -> int:
@@ -93,15 +93,15 @@ class Staged:
             return self.followed.bytes
         return sum(x.nbytes for x in (*(piece.source for piece in self.pieces), *self.tensors.values()))
 
-    def follows(self, base: Base | None) -> bool:
+    def follows(self, base: DeltaBase | None) -> bool:
         """Whether it can be put onto what is live."""
         return self.followed is None or self.followed.base is base
 
 
-class Staging:
+class VersionStaging:
     """One version on its way: what is fetched of it, and what is made of that. Refuses what does not fit the plan."""
 
-    def __init__(self, manifest: WeightManifest, checksum: str, plan: Plan, cancel: threading.Event) -> None:
+    def __init__(self, manifest: WeightManifest, checksum: str, plan: StagingPlan, cancel: threading.Event) -> None:
         self.plan = plan
         self.version = manifest.version
         self._cancel = cancel
@@ -114,11 +114,11 @@ class Staging:
         else:
             boxes = plan.mapping.boxes(self._published)
         self.regions = [Region(name, box) for name, box in boxes.items()]
-        self.places = None if plan.mapping is None else Places(plan.mapping, self._published)
+        self.places = None if plan.mapping is None else LivePlaces(plan.mapping, self._published)
         direct = set() if self.places is None else {*self.places.direct}
         self.kept = [region for region in self.regions if region.tensor not in direct]
-        self._staged = Staged(manifest.version, checksum, 0, plan)
-        self._cutter = None if plan.mapping is None else Cutter(plan.mapping, plan.device)
+        self._staged = StagedVersion(manifest.version, checksum, 0, plan)
+        self._cutter = None if plan.mapping is None else SliceCutter(plan.mapping, plan.device)
 
     def check(self) -> None:
         """Raises RetryableError when it is not wanted any more."""
@@ -127,7 +127,7 @@ class Staging:
                 f"the fetch of weight version {self.version} was replaced by another, or given up for a release"
             )
 
-    def from_snapshot(self, subscriber: Subscriber, manifest: StoredManifest) -> Staged:
+    def from_snapshot(self, subscriber: Subscriber, manifest: StoredManifest) -> StagedVersion:
         """Nothing is kept but what the update needs."""
         with _own_stream(self.plan.device):
             self._add_snapshot(subscriber, manifest, self.regions)
@@ -135,7 +135,7 @@ class Staging:
 
     def from_anything(
         self, subscriber: Subscriber, manifest: StoredManifest, codec: DeltaCodec, kept: Resident | None
-    ) -> Staged:
+    ) -> StagedVersion:
         """All of it, by whatever there is: a full snapshot, or one and the differences after it, put together here."""
         known = {region.tensor for region in self.kept}
         others = [region for region in self.regions if region.tensor not in known]
@@ -156,15 +156,15 @@ class Staging:
         self,
         subscriber: Subscriber,
         codec: DeltaCodec,
-        base: Base,
+        base: DeltaBase,
         chain: Sequence[StoredManifest],
         kept: Resident | None,
-    ) -> Staged:
+    ) -> StagedVersion:
         """By differences to what is live. Nothing of this staging is touched when it raises."""
         places = self.places
         assert places is not None
         with _own_stream(self.plan.device):
-            following = Following(base, places, codec, self.plan.device, self.check)
+            following = DeltaBuilder(base, places, codec, self.plan.device, self.check)
             following.chain(subscriber, chain)
             fetched = time.perf_counter()
             if kept is not None:
@@ -172,7 +172,7 @@ class Staging:
             followed = following.prove()
         last = chain[-1]
         received = following.fetched_bytes + (0 if kept is None else kept.fetched_bytes)
-        return Staged(
+        return StagedVersion(
             self.version,
             self._staged.checksum,
             received,
@@ -182,7 +182,7 @@ class Staging:
             origin=origin_of(last, places.of(last.shards)),
         )
 
-    def from_trainer(self, coming: Transmission) -> Staged:
+    def from_trainer(self, coming: Transmission) -> StagedVersion:
         """As from a snapshot; known by its content once all has come."""
         assembler = Assembler(coming.shards, self.regions)
 
@@ -220,7 +220,7 @@ class Staging:
             self._staged.pieces.extend(self._cutter.cut(region.tensor, part, spec.shape, region.box))
         self._cutting += time.perf_counter() - since
 
-    def _finish(self) -> Staged:
+    def _finish(self) -> StagedVersion:
         fetched = time.perf_counter()
         if self._cutter is not None:
             self._staged.packed = self._cutter.pack()
@@ -232,7 +232,7 @@ class Staging:
         return self._staged
 
 
-def match_layout(manifest: WeightManifest, plan: Plan) -> frozenset[str]:
+def match_layout(manifest: WeightManifest, plan: StagingPlan) -> frozenset[str]:
     """Refuse, before anything is fetched, what vLLM's loader would refuse half-way; returns the names to leave out."""
     published = specs(manifest)
     layout = plan.layout
@@ -258,9 +258,9 @@ def match_layout(manifest: WeightManifest, plan: Plan) -> frozenset[str]:
     return ignored
 
 
-def specs(manifest: WeightManifest) -> Layout:
+def specs(manifest: WeightManifest) -> CheckpointLayout:
     """Names, shapes and dtypes of a version. Raises RetryableError for a dtype that torch does not have."""
-    found: Layout = {}
+    found: CheckpointLayout = {}
     for key in manifest.shards:
         dtype = DTYPES.get(key.dtype)
         if dtype is None:

@@ -2,12 +2,13 @@
 
 Guarantees:
 
-* Every accepted request is answered by exactly one ``Completion``, from :meth:`Engine.step` or :meth:`Engine.abort`.
+* Every accepted request is answered by exactly one ``Completion``, from :meth:`InprocessEngine.step` or
+  :meth:`InprocessEngine.abort`.
 * Tokens, log-probs and version spans of a completion have equal length; the stop token is among them. Log-probs are those
   of the distribution that was sampled (vLLM's ``processed_logprobs``: after temperature and top-p; greedy requests: the
   log-softmax at temperature 1).
-* :meth:`Engine.update` either loads the version and shuts out all KV of older weights, or raises RetryableError with the
-  old version untouched, or raises CommandError ``weights_unusable``: then :attr:`Engine.unusable` says why, and nothing
+* :meth:`InprocessEngine.update` either loads the version and shuts out all KV of older weights, or raises RetryableError with the
+  old version untouched, or raises CommandError ``weights_unusable``: then :attr:`InprocessEngine.unusable` says why, and nothing
   may be generated until another update succeeds.
 
 It reads no clock but the one that its caller gives it.
@@ -42,7 +43,7 @@ from vllm_rlplugin import status as plugin_status
 from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_backend
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
-from vllm_rlplugin.sleep.memory_release import Releaser
+from vllm_rlplugin.sleep.memory_release import MemoryRelease
 from vllm_rlplugin.weights.version_agreement import agree
 
 CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
@@ -139,7 +140,7 @@ def prepare_process(threads: int, kv_pool: bool = False) -> bool:
     return on_cpu
 
 
-class Engine:
+class InprocessEngine:
     """See the module. One at a time in a process: close one before the next is made. ``clock``: seconds, monotonic."""
 
     def __init__(self, options: EngineOptions, clock: Callable[[], float]) -> None:
@@ -205,7 +206,7 @@ class Engine:
         self.unusable = ""  # why the weights cannot be used; empty: they can
         self.advanced: dict[str, Any] = {}  # how the scheduler shut out old KV in the latest update
         self._relay = options.relay is not None
-        self._releaser = Releaser(self._core, self._rpc, on_cpu=on_cpu, sleep_mode=options.sleep_mode)
+        self._releaser = MemoryRelease(self._core, self._rpc, on_cpu=on_cpu, sleep_mode=options.sleep_mode)
         self.version = options.weight_version
         self._llm.set_weight_version(str(self.version))
         try:
@@ -359,7 +360,7 @@ class Engine:
         return self._releaser.level
 
     def release(self, level: str) -> ReleaseResult:
-        """Give memory back; see :class:`~vllm_rlplugin.sleep.memory_release.Releaser`. While paused only; nothing may
+        """Give memory back; see :class:`~vllm_rlplugin.sleep.memory_release.MemoryRelease`. While paused only; nothing may
         then be asked that needs the weights or the KV, until :meth:`reclaim`."""
         return self._releaser.release(level)
 

@@ -48,7 +48,7 @@ from orchestrator.api import (
 )
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
 from vllm_rlplugin.options import PluginOptions, is_priority
-from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
+from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 from vllm_rlplugin.worker.request_book import RequestBook
 
 STALL_SECONDS = 2.0  # unfinished work without any progress for this long is reported as stalled
@@ -103,7 +103,7 @@ class EngineWorker:
         self._mover: KvMover | None = None
         if kv is not None:  # where this worker hands out KV; needs plugin = {"kv_transfer": true}
             self._mover = KvMover(KvOptions.from_dict(kv), self._kv_command)
-        self._engine = Engine(
+        self._engine = InprocessEngine(
             EngineOptions(
                 model=model,
                 dtype=dtype,

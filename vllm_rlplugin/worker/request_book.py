@@ -25,7 +25,7 @@ _OUTDATED_ROWS = 64  # how many the heap may hold before they are cleared out
 
 
 @dataclass(slots=True)
-class Entry:
+class UnfinishedRequest:
     """An unfinished request. ``fed``: the engine has it, else it is held here."""
 
     request: GenerationRequest
@@ -40,7 +40,7 @@ class RequestBook:
 
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, UnfinishedRequest] = {}
         # Insertion-ordered sets. Not plain dicts: to find the first key of one whose first ones were deleted takes as long as
         # there were such since it grew last.
         self._seen: OrderedDict[str, None] = OrderedDict()  # request ids
@@ -74,7 +74,7 @@ class RequestBook:
             fresh += 1
             self._seen[request.request_id] = None
             self._last_added = max(now, math.nextafter(self._last_added, math.inf))
-            entry = Entry(request, self._last_added, self._arrivals)
+            entry = UnfinishedRequest(request, self._last_added, self._arrivals)
             self._arrivals += 1
             self._entries[request.request_id] = entry
             self._index(self._trajectories, request.trajectory_id, request.request_id)
@@ -97,7 +97,7 @@ class RequestBook:
 
     def feed(
         self, engine_waiting: int, free_slots: int, worst_waiting: int | None, overdue: float | None = None
-    ) -> list[Entry]:
+    ) -> list[UnfinishedRequest]:
         """Take out, best first, what the engine should get now; at most ``lookahead + free_slots`` a call.
 
         ``engine_waiting``: how many wait inside it, ``free_slots``: how many more could run, ``worst_waiting``: the
@@ -110,8 +110,8 @@ class RequestBook:
         """
         most = self._lookahead + free_slots
         room = most - engine_waiting
-        fed: list[Entry] = []
-        aged: list[Entry] = []
+        fed: list[UnfinishedRequest] = []
+        aged: list[UnfinishedRequest] = []
         if overdue is not None:
             for request_id in itertools.islice(self._unfed, max(0, self._lookahead - self._overdue)):
                 if self._entries[request_id].added_at >= overdue:
@@ -166,11 +166,11 @@ class RequestBook:
         """Whether it was ever added (as far as remembered)."""
         return request_id in self._seen
 
-    def get(self, request_id: str) -> Entry | None:
+    def get(self, request_id: str) -> UnfinishedRequest | None:
         """An unfinished request."""
         return self._entries.get(request_id)
 
-    def finish(self, request_id: str) -> Entry | None:
+    def finish(self, request_id: str) -> UnfinishedRequest | None:
         """Strike it out; None when it is not unfinished."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
@@ -189,19 +189,19 @@ class RequestBook:
         first = next(iter(self._unfed), None)
         return None if first is None else self._entries[first].added_at
 
-    def _mark_fed(self, entry: Entry) -> None:
+    def _mark_fed(self, entry: UnfinishedRequest) -> None:
         entry.fed = True
         self._count(entry, 1)
         del self._unfed[entry.request.request_id]
 
-    def _count(self, entry: Entry, change: int) -> None:
+    def _count(self, entry: UnfinishedRequest, change: int) -> None:
         priority = entry.request.priority
         if left := self._inside.get(priority, 0) + change:
             self._inside[priority] = left
         else:
             del self._inside[priority]
 
-    def _head(self) -> Entry | None:
+    def _head(self) -> UnfinishedRequest | None:
         """The best of those held. Rows of requests that were finished, fed or ranked anew meanwhile are dropped."""
         while self._held:
             priority, order, request_id = self._held[0]

@@ -39,7 +39,7 @@ from orchestrator.api import (
 )
 from vllm_rlplugin.worker.cache_salt import salted
 from vllm_rlplugin.worker.live_engine import EngineClient, LiveEngine
-from vllm_rlplugin.worker.request_book import Entry, RequestBook
+from vllm_rlplugin.worker.request_book import RequestBook, UnfinishedRequest
 from vllm_rlplugin.worker.request_stamps import timing_of
 from vllm_rlplugin.worker.update_cycle import Observe, UpdateCycle
 
@@ -56,7 +56,7 @@ Translate = Callable[[GenerationRequest, str | None, float], tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EngineLimits:
     """What the served model takes, and how many requests run at once (``max_num_seqs``)."""
 
     model_len: int  # tokens, prompt and answer together
@@ -67,7 +67,7 @@ class Limits:
     salted: bool = True  # the weight version is in the cache salt (else KV is flushed on an update)
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Limits:
+    def of(cls, vllm_config: Any) -> EngineLimits:
         """Those of a running vLLM."""
         from vllm_rlplugin.options import PluginOptions
 
@@ -86,7 +86,7 @@ class Limits:
 class _Flight:
     """A request that the engine has, or is about to get."""
 
-    entry: Entry
+    entry: UnfinishedRequest
     fed_at: float
     registered: bool = False
     aborted: bool = False
@@ -122,7 +122,7 @@ class ServedWorker:
     def __init__(
         self,
         client: EngineClient,
-        limits: Limits,
+        limits: EngineLimits,
         *,
         name: str = "vllm-serve",
         translate: Translate = translate,

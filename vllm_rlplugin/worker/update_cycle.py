@@ -25,7 +25,7 @@ from orchestrator.api import CommandError, ConfigError, RetryableError, UpdateRe
 from orchestrator.transfer import RelayEndpoint
 from vllm_rlplugin.weights.version_agreement import agree
 from vllm_rlplugin.worker.live_engine import LiveEngine
-from vllm_rlplugin.worker.version_history import NOTHING_LOADED, History
+from vllm_rlplugin.worker.version_history import NOTHING_LOADED, VersionHistory
 
 POLL_SECONDS = 0.05  # between two looks at a version that is being fetched
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -51,7 +51,7 @@ class UpdateCycle:
         self._wanted = -1  # the version of that update
         self._received: int | None = None  # by update_weights, not yet finished
         self._labels: dict[str, int] = {}
-        self.history = History()
+        self.history = VersionHistory()
         self.loaded = (0, 0)  # history and version of the weights in the model, which are in the salts
 
     async def open(self, relay: Mapping[str, Any] | None) -> None:
@@ -119,7 +119,7 @@ class UpdateCycle:
         self._wanted = -1
         await self._change(self._connect(told, next_history), self._ended)
 
-    async def _connect(self, told: dict[str, Any], history: History) -> None:
+    async def _connect(self, told: dict[str, Any], history: VersionHistory) -> None:
         await self._fetching("connecting to the weight relay", "init_weight_transfer_engine", init_info=told)
         self.relay = True
         if history.number != self.history.number and self.version != NOTHING_LOADED:

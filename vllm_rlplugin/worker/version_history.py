@@ -19,7 +19,7 @@ NOTHING_LOADED = -1  # the version until the first update of a history
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class VersionHistory:
     """``job`` empty: no relay was connected yet. ``relay``: its kind and address. ``epoch`` 0: nothing was published
     there when it was connected."""
 
@@ -29,7 +29,7 @@ class History:
     metadata: str = ""
     epoch: int = 0
 
-    async def after(self, endpoint: RelayEndpoint) -> History:
+    async def after(self, endpoint: RelayEndpoint) -> VersionHistory:
         """The history that ``endpoint`` belongs to now. The first relay of a server continues history 0.
 
         Raises CommandError ``invalid_request`` when its metadata cannot be opened, RetryableError when it cannot be read.

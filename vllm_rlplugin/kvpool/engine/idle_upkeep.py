@@ -21,7 +21,7 @@ _TOLD = ("process", "patches", "pages", "budget", "free", "displaced", "reason",
 _logger = logging.getLogger("vllm.rl_coserve")
 
 
-class PoolKeeper:
+class PoolUpkeep:
     """Of the engine behind one front end, in its event loop. ``latest``: what the scheduler said last (``page_pool``)."""
 
     def __init__(self, engine: LiveEngine, every: float = LOOK_SECONDS) -> None:

@@ -20,10 +20,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from vllm_rlplugin.kvpool.pages.page_geometry import Geometry
+from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry
 
 
-class Backing(Protocol):
+class PageMapper(Protocol):
     """What maps pages behind groups, all or none; see :class:`vllm_rlplugin.kvpool.engine.pool_engine.EnginePool`."""
 
     def back(self, groups: list[int]) -> bool:
@@ -36,15 +36,15 @@ class Backing(Protocol):
         """Returns when the device has done what it was told to do before."""
 
 
-class Parking:
+class ParkedBlocks:
     """``after``: steps that must have ended after the last one that may use a group (1 with a drafter); where none is in flight,
     the device is waited for. ``now``: seconds, monotonic."""
 
     def __init__(
         self,
         pool: Any,
-        geometry: Geometry,
-        backing: Backing,
+        geometry: PageGeometry,
+        backing: PageMapper,
         *,
         backed: Iterable[int],
         now: Callable[[], float],

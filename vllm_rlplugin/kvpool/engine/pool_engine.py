@@ -16,9 +16,9 @@ from typing import Any
 from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool.engine import warmup_pages
 from vllm_rlplugin.kvpool.ledger.page_ledger import Role
-from vllm_rlplugin.kvpool.ledger.tenant_words import Rolled
-from vllm_rlplugin.kvpool.pages.page_backends import Backend, HostBackend, backend_for
-from vllm_rlplugin.kvpool.pages.page_geometry import Geometry, regions_of
+from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords
+from vllm_rlplugin.kvpool.pages.page_backends import HostBackend, PageBackend, backend_for
+from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry, regions_of
 from vllm_rlplugin.kvpool.serving import mps_client
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.sleep import sleep_options
@@ -42,13 +42,13 @@ class EnginePool:
         blocks: int,
         regions: list[tuple[int, int]],
         size: int,
-        backend: Backend | None = None,
+        backend: PageBackend | None = None,
     ) -> None:
         page = options.kv_pool_page_kib << 10
         self.name = options.kv_pool
         self._backend = backend or HostBackend(page)
         try:
-            self.geometry = Geometry.of(blocks, regions, page)
+            self.geometry = PageGeometry.of(blocks, regions, page)
         except ValueError as error:
             raise ConfigError("kv_pool", options.kv_pool, str(error)) from error
         pages = (options.kv_pool_mib << 20) // page
@@ -59,7 +59,7 @@ class EnginePool:
         self.role = role
         self.slot = self.pool.join(f"{role}-{os.getpid()}", role, options.kv_pool_budget_mib * (1 << 20) // page)
         if role == "rollout":  # known before anything is owned: pages that it cannot give back while it lives
-            self.pool.publish(Rolled(minimum=self.geometry.pages_a_group).pack())
+            self.pool.publish(RolloutWords(minimum=self.geometry.pages_a_group).pack())
         self.memory = self._backend.range(self.pool, -(-size // page), role, scrub=options.kv_pool_scrub)
         deadline = time.monotonic() + PATIENCE
         while not (had := self.back([0])) and role == "rollout" and time.monotonic() < deadline:
@@ -69,7 +69,7 @@ class EnginePool:
             raise ConfigError("kv_pool", options.kv_pool, fix + "rollout engine: kv_pool_budget_mib)")
 
     def back(self, groups: list[int]) -> bool:
-        """See :class:`vllm_rlplugin.kvpool.engine.parked_blocks.Backing`."""
+        """See :class:`vllm_rlplugin.kvpool.engine.parked_blocks.PageMapper`."""
         return self.memory.back(self.geometry.places(groups))
 
     def drop(self, groups: list[int]) -> None:

@@ -22,13 +22,13 @@ from orchestrator.api import ConfigError
 from orchestrator.policies.serving.admission import Mode, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.engine import warmup_pages
-from vllm_rlplugin.kvpool.engine.parked_blocks import Parking
+from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
 from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, EnginePool, current
 from vllm_rlplugin.kvpool.engine.step_costs import costs_of
-from vllm_rlplugin.kvpool.ledger.tenant_words import Control
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
 from vllm_rlplugin.kvpool.serving import neighbour_status
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
-from vllm_rlplugin.kvpool.serving.rollout_admission import Turns
+from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.25  # between two looks at all blocks
 _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggregated roles
 
 
-class PagedScheduling:
+class PoolScheduler:
     """Of one stock scheduler, in its thread. A serving engine has ``guardian`` and ``meter``, a rollout engine ``turns``."""
 
     def __init__(
@@ -48,12 +48,12 @@ class PagedScheduling:
         keep: float,
         guardian: Guardian | None = None,
         meter: ServingMeter | None = None,
-        turns: Turns | None = None,
+        turns: RolloutAdmission | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         manager = scheduler.kv_cache_manager
-        self._parking = Parking(
+        self._parking = ParkedBlocks(
             manager.block_pool,
             pool.geometry,
             pool,
@@ -72,7 +72,7 @@ class PagedScheduling:
             guardian.watch(meter.idle)
 
     @classmethod
-    def of(cls, scheduler: Any, options: PluginOptions) -> PagedScheduling | None:
+    def of(cls, scheduler: Any, options: PluginOptions) -> PoolScheduler | None:
         """None where the KV cache is vLLM's own."""
         if not options.kv_pool:
             return None
@@ -88,7 +88,7 @@ class PagedScheduling:
                 fix = "a rollout engine in a pool computes prompts in chunks: drop --no-enable-chunked-prefill"
                 raise ConfigError("--enable-chunked-prefill", False, fix)
             minimum = pool.geometry.pages_a_group
-            turns = Turns(scheduler, pool.pool, costs_of(config, options, unknown=0.02), minimum)
+            turns = RolloutAdmission(scheduler, pool.pool, costs_of(config, options, unknown=0.02), minimum)
             return cls(scheduler, pool, options.kv_pool_keep, turns=turns)
         shares = options.kv_pool_headroom, options.kv_pool_watermark, options.kv_pool_lent
         guardian = Guardian(pool.pool, SharingRules(pool.pool.pages, *shares), time.monotonic, options.kv_pool_window)
@@ -133,7 +133,7 @@ class PagedScheduling:
     def rl_step(self) -> None:
         """An RL step begins: of a rollout engine, which got the weights of it. The serving engine opens the budgets anew."""
         if self._turns is not None:
-            self._pool.pool.control(Control.STEPS, 1, add=True)
+            self._pool.pool.control(ControlWord.STEPS, 1, add=True)
 
     def command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """One of POOL_COMMANDS: see the methods."""

@@ -217,7 +217,7 @@ class PagePool:
         self._call("rlc_pool_headroom", pages)
 
     def controls(self) -> tuple[int, ...]:
-        """What people and other processes ask for: :class:`vllm_rlplugin.kvpool.ledger.tenant_words.Control`. Never waits."""
+        """What people and other processes ask for: :class:`vllm_rlplugin.kvpool.ledger.tenant_words.ControlWord`. Never waits."""
         found = (ctypes.c_uint64 * native_pages.CONTROLS)()
         self._checked(self._library.rlc_pool_controls(self.handle, found))
         return tuple(found)

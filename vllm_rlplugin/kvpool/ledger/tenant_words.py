@@ -22,7 +22,7 @@ _ALL = (1 << 64) - 1
 _INFINITE = (1 << 63) - 1  # nanoseconds
 
 
-class Control(IntEnum):
+class ControlWord(IntEnum):
     """Places of the pool's control words."""
 
     LENT = 0  # the most that is lent, in millionths of the pool, plus 1; 0: what the serving engine's flag says
@@ -32,7 +32,7 @@ class Control(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServingWords:
     """Of a serving engine. Counts since its start: ``firsts``, ``nexts``: first tokens and tokens after them; ``late_*``: of
     these beyond their SLO; ``blamed_*``: of the late ones, those that would have been in time without the time rollouts ran."""
 
@@ -55,7 +55,7 @@ class Served:
         return _words([head, *map(_nanoseconds, times), state.tick, *counts])
 
     @classmethod
-    def unpack(cls, words: Words | None) -> Served | None:
+    def unpack(cls, words: Words | None) -> ServingWords | None:
         """None: nothing of a serving engine."""
         if words is None or (head := int(words[0])) & 0xFFFF != _SERVING:
             return None
@@ -66,7 +66,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Rolled:
+class RolloutWords:
     """Of a rollout engine. ``running``: a step of it runs since ``begun``; ``busy``: seconds of all steps before; ``minimum``:
     pages that it cannot give back while it lives. Counts since its start; ``would``: tokens admitted in a dry run, never
     computed; ``refused``: steps; ``stalls``, ``returned``: requests; ``misses``: steps after which serving had no slack left.
@@ -98,7 +98,7 @@ class Rolled:
         return _words([head, *times, self.minimum, *counts, self.weights, _nanoseconds(self.activation)])
 
     @classmethod
-    def unpack(cls, words: Words | None) -> Rolled | None:
+    def unpack(cls, words: Words | None) -> RolloutWords | None:
         """None: nothing of a rollout engine."""
         if words is None or (head := int(words[0])) & 0xFFFF != _ROLLOUT:
             return None

@@ -28,7 +28,7 @@ class DeviceFull(PoolError):
         self.made = made
 
 
-class Driver:
+class CudaDriver:
     """One device of ``library``, for pages of ``page_bytes``."""
 
     def __init__(self, page_bytes: int, *, ordinal: int = 0, library: str = LIBRARY) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from vllm_rlplugin.kvpool.ledger import native_pages
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Pages, PoolError
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
-from vllm_rlplugin.kvpool.pages.cuda_driver import DeviceFull, Driver, Handles
+from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver, DeviceFull, Handles
 from vllm_rlplugin.kvpool.pages.page_keeper import KeeperGone, KeptPages
 
 Supply = Literal["kept", "created"]
@@ -31,7 +31,7 @@ SUPPLIES: tuple[Supply, ...] = ("kept", "created")
 _logger = logging.getLogger(__name__)
 
 
-class Memory(Protocol):
+class PageSource(Protocol):
     """Where the memory of pages comes from."""
 
     def take(self, pages: Pages) -> Handles:
@@ -47,12 +47,12 @@ class Memory(Protocol):
 class CreatedPages:
     """Made when they are needed, released to the driver when not."""
 
-    def __init__(self, driver: Driver, pages: int) -> None:
+    def __init__(self, driver: CudaDriver, pages: int) -> None:
         self._driver = driver
         self._handles: Handles = np.zeros(pages, np.uint64)
 
     def take(self, pages: Pages) -> Handles:
-        """See :class:`Memory`."""
+        """See :class:`PageSource`."""
         at = pages.astype(np.int64)
         self._handles[at] = self._driver.create(pages.size)
         return self._handles[at]
@@ -71,7 +71,9 @@ class CreatedPages:
 class CudaRange(PageRange):
     """``places`` pages of device addresses. ``scrub``: what appears here is zeroed before."""
 
-    def __init__(self, pool: PagePool, places: int, driver: Driver, memory: Memory, *, scrub: bool = False) -> None:
+    def __init__(
+        self, pool: PagePool, places: int, driver: CudaDriver, memory: PageSource, *, scrub: bool = False
+    ) -> None:
         self._driver, self._memory, self._scrub = driver, memory, scrub
         self._said = ""
         super().__init__(pool, places)
@@ -136,6 +138,6 @@ class CudaRange(PageRange):
             _logger.warning("no memory for pages that the pool has: %s", text)
 
 
-def memory_of(pool: PagePool, driver: Driver, supply: Supply) -> Memory:
+def memory_of(pool: PagePool, driver: CudaDriver, supply: Supply) -> PageSource:
     """Of this pool. Raises KeeperGone."""
     return KeptPages(pool, driver) if supply == "kept" else CreatedPages(driver, pool.pages)

@@ -17,7 +17,7 @@ from orchestrator.api import ConfigError
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Role
 from vllm_rlplugin.kvpool.pages import page_keeper
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
-from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY, Driver
+from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY, CudaDriver
 from vllm_rlplugin.kvpool.pages.cuda_pages import SUPPLIES, CudaRange, Supply, memory_of
 from vllm_rlplugin.kvpool.pages.dlpack import byte_tensor
 from vllm_rlplugin.kvpool.pages.host_pages import HostRange
@@ -26,7 +26,7 @@ from vllm_rlplugin.kvpool.pages.page_keeper import KeeperGone
 _logger = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
+class PageBackend(Protocol):
     """Of one engine."""
 
     def pool(self, path: Path, pages: int) -> PagePool:
@@ -65,7 +65,7 @@ class CudaBackend:
     """Pages of ``page_bytes`` on device ``ordinal``; ``supply``: how the pool that this engine makes has them."""
 
     def __init__(self, page_bytes: int, ordinal: int, supply: Supply, library: str = LIBRARY) -> None:
-        self._driver = Driver(page_bytes, ordinal=ordinal, library=library)
+        self._driver = CudaDriver(page_bytes, ordinal=ordinal, library=library)
         self._page_bytes, self._ordinal, self._supply, self._library = page_bytes, ordinal, supply, library
 
     def pool(self, path: Path, pages: int) -> PagePool:
@@ -103,7 +103,7 @@ class CudaBackend:
         return f"cuda {self._driver.uuid} {supply}"
 
 
-def backend_for(device: Any, page_bytes: int, supply: str) -> Backend:
+def backend_for(device: Any, page_bytes: int, supply: str) -> PageBackend:
     """Of vLLM's ``device``. Raises ConfigError: no driver, no device, a page size, or a kind of device without a backend."""
     if device.type == "cpu":
         return HostBackend(page_bytes)

@@ -18,7 +18,7 @@ from vllm_rlplugin.kvpool.ledger.page_ledger import Pages
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class PageGeometry:
     """``blocks``: of the engine; ``regions``: (offset of block 0, bytes from one block to the next), in bytes of the range."""
 
     blocks: int
@@ -27,7 +27,7 @@ class Geometry:
     group_blocks: int
 
     @classmethod
-    def of(cls, blocks: int, regions: Iterable[tuple[int, int]], page_bytes: int) -> Geometry:
+    def of(cls, blocks: int, regions: Iterable[tuple[int, int]], page_bytes: int) -> PageGeometry:
         """Raises ValueError, with the number of blocks that would do, where groups do not lie in whole pages."""
         found = tuple(sorted(set(regions)))
         if blocks < 1 or not found:

@@ -33,7 +33,7 @@ import numpy as np
 from orchestrator.api import ConfigError, RunError
 from vllm_rlplugin.kvpool.ledger import native_pages
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Pages, PoolError
-from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY, DeviceFull, Driver, Handles
+from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY, CudaDriver, DeviceFull, Handles
 
 LINGER = 30.0  # seconds
 BATCH = 64  # descriptors in a message; the kernel takes 253
@@ -65,9 +65,9 @@ def _peer(found: socket.socket) -> int:
 
 
 class KeptPages:
-    """Handles of a pool's pages, imported when they are needed first (:class:`vllm_rlplugin.kvpool.pages.cuda_pages.Memory`)."""
+    """Handles of a pool's pages, imported when they are needed first (``cuda_pages.PageSource``)."""
 
-    def __init__(self, pool: PagePool, driver: Driver) -> None:
+    def __init__(self, pool: PagePool, driver: CudaDriver) -> None:
         self._pool, self._driver = pool, driver
         self._epoch = pool.view().epoch
         self._handles: Handles = np.zeros(pool.pages, np.uint64)
@@ -148,7 +148,7 @@ def kept(pool: PagePool) -> bool:
     return bool(native_pages.library().rlc_pool_kept(pool.handle))
 
 
-def ensure(pool: PagePool, driver: Driver, *, library: str = LIBRARY, linger: float = LINGER) -> None:
+def ensure(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY, linger: float = LINGER) -> None:
     """Start the pool's keeper if there is none; returns when it has the pages. Raises ConfigError: the device has no room for
     so many; RunError: it did not start."""
     deadline = time.monotonic() + _START
@@ -195,7 +195,7 @@ def _first_words(child: subprocess.Popen[bytes], pool: PagePool) -> dict[str, An
         return {"error": child.stderr.read().decode(errors="replace")[-500:] or "it said nothing"}
 
 
-def _has(pool: PagePool, driver: Driver) -> bool:
+def _has(pool: PagePool, driver: CudaDriver) -> bool:
     pages = KeptPages(pool, driver)
     try:
         pages.take(np.zeros(1, np.uint64))
@@ -209,10 +209,10 @@ def _has(pool: PagePool, driver: Driver) -> bool:
 # -- its own side ------------------------------------------------------------------------------------------------------
 
 
-class Keeper:
+class PageKeeper:
     """Of one pool, which it has locked. Raises RunError: another one does; DeviceFull."""
 
-    def __init__(self, pool: PagePool, driver: Driver) -> None:
+    def __init__(self, pool: PagePool, driver: CudaDriver) -> None:
         if native_pages.library().rlc_pool_keep(pool.handle):
             raise RunError(f"{pool.path} has a keeper already")
         self._pool, self._driver = pool, driver
@@ -303,8 +303,8 @@ def main() -> int:
     options = parser.parse_args()
     with closing(PagePool.open(options.pool)) as pool:
         try:
-            driver = Driver(pool.page_bytes, ordinal=options.device, library=options.library)
-            keeper = Keeper(pool, driver)
+            driver = CudaDriver(pool.page_bytes, ordinal=options.device, library=options.library)
+            keeper = PageKeeper(pool, driver)
         except (ConfigError, RunError) as error:
             made = {"made": error.made} if isinstance(error, DeviceFull) else {}
             print(json.dumps({"error": str(error), **made}), flush=True)

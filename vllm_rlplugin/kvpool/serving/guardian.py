@@ -24,7 +24,7 @@ from dataclasses import replace
 from orchestrator.policies.serving.kv_sharing import Budget, KvSharing, SharingRules
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
 from vllm_rlplugin.kvpool.ledger.tenant_processes import holds, kill
-from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
 _TICK = 0.005  # seconds between two looks
 WATCH_SECONDS = 0.02  # between two looks of the thread
@@ -46,7 +46,7 @@ class Guardian:
         self._looked = float("-inf")
         self._blamed: set[tuple[int, int]] = set()
         self._flag, self._said = rules.lent, 0  # the share that is lent by flag; what people said last
-        self._steps = pool.controls()[Control.STEPS]
+        self._steps = pool.controls()[ControlWord.STEPS]
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.rollouts: tuple[int, ...] = ()  # their slots, at the last look
@@ -75,7 +75,7 @@ class Guardian:
             rules = replace(self._own, headroom=0.0, lent=share) if share else self._own
             self._flag, self._said = rules.lent, 0
             self._sharing = KvSharing(rules)
-            self._pool.control(Control.LENT, 0)
+            self._pool.control(ControlWord.LENT, 0)
             self._pool.set_headroom(rules.headroom_pages)
             self._known.clear()
             return rules.pages - int(share * rules.pages)
@@ -136,16 +136,16 @@ class Guardian:
     def _hear(self, view: PoolView, now: float) -> None:
         """What people and rollout engines have asked for."""
         controls = self._pool.controls()
-        if controls[Control.LENT] != self._said:
-            self._said = controls[Control.LENT]
+        if controls[ControlWord.LENT] != self._said:
+            self._said = controls[ControlWord.LENT]
             share = (self._said - 1) / 1e6 if self._said else self._flag
             self._note(view, now)
             self._sharing.lend(now, min(1.0, share), self._used(view))
             self._open(view, now)
-        if controls[Control.STEPS] != self._steps:
-            self._steps = controls[Control.STEPS]
+        if controls[ControlWord.STEPS] != self._steps:
+            self._steps = controls[ControlWord.STEPS]
             self._open(view, now)
-        self._pool.control(Control.LOOKS, 1, add=True)
+        self._pool.control(ControlWord.LOOKS, 1, add=True)
 
     def _note(self, view: PoolView, now: float) -> None:
         used = _serving(view)
@@ -194,12 +194,12 @@ class Guardian:
 
     def _active(self, view: PoolView) -> list[TenantView]:
         """The rollout engines that share what is lent: one that was deactivated has nothing and gets nothing."""
-        said = [(tenant, Rolled.unpack(self._pool.read(tenant.slot))) for tenant in _rollouts(view)]
+        said = [(tenant, RolloutWords.unpack(self._pool.read(tenant.slot))) for tenant in _rollouts(view)]
         return [tenant for tenant, found in said if tenant.used or found is None or not found.inactive]
 
     def _least(self, tenant: TenantView) -> int:
         """Pages that it cannot give back, or needs to start."""
-        found = Rolled.unpack(self._pool.read(tenant.slot))
+        found = RolloutWords.unpack(self._pool.read(tenant.slot))
         return found.minimum if found is not None else 0
 
     def _minimum(self, view: PoolView) -> int:

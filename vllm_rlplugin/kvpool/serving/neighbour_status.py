@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.ledger.tenant_words import Served
+from vllm_rlplugin.kvpool.ledger.tenant_words import ServingWords
 
 _COUNTS = ("firsts", "late_first", "blamed_first", "nexts", "late_next", "blamed_next")
 
@@ -23,7 +23,7 @@ def shared(pool: PagePool, slot: int) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"pages": mine.used, "budget": mine.budget, "page_bytes": view.page_bytes}
     found |= {"serving_pages": view.serving.used if view.serving is not None else 0, "pool_pages": pool.pages}
-    said = Served.unpack(pool.read(view.serving.slot)) if view.serving is not None else None
+    said = ServingWords.unpack(pool.read(view.serving.slot)) if view.serving is not None else None
     if said is None:
         return found
     state = said.state

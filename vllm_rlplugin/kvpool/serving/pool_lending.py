@@ -19,7 +19,7 @@ from orchestrator.api import ConfigError, RetryableError
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, TenantGone
 from vllm_rlplugin.kvpool.ledger.tenant_processes import kill
-from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled, Served
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
 
 WAIT = 5.0  # seconds that `reclaim` waits until everything is back
@@ -30,11 +30,11 @@ def status(pool: PagePool) -> dict[str, Any]:
     """What is lent, by whom and to whom. Plain data; pages, seconds, tokens."""
     view, controls = pool.view(), pool.controls()
     serving = view.serving
-    said = Served.unpack(pool.read(serving.slot)) if serving is not None else None
+    said = ServingWords.unpack(pool.read(serving.slot)) if serving is not None else None
     rollouts = []
     for tenant in view.tenants:
         if tenant.role == "rollout":
-            told = Rolled.unpack(pool.read(tenant.slot)) or Rolled()
+            told = RolloutWords.unpack(pool.read(tenant.slot)) or RolloutWords()
             row = {"name": tenant.name, "pid": tenant.pid, "pages": tenant.used, "budget": tenant.budget}
             rollouts.append({**row, **asdict(told)})
     return {
@@ -42,8 +42,8 @@ def status(pool: PagePool) -> dict[str, Any]:
         "page_bytes": view.page_bytes,
         "free": view.free,
         "headroom": view.headroom,
-        "most": (controls[Control.LENT] - 1) / _PART if controls[Control.LENT] else None,
-        "dry_run": bool(controls[Control.DRY]),
+        "most": (controls[ControlWord.LENT] - 1) / _PART if controls[ControlWord.LENT] else None,
+        "dry_run": bool(controls[ControlWord.DRY]),
         "serving": None if serving is None else {"name": serving.name, "pid": serving.pid, "pages": serving.used},
         "slo": None if said is None else _plain(asdict(said)),
         "rollouts": rollouts,
@@ -64,11 +64,11 @@ def lend(pool: PagePool, most: float | None, dry: bool | None) -> None:
     if most is not None:
         if not 0 <= most <= 1:
             raise ConfigError("--max", most, "give a share of the pool, from 0 to 1")
-        pool.control(Control.LENT, round(most * _PART) + 1)
+        pool.control(ControlWord.LENT, round(most * _PART) + 1)
         if pool.view().serving is None:
             _share(pool, int(most * pool.pages))
     if dry is not None:
-        pool.control(Control.DRY, int(dry))
+        pool.control(ControlWord.DRY, int(dry))
 
 
 def reclaim(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str, Any]:
@@ -81,7 +81,9 @@ def reclaim(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str, Any]:
         if end:
             killed += [tenant.pid for tenant in tenants if tenant.pid not in killed and kill(tenant.pid, pool.path)]
         pool.reap()
-        least = {tenant.slot: (Rolled.unpack(pool.read(tenant.slot)) or Rolled()).minimum for tenant in tenants}
+        least = {
+            tenant.slot: (RolloutWords.unpack(pool.read(tenant.slot)) or RolloutWords()).minimum for tenant in tenants
+        }
         out = 0 if not tenants else sum(tenant.used for tenant in pool.view().tenants if tenant.role == "rollout")
         if out <= (0 if end else sum(least.values())) or time.monotonic() >= deadline:
             return {"out": out, "kept": 0 if end else min(out, sum(least.values())), "killed": killed}
@@ -91,7 +93,7 @@ def reclaim(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str, Any]:
 def _share(pool: PagePool, pages: int) -> None:
     """Without a serving engine: equal shares, at once."""
     found = [tenant for tenant in pool.view().tenants if tenant.role == "rollout"]
-    told = [(tenant, Rolled.unpack(pool.read(tenant.slot)) or Rolled()) for tenant in found]
+    told = [(tenant, RolloutWords.unpack(pool.read(tenant.slot)) or RolloutWords()) for tenant in found]
     active = [(tenant, said) for tenant, said in told if not said.inactive]
     for tenant, said in active:
         with contextlib.suppress(TenantGone):  # it left since it was looked at

@@ -21,14 +21,14 @@ from orchestrator.policies.parallelism.learned_costs import Costs
 from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, Admitted
 from vllm_rlplugin.kvpool.engine.step_parts import parts_of
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.ledger.tenant_words import Control, Rolled, Served
+from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 
 _FIND_SECONDS = 0.25  # between two looks for the serving tenant, and at who made progress
 _LEAST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds that a refused step waits
 _ASLEEP = 1.0  # seconds without a look: the engine was idle or paused, and nothing was stalled
 
 
-class Turns:
+class RolloutAdmission:
     """Of one rollout engine's stock scheduler, in its thread. ``minimum``: pages that it never gives back."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Turns:
         self._begun = 0.0
         self._granted = math.inf  # seconds that the latest step was admitted for
         self._pretends = 0.0  # until when a step of a dry run counts as running
-        self._before: Served | None = None  # what serving said when the step began
+        self._before: ServingWords | None = None  # what serving said when the step began
         self._busy = 0.0
         self._counts = dict.fromkeys(("steps", "tokens", "would", "refused", "stalls", "returned", "misses"), 0)
         self._progress: dict[str, tuple[int, float]] = {}
@@ -82,11 +82,11 @@ class Turns:
             self._begin(output)
         return output
 
-    def _free(self, serving: Served | None) -> bool:
+    def _free(self, serving: ServingWords | None) -> bool:
         """Whether there is nobody to consider."""
         return self._serving < 0 or (serving is not None and serving.mode == "none")
 
-    def _admit(self, serving: Served | None, now: float) -> Admitted:
+    def _admit(self, serving: ServingWords | None, now: float) -> Admitted:
         dry = self._dry()
         if serving is None:
             found = Admitted(reason="serving has not said anything yet")
@@ -105,7 +105,7 @@ class Turns:
         return found
 
     def _dry(self) -> bool:
-        return bool(self._pool.controls()[Control.DRY])
+        return bool(self._pool.controls()[ControlWord.DRY])
 
     def _work(self) -> tuple[int, int]:
         """Tokens to prefill, at least a chunk of them if there are so many, and sequences that decode."""
@@ -135,7 +135,7 @@ class Turns:
             scheduler.max_num_scheduled_tokens = most
             scheduler.prefill_capacity_bound = bound
 
-    def _refuse(self, serving: Served | None, now: float) -> None:
+    def _refuse(self, serving: ServingWords | None, now: float) -> None:
         self._counts["refused"] += 1
         if self._counts["refused"] % 64 == 1:
             self._tell()
@@ -206,14 +206,14 @@ class Turns:
 
     # -- the other side ----------------------------------------------------------------------------------------------
 
-    def _state(self, now: float) -> Served | None:
+    def _state(self, now: float) -> ServingWords | None:
         """What the serving tenant published last; None: nothing, or there is none."""
         if now - self._found >= _FIND_SECONDS:
             self._found = now
             self._pool.reap()  # it may have died
             serving = self._pool.view().serving
             self._serving = -1 if serving is None else serving.slot
-        return Served.unpack(self._pool.read(self._serving)) if self._serving >= 0 else None
+        return ServingWords.unpack(self._pool.read(self._serving)) if self._serving >= 0 else None
 
     def is_active(self, active: bool) -> None:
         """Whether it is; the serving engine reckons with one that is, and with what it needs at least."""
@@ -229,11 +229,11 @@ class Turns:
     def _tell(self) -> None:
         self._pool.publish(self.told().pack())
 
-    def told(self) -> Rolled:
+    def told(self) -> RolloutWords:
         """What is published."""
         running = bool(self._flights)
         times = (self._begun, self._busy, self._admission.guard)
         minimum = 0 if self._inactive else self._minimum
         counts: dict[str, Any] = self._counts
-        said = Rolled(running, self._dry(), *times, minimum, **counts)
+        said = RolloutWords(running, self._dry(), *times, minimum, **counts)
         return replace(said, inactive=self._inactive, weights=self._weights, activation=self._activation)

@@ -22,7 +22,7 @@ from orchestrator.policies.parallelism.learned_costs import Costs
 from orchestrator.policies.serving.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack, tpot_slack
 from vllm_rlplugin.kvpool.engine.step_parts import parts_of
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
-from vllm_rlplugin.kvpool.ledger.tenant_words import Rolled, Served
+from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
 
 _CROWD = 256  # requests without a token: more than these, and there is no slack to compute
 
@@ -73,8 +73,8 @@ class ServingMeter:
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
         self._seen: dict[int, float] = {}  # slot -> seconds that it had run
         self._rolled = 0.0
-        self._counts = [0] * 6  # as in Served
-        self.latest = Served(ServingState(0.0), mode)
+        self._counts = [0] * 6  # as in ServingWords
+        self.latest = ServingWords(ServingState(0.0), mode)
 
     # -- from the scheduler ------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class ServingMeter:
             if not sharers or (only_idle and self._requests):
                 return
             self._tick += 1
-            self.latest = Served(self.state(now, sharers), self._mode, *self._counts)
+            self.latest = ServingWords(self.state(now, sharers), self._mode, *self._counts)
             self._pool.publish(self.latest.pack())
 
     def state(self, now: float, sharers: int = 1) -> ServingState:
@@ -206,7 +206,7 @@ class ServingMeter:
     def _rolled_until(self, now: float) -> float:
         """Seconds that rollout engines have run, all together, since they were first seen."""
         for slot in self._rollouts():
-            found = Rolled.unpack(self._pool.read(slot))
+            found = RolloutWords.unpack(self._pool.read(slot))
             if found is not None:
                 total = found.used_until(now)
                 self._rolled += max(0.0, total - self._seen.get(slot, total))

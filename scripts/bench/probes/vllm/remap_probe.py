@@ -31,7 +31,7 @@ import numpy as np
 from vllm_rlplugin.kvpool.ledger.page_ledger import PAGE_BYTES
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
 from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY
-from vllm_rlplugin.kvpool.pages.page_backends import Backend, CudaBackend, HostBackend
+from vllm_rlplugin.kvpool.pages.page_backends import CudaBackend, HostBackend, PageBackend
 
 KINDS = ("host", "kept", "created", "kvcached")
 _MARK = 7
@@ -57,7 +57,7 @@ class PoolSide:
     """On a pool: as an engine does it."""
 
     def __init__(self, path: Path, pages: int, kind: str, library: str, *, serving: bool) -> None:
-        backend: Backend = HostBackend(PAGE_BYTES)
+        backend: PageBackend = HostBackend(PAGE_BYTES)
         if kind != "host":
             backend = CudaBackend(PAGE_BYTES, 0, "kept" if kind == "kept" else "created", library)
         self._pool = backend.pool(path, pages if serving else 0)
