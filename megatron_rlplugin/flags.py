@@ -1,4 +1,5 @@
-"""``--rl-*`` for a Megatron training script: one argument group, and the records that the plugin makes of it.
+"""``--rl-*`` for a Megatron training script: one argument group, made from the fields of ``TrainerSettings``, and the
+records that the plugin makes of it.
 
 Guarantees: not given, the flags change nothing: every other argument keeps its value, Megatron's own included. A wrong value
 or a contradiction is one ConfigError that names the flag. No name is one of Megatron-Core 0.19.2's own ``--rl-*`` flags.
@@ -12,113 +13,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import types
+import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.api import ConfigError
-from orchestrator.policies.training.objective_table import DECAYS, KL_ESTIMATORS, LOSSES, OBJECTIVES, RATIOS, TIS_MODES
+from orchestrator.policies.training.objective_table import LrDecay
+from orchestrator.settings.trainer_settings import TrainerSettings
 from orchestrator.transfer import RelayEndpoint
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 GROUP = "rl-coserve"
-STREAM = "--rl-stream-training"
-OWN = "the objective's own"
+STREAM = TrainerSettings.flags()["stream"].spelled("stream")
 # What streaming needs of Megatron's own flags: raw sums go into the backward pass, and gradients are added up in fp32.
 STREAM_NEEDS = ("calculate_per_token_loss", "accumulate_allreduce_grads_in_fp32")
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One of ``TrainerSettings`` on the command line. ``kind`` None: a switch that needs no value. ``unset``: what a
-    default of None means."""
-
-    name: str
-    field: str
-    kind: type | None
-    help: str
-    choices: tuple[str, ...] = ()
-    unset: str = ""
-
-    @property
-    def destination(self) -> str:
-        """The attribute of the parsed namespace."""
-        return self.name.removeprefix("--").replace("-", "_")
-
-
-FLAGS = (
-    Flag(STREAM, "stream", None, "take gradients trajectory by trajectory as they finish, then one synchronised step"),
-    Flag("--rl-grad-offload", "grad_offload", None, "keep gradients in host memory between the parts of a stream"),
-    Flag("--rl-objective", "objective", str, "what is optimised; see docs/megatron.md", tuple(OBJECTIVES)),
-    Flag("--rl-loss", "loss", str, "how token losses become one number", LOSSES, OWN),
-    Flag("--rl-clip-low", "clip_low", float, "importance ratio clipped at 1 - this", unset=OWN),
-    Flag("--rl-clip-high", "clip_high", float, "importance ratio clipped at 1 + this", unset=OWN),
-    Flag(
-        "--rl-dual-clip",
-        "dual_clip",
-        float,
-        "bound of the ratio where the advantage is negative; 3 is usual",
-        unset="none",
-    ),
-    Flag("--rl-ratio-to", "ratio_to", str, "what the clip compares with: pi_old, or the rollout that sampled", RATIOS),
-    Flag("--rl-kl-coefficient", "kl_coefficient", float, "weight of the KL to the weights that training began with"),
-    Flag("--rl-kl-estimator", "kl_estimator", str, "estimator of that KL", KL_ESTIMATORS),
-    Flag("--rl-kl-in-reward", "kl_in_reward", None, "subtract the KL from rewards per token, not add it to the loss"),
-    Flag("--rl-gamma", "gamma", float, "discount per token (ppo, reinforce++)"),
-    Flag("--rl-gae-lambda", "gae_lambda", float, "lambda of the advantage estimate (ppo)"),
-    Flag("--rl-value-lr", "value_learning_rate", float, "learning rate of the critic (ppo)", unset="that of --lr"),
-    Flag("--rl-value-clip", "value_clip", float, "clip range of the value loss (ppo)"),
-    Flag("--rl-tis-cap", "tis_cap", float, "cap of the importance weight pi_trainer / pi_rollout of a token"),
-    Flag("--rl-tis-floor", "tis_floor", float, "lower bound of that weight, with --rl-tis-mode mask"),
-    Flag("--rl-tis-mode", "tis_mode", str, "tokens outside of the bounds: held at the cap, or left out", TIS_MODES),
-    Flag(
-        "--rl-max-token-lag", "max_token_lag", int, "weight versions; older tokens are not trained on", unset="all are"
-    ),
-    Flag("--rl-entropy-coefficient", "entropy_coefficient", float, "weight of the entropy bonus"),
-    Flag("--rl-normalize-advantage", "normalize_advantage", bool, "divide advantages by their standard deviation"),
-    Flag("--rl-minibatches", "minibatches", int, "optimizer steps a batch"),
-    Flag("--rl-micro-batch-order", "micro_batch_order", str, "what goes into a micro-batch", ("length", "arrival")),
-    Flag("--rl-pack-tokens", "pack_tokens", int, "tokens of a packed row, which needs a GPU", unset="padded rows"),
-)
-# TrainerSettings -> Megatron's own argument.
-FROM_MEGATRON = {
-    "learning_rate": "lr",
-    "lr_warmup_steps": "lr_warmup_iters",
-    "weight_decay": "weight_decay",
-    "adam_beta1": "adam_beta1",
-    "adam_beta2": "adam_beta2",
-    "clip_grad": "clip_grad",
-    "micro_batch_size": "micro_batch_size",
-    "tensor_parallel": "tensor_model_parallel_size",
-    "pipeline_parallel": "pipeline_model_parallel_size",
-    "expert_parallel": "expert_model_parallel_size",
-    "data_parallel": "data_parallel_size",
-    "distributed_optimizer": "use_distributed_optimizer",
-}
 
 
 def add_rl_args(parser: argparse.ArgumentParser, then: Provider | None = None) -> argparse.ArgumentParser:
     """Add the group; ``then`` is a provider of your own that is called after it. Returns the parser."""
     group = parser.add_argument_group(GROUP, "reinforcement learning on recorded or arriving trajectories")
-    defaults = {field.name: field.default for field in fields(TrainerSettings)}
-    for flag in FLAGS:
-        default = defaults[flag.field]
-        assert default is not MISSING, flag.field
-        options: dict[str, Any] = {"dest": flag.destination, "default": default}
-        if flag.kind is None:
-            options["action"] = _Streaming if flag.name == STREAM else "store_true"
-            text = f"{flag.help} (default: off)"
-        elif flag.kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-            text = f"{flag.help} (default: {'on' if default else 'off'})"
-        else:
-            options |= {"type": flag.kind, "choices": flag.choices or None}
-            text = f"{flag.help} (default: {flag.unset if default is None else default})"
-            if not flag.choices:
-                options["metavar"] = "N" if flag.kind is int else "X"
-        group.add_argument(flag.name, help=text, **options)
+    add_setting_flags(group)
     group.add_argument(
         "--rl-weight-relay",
         metavar="JSON",
@@ -139,21 +55,45 @@ def add_rl_args(parser: argparse.ArgumentParser, then: Provider | None = None) -
     return parser if then is None else then(parser)
 
 
+def add_setting_flags(group: argparse._ActionsContainer, model: type[TrainerSettings] = TrainerSettings) -> None:
+    """One flag for each field of ``model`` that Megatron has no argument for."""
+    for key, flag in model.flags().items():
+        if flag.megatron:
+            continue
+        field, name = model.model_fields[key], flag.spelled(key)
+        kind, choices = _value_of(field.annotation)
+        options: dict[str, Any] = {"dest": flag.argument(key), "default": field.default}
+        if kind is bool:
+            shown = "on" if field.default else "off"
+            switch = _Streaming if name == STREAM else "store_true"
+            options["action"] = argparse.BooleanOptionalAction if field.default else switch
+        else:
+            shown = flag.unset if field.default is None else str(field.default)
+            options |= {"type": kind, "choices": choices or None}
+            if not choices:
+                options["metavar"] = "N" if kind is int else "X"
+        group.add_argument(name, help=f"{flag.help} (default: {shown})", **options)
+
+
 def settings_from(args: argparse.Namespace) -> TrainerSettings:
     """The settings of a parsed command line. Raises ConfigError that names the flag."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for flag in FLAGS:
-        if not hasattr(args, flag.destination):
-            raise ConfigError(flag.name, None, "is unknown to this parser: give it to add_rl_args before it parses")
-        values[flag.field], names[f"trainer.{flag.field}"] = getattr(args, flag.destination), flag.name
-    for field, source in FROM_MEGATRON.items():
-        if getattr(args, source, None) is not None:
-            values[field], names[f"trainer.{field}"] = getattr(args, source), f"--{source.replace('_', '-')}"
-    if getattr(args, "lr_decay_style", "linear") != "constant" and getattr(args, "min_lr", None):
-        values["final_learning_rate"], names["trainer.final_learning_rate"] = args.min_lr, "--min-lr"
-        if getattr(args, "lr_decay_style", "") in DECAYS:
-            values["lr_decay"], names["trainer.lr_decay"] = args.lr_decay_style, "--lr-decay-style"
+    flags = TrainerSettings.flags()
+    style = getattr(args, flags["lr_decay"].megatron, "linear")
+    for key, flag in flags.items():
+        value = getattr(args, flag.argument(key), None)
+        if not flag.megatron and not hasattr(args, flag.argument(key)):
+            raise ConfigError(
+                flag.spelled(key), None, "is unknown to this parser: give it to add_rl_args before it parses"
+            )
+        if flag.megatron and value is None:
+            continue
+        if key == "final_learning_rate" and (style == "constant" or not value):
+            continue
+        if key == "lr_decay" and ("final_learning_rate" not in values or style not in typing.get_args(LrDecay)):
+            continue
+        values[key], names[f"trainer.{key}"] = value, flag.spelled(key)
     try:
         return TrainerSettings.from_dict(values)
     except ConfigError as error:
@@ -201,6 +141,16 @@ def flag_table() -> list[tuple[str, str, str]]:
         values = " ".join(action.choices) if action.choices else ""
         rows.append((action.option_strings[0], default.removesuffix(")"), f"{text}: {values}" if values else text))
     return rows
+
+
+def _value_of(annotation: Any) -> tuple[Any, tuple[str, ...]]:
+    """(type, choices) of a field that is a plain value, perhaps one of several, perhaps None."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return str, inner
+    if origin in (typing.Annotated, typing.Union, types.UnionType):
+        return _value_of(inner[0])
+    return annotation, ()
 
 
 class _Streaming(argparse.Action):

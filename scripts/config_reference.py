@@ -4,7 +4,8 @@
     python scripts/config_reference.py            # are the pages what the code says? exit code 1: no
     python scripts/config_reference.py --write
 
-The meaning of a key is the comment that stands behind its field, or above it where it is long.
+The meaning of a key is the comment that stands behind its field, or above it where it is long; where there is none, the
+help of its command-line flag.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.config import Config  # noqa: E402
+from orchestrator.settings.trainer_settings import Flag  # noqa: E402
 
 HEAD = """# Every key of a config
 
@@ -78,11 +80,9 @@ PLAIN = {
     "trainer.weight_decay": "of Adam",
     "trainer.adam_beta1": "of Adam",
     "trainer.adam_beta2": "of Adam",
-    "trainer.objective": "what is optimised, see [megatron.md](megatron.md)",
     "trainer.clip_high": "importance ratio clipped at 1 + this; None: the objective's own",
     "trainer.clip_low": "importance ratio clipped at 1 - this; None: the objective's own, see [megatron.md](megatron.md)",
     "trainer.kl_estimator": "of that KL",
-    "trainer.entropy_coefficient": "weight of the entropy bonus",
     "trainer.tensor_parallel": "ranks that share a layer",
     "trainer.pipeline_parallel": "stages",
     "trainer.expert_parallel": "ranks that share experts",
@@ -216,6 +216,10 @@ def default(field: FieldInfo) -> str:
     return f"`{value}`"
 
 
+def flag_help(field: FieldInfo) -> str:
+    return next((item.help for item in field.metadata if isinstance(item, Flag)), "")
+
+
 def tables(name: str, model: type[BaseModel]) -> list[str]:
     """The table of a section, then those of the sections inside it."""
     said: dict[str, str] = {}
@@ -233,7 +237,7 @@ def tables(name: str, model: type[BaseModel]) -> list[str]:
             many = typing.get_origin(field.annotation) is dict
             inside.append((f"{name}.{key}" + (".NAME" if many else ""), nested[0]))
         if not nested or field.is_required() or not isinstance(field.get_default(), BaseModel):
-            what = _readable(PLAIN.get(f"{name}.{key}") or said.get(key) or "")
+            what = _readable(PLAIN.get(f"{name}.{key}") or said.get(key) or flag_help(field))
             rows.append(f"| `{key}` | {kind(field).replace('|', chr(92) + '|')} | {default(field)} | {what} |")
     about = " ".join(inspect.cleandoc(model.__doc__ or "").split())
     text = [f"## {name}\n", textwrap.fill(_readable(about), 118, break_long_words=False, break_on_hyphens=False) + "\n"]

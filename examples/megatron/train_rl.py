@@ -29,13 +29,13 @@ from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
 from megatron_rlplugin.objective.advantages import Outcome, advantages_of, says_nothing
 from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
 from megatron_rlplugin.parallel_layout import initialize_parallel, shutdown_parallel
-from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.trainer.learner import layout_of
 from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, Row, micro_batch, plan, row_of, usable
 from megatron_rlplugin.trainer.recorded_rows import read_batches
 from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights import hf_bridge
 from orchestrator.api import ConfigError, CoserveError, TrainBatch
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 
 def parse_args() -> argparse.Namespace:

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.api import RunError
 from orchestrator.policies.training.objective_table import OBJECTIVES, whitens
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 Floats = NDArray[np.floating]
 

@@ -53,8 +53,8 @@ from megatron_rlplugin.objective import logprob_drift as drifts
 from megatron_rlplugin.objective.kl_estimators import kl_estimate
 from megatron_rlplugin.objective.logprob_drift import Counts
 from megatron_rlplugin.objective.vocab_logprobs import logprobs, logprobs_and_entropy
-from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.policies.training.objective_table import OBJECTIVES
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """The constants of the loss; see ``orchestrator.config.TrainerSection``."""
+    """The constants of the loss; see ``orchestrator.settings.trainer_settings``."""
 
     clip_low: float
     clip_high: float

@@ -9,11 +9,13 @@ and any split of a batch over micro-batches and replicas gives the same sum over
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.api import VersionSpans
-from orchestrator.policies.training.objective_table import LOSSES
+from orchestrator.policies.training.objective_table import LossMean
 
 
 def kept_tokens(spans: VersionSpans, version: int, max_token_lag: int | None) -> NDArray[np.bool_]:
@@ -28,7 +30,7 @@ def token_weights(kept: int, loss: str) -> tuple[NDArray[np.float32], int]:
     "token-mean": weight 1, one a token. "sequence-mean": weight 1 / kept, one a trajectory. "sequence-sum": weight 1, one
     a trajectory. A trajectory without a counted token adds nothing to either.
     """
-    if loss not in LOSSES:
+    if loss not in get_args(LossMean):
         raise ValueError(f"unknown loss mean {loss!r}")
     weight = 1.0 / max(kept, 1) if loss == "sequence-mean" else 1.0
     return np.full(kept, weight, dtype=np.float32), kept if loss == "token-mean" else min(kept, 1)

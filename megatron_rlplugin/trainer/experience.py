@@ -15,7 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rlplugin.objective.advantages import Outcome, advantages_of, says_nothing
-from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.micro_batches import (
     SILENT,
@@ -30,6 +29,7 @@ from megatron_rlplugin.trainer.micro_batches import (
 )
 from megatron_rlplugin.trainer.replicas import Replicas, Share
 from orchestrator.api import TrainSample
+from orchestrator.settings.trainer_settings import TrainerSection
 
 BY_TOKEN = ("ppo", "reinforce++")  # objectives whose advantages need passes of the models, or the whole batch
 
@@ -39,7 +39,7 @@ class Experience:
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        settings: TrainerSection,
         limits: Limits,
         policy: Learner,
         critic: Learner | None,

@@ -20,12 +20,12 @@ from torch import Tensor
 from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
 from megatron_rlplugin.objective.vocab_logprobs import logprobs
 from megatron_rlplugin.parallel_layout import Layout, device, initialize_parallel
-from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.stream.gradient_stream import GradientStream
 from megatron_rlplugin.trainer.micro_batches import MicroBatch
 from megatron_rlplugin.trainer.row_packing import block_causal_mask, packed_seq_params, takes_boundaries
 from megatron_rlplugin.weights import hf_bridge
 from orchestrator.api import ConfigError
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 # A loss: output at the policy's tokens -> (SUM, what is reported of it). Its divisor is the micro-batch's denominator.
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]

@@ -46,7 +46,6 @@ from megatron_rlplugin.objective.kl_estimators import kl_estimate
 from megatron_rlplugin.objective.policy_loss import Totals
 from megatron_rlplugin.objective.vocab_logprobs import logprobs
 from megatron_rlplugin.parallel_layout import device
-from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.stream.batch_feeder import Feeder
 from megatron_rlplugin.trainer import trainer_checkpoint
 from megatron_rlplugin.trainer.experience import Experience
@@ -69,6 +68,7 @@ from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights.collective_sender import Sender, sender_of
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
+from orchestrator.settings.trainer_settings import TrainerSection
 from orchestrator.transfer import RelayEndpoint
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class MegatronTrainer:
         init_method: str = "",
     ) -> None:
         require_megatron()
-        self._settings = settings_ = TrainerSettings.from_dict(settings or {})
+        self._settings = settings_ = TrainerSection.from_dict(settings or {})
         if not temperature > 0:
             raise ConfigError("rollout.temperature", temperature, "must be above 0")
         self._temperature = temperature
@@ -421,7 +421,12 @@ class MegatronTrainer:
 
     def _parts(self) -> trainer_checkpoint.Parts:
         return trainer_checkpoint.Parts(
-            self._learner, self._critic, self._experience.reference, self._generator, self._replicas
+            self._learner,
+            self._critic,
+            self._experience.reference,
+            self._generator,
+            self._replicas,
+            self._settings.keeps_reference,
         )
 
     def _finish_sending(self) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_rlplugin.objective.critic import ValueTokens, ValueTotals, value_loss
 from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
 from megatron_rlplugin.objective.token_weights import token_weights
-from megatron_rlplugin.settings import TrainerSettings
 from megatron_rlplugin.trainer.experience import Experience
 from megatron_rlplugin.trainer.learner import Learner, LossFunction, Update
 from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, Row, micro_batch
 from megatron_rlplugin.trainer.replicas import Dealer, Replicas
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Parts:
     reference: list[Tensor] | None
     generator: torch.Generator
     replicas: Replicas
+    keeps_reference: bool  # a checkpoint without one is refused
 
 
 def state_file(rank: int) -> str:
@@ -136,7 +137,7 @@ def _checked(parts: Parts, path: Path) -> dict[str, Any]:
     if state["layout"] != _layout(parts):
         fix = f"is the layout of checkpoint {path}; this run's is {_layout(parts)}; resume with that layout"
         raise ConfigError("trainer.layout", state["layout"], fix)
-    needed = {"critic": parts.critic is not None, "reference": parts.policy.settings.keeps_reference}
+    needed = {"critic": parts.critic is not None, "reference": parts.keeps_reference}
     for name, wanted in needed.items():
         if wanted and state[name] is None:
             raise ConfigError("checkpoint", str(path), f"has no {name}, which the trainer settings of this run need")

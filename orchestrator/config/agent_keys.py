@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orchestrator.config.section_base import Positive, PositiveSeconds, Section
+from orchestrator.settings.section import Positive, PositiveSeconds, Section
 
 
 class AgentSection(Section):

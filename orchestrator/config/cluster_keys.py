@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.api import urls
-from orchestrator.config.section_base import Positive, PositiveSeconds, Section, violation
+from orchestrator.settings.section import Positive, PositiveSeconds, Section, violation
 
 
 class RelaySection(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from orchestrator.config.section_base import Positive, PositiveSeconds, Section, ToolName, violation
+from orchestrator.settings.section import Positive, PositiveSeconds, Section, ToolName, violation
 
 
 class KubernetesSection(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orchestrator.config.section_base import Fraction, Positive, PositiveSeconds, Section
+from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section
 
 
 class PredictionSection(Section):

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from orchestrator.config.section_base import Positive, PositiveSeconds, Section
 from orchestrator.policies.episodes import adaptive_timeouts
 from orchestrator.policies.training.overlong_penalty import Overlong
+from orchestrator.settings.section import Positive, PositiveSeconds, Section
 
 BESIDE_CASES = 20.0  # seconds of a call for what is no test case: the checker, on a busy machine
 

@@ -8,8 +8,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.api import urls
 from orchestrator.config.prediction_keys import PlacementSection, PredictionSection
-from orchestrator.config.section_base import Fraction, Positive, PositiveSeconds, Section, violation
 from orchestrator.policies.batching.round_planner import speculated
+from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section, violation
 
 
 class EngineSection(Section):

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from orchestrator.api import ConfigError, urls
-from orchestrator.config.section_base import Positive
 from orchestrator.config.sections import (
     CheckpointSection,
     ContextSection,
@@ -45,6 +44,7 @@ from orchestrator.config.sections import (
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.batching.round_planner import speculated
 from orchestrator.policies.training.objective_table import OBJECTIVES
+from orchestrator.settings.section import Positive, ShortValue, config_error
 
 
 class CostSection(Section):
@@ -235,44 +235,7 @@ def parse_config(data: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        problems = [
-            (".".join(str(part) for part in item["loc"]) or "config", item["input"], _fix(item))
-            for item in error.errors()
-        ]
-    field, value, fix = problems[0]
-    if len(problems) > 1:
-        fix += "".join(f"\n  {name} = {_short(item)}: {how}" for name, item, how in problems[1:])
-    raise ConfigError(field, _Short(value), fix)
-
-
-class _Short:
-    """A value whose repr does not flood the terminal."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return _short(self.value)
-
-
-def _short(value: object) -> str:
-    text = repr(value) if not isinstance(value, BaseModel | dict) else "(the section)"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _fix(item: Any) -> str:
-    if item["type"] == "extra_forbidden":
-        parent: Any = Config
-        for part in item["loc"][:-1]:
-            parent = parent.model_fields[part].annotation
-        import difflib  # only on the way to an error
-
-        known = sorted(parent.model_fields)
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"no such key; {hint}known keys: {', '.join(known)}"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    return message[0].lower() + message[1:]
+        raise config_error(error, Config) from None
 
 
 _DEEPEST = 8  # sections within each other
@@ -289,10 +252,10 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = raw.strip()  # a bare word is a string
     except (ValueError, RecursionError) as error:
-        raise ConfigError(name, _Short(raw), f"cannot be read as a TOML value: {error}") from error
+        raise ConfigError(name, ShortValue(raw), f"cannot be read as a TOML value: {error}") from error
     *sections, key = name.split(".")
     if len(sections) > _DEEPEST or not all((*sections, key)):
-        raise ConfigError("override", _Short(override), "write it as section.key=value")
+        raise ConfigError("override", ShortValue(override), "write it as section.key=value")
     table = data
     for section in sections:
         child = table.setdefault(section, {})

@@ -1,4 +1,4 @@
-"""Sections of a config: the run, its model, its task, evaluation, checkpoints."""
+"""Sections of a config: the run, its model, its task, warm-up, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.config.agent_keys import AgentSection
-from orchestrator.config.section_base import Positive, PositiveSeconds, Section, violation
+from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section, violation
 from orchestrator.tasks import registry
 
 
@@ -147,3 +147,12 @@ class CheckpointSection(Section):
 
     every: Positive = 1
     keep: Positive = 2
+
+
+class WarmupSection(Section):
+    """Supervised warm-up before RL. None of its data is used in RL. ``steps = 0``: none."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    batch_size: Positive = 64
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    skill: Fraction = 0.0  # chance that a demonstrated move is the expert's; 0: uniformly random moves, format only

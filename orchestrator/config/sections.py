@@ -31,12 +31,13 @@ from orchestrator.config.run_keys import (
     ModelSection,
     RunSection,
     TaskSection,
+    WarmupSection,
 )
-from orchestrator.config.section_base import Section
 from orchestrator.config.sim_keys import SimSection
 from orchestrator.config.tls_keys import TlsSection
-from orchestrator.config.trainer_keys import TrainerSection, WarmupSection
 from orchestrator.config.view_keys import LoggingSection, OtlpSection, ViewSection, WandbSection
+from orchestrator.settings.section import Section
+from orchestrator.settings.trainer_settings import TrainerSection
 
 __all__ = [
     "AdaptiveTimeoutSection",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from orchestrator.config.section_base import Fraction, Positive, PositiveSeconds, Section, violation
+from orchestrator.settings.section import Fraction, Positive, PositiveSeconds, Section, violation
 
 Seconds = Annotated[float, Field(ge=0)]
 Sigma = Annotated[float, Field(ge=0, le=4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError, model_validator
 
 from orchestrator.api.tls import Tls
-from orchestrator.config.section_base import Section, violation
+from orchestrator.settings.section import Section, violation
 
 
 class TlsSection(Section):

@@ -54,6 +54,12 @@ def test_the_transfer_leaf_needs_what_the_base_install_has() -> None:
     assert third_party(brought_along("import orchestrator.transfer")) <= {"numpy", "msgpack", "xxhash"}
 
 
+def test_the_settings_leaf_needs_what_the_base_install_has() -> None:
+    found = third_party(brought_along("import orchestrator.settings.trainer_settings"))
+    validation = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    assert found <= {"numpy", *validation}
+
+
 @pytest.mark.parametrize(
     "module",
     ["orchestrator.config", "orchestrator.cli", "orchestrator.ops.doctor", "vllm_rlplugin", "megatron_rlplugin"],

@@ -17,8 +17,8 @@ from megatron_rlplugin.objective.advantages import (
     says_nothing,
 )
 from megatron_rlplugin.objective.token_weights import kept_tokens, token_weights
-from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.api import RunError
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 REWARDS = strategies.lists(strategies.floats(-1e6, 1e6), min_size=1, max_size=12)
 

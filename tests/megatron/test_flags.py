@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ pytest.importorskip("torch")
 
 from megatron_rlplugin import flags
 from megatron_rlplugin.flags import add_rl_args, flag_table, relay_from, settings_from
-from megatron_rlplugin.settings import TrainerSettings
 from orchestrator.api import ConfigError
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 NEWEST = ROOT / ".venv/alternates/megatron-core-0.19.2"
@@ -33,19 +32,6 @@ def parse(*words: str, then: flags.Provider | None = None) -> argparse.Namespace
 def test_not_given_they_are_the_trainers_defaults() -> None:
     assert settings_from(parse()) == TrainerSettings()
     assert relay_from(parse()) is None
-
-
-def test_every_setting_is_a_flag_or_one_of_megatrons_own() -> None:
-    covered = {flag.field for flag in flags.FLAGS} | set(flags.FROM_MEGATRON) | {"final_learning_rate", "lr_decay"}
-    # Of the orchestrator's trainer process alone.
-    assert {field.name for field in fields(TrainerSettings)} - covered == {
-        "threads",
-        "logprob_gap_samples",
-        "logprob_gap_alarm",
-        "reference_samples",
-        "entropy_alarm",
-        "tis_alarm",
-    }
 
 
 def test_a_provider_of_ones_own_is_called_after_it_and_the_parser_comes_back() -> None:

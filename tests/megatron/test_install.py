@@ -22,10 +22,10 @@ from megatron_rlplugin import (  # noqa: E402
 from megatron_rlplugin.flags import add_rl_args  # noqa: E402
 from megatron_rlplugin.install import RLTraining, install, wrap  # noqa: E402
 from megatron_rlplugin.patches import REGISTER  # noqa: E402
-from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
 from megatron_rlplugin.trainer import learner  # noqa: E402
 from megatron_rlplugin.weights import hf_bridge  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
+from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 from orchestrator.transfer import RelayEndpoint, Subscriber  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")]

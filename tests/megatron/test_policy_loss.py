@@ -24,7 +24,7 @@ from megatron_rlplugin.objective.policy_loss import (  # noqa: E402
 )
 from megatron_rlplugin.objective.token_weights import token_weights  # noqa: E402
 from megatron_rlplugin.objective.vocab_logprobs import logprobs_and_entropy  # noqa: E402
-from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
+from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 
 V = 7
 LENGTHS = (5, 1, 8, 10)  # policy tokens of four trajectories

@@ -15,9 +15,9 @@ pytest.importorskip("megatron.core")
 
 from megatron_rlplugin.objective import logprob_drift  # noqa: E402
 from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, Totals, policy_loss  # noqa: E402
-from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.config import parse_config  # noqa: E402
+from orchestrator.settings.trainer_settings import TrainerSection, TrainerSettings  # noqa: E402
 
 T, V = 400, 7
 LOW, HIGH = 0.2, 0.28
@@ -133,18 +133,18 @@ def test_masking_and_the_ratio_to_the_rollout_go_together() -> None:
 @pytest.mark.parametrize(
     ("field", "given", "says"),
     [
-        ("dual_clip", {"dual_clip": 1.0}, "must be above 1"),
-        ("ratio_to", {"ratio_to": "engine"}, "must be one of trainer, rollout"),
-        ("tis_mode", {"tis_mode": "drop"}, "must be one of truncate, mask"),
-        ("lr_decay", {"lr_decay": "step"}, "must be one of linear, cosine"),
-        ("tis_floor", {"tis_floor": -0.1}, "must be at least 0"),
-        ("reference_samples", {"reference_samples": -1}, "must be at least 0"),
+        ("dual_clip", {"dual_clip": 1.0}, "greater than 1"),
+        ("ratio_to", {"ratio_to": "engine"}, "'trainer' or 'rollout'"),
+        ("tis_mode", {"tis_mode": "drop"}, "'truncate' or 'mask'"),
+        ("lr_decay", {"lr_decay": "step"}, "'linear' or 'cosine'"),
+        ("tis_floor", {"tis_floor": -0.1}, "greater than or equal to 0"),
+        ("reference_samples", {"reference_samples": -1}, "greater than or equal to 0"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(field: str, given: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^trainer.{field} = .*{says}"):
-        TrainerSettings.from_dict(given)
-    with pytest.raises(ConfigError, match=f"trainer.{field}"):
+        TrainerSection.from_dict(given)
+    with pytest.raises(ConfigError, match=f"^trainer.{field} = .*{says}"):
         parse_config({"trainer": given})
 
 
@@ -158,11 +158,11 @@ def test_a_value_that_cannot_be_is_refused_by_name(field: str, given: dict[str, 
         ("lr_decay", {"lr_decay": "cosine"}, "final_learning_rate"),
     ],
 )
-def test_what_would_do_nothing_is_refused_in_the_same_words_by_both_twins(
+def test_what_would_do_nothing_is_refused_in_the_same_words_by_plugin_and_config(
     field: str, given: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^trainer.{field} = .*{says}"):
-        TrainerSettings.from_dict(given)
+        TrainerSection.from_dict(given)
     with pytest.raises(ConfigError, match=says):
         parse_config({"trainer": given})
 

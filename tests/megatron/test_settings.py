@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 
 import pytest
@@ -12,15 +11,9 @@ pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import cpu, hookpoints  # noqa: E402
 from megatron_rlplugin.patches import REGISTER  # noqa: E402
-from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.config import parse_config  # noqa: E402
-from orchestrator.config.sections import TrainerSection  # noqa: E402
-
-
-def test_the_settings_are_those_of_the_orchestrators_section() -> None:
-    ours = {field.name: field.default for field in dataclasses.fields(TrainerSettings)}
-    assert ours == TrainerSection().model_dump()
+from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -72,7 +65,7 @@ IN_REWARD = {**KL, "kl_in_reward": True, "kl_estimator": "k1"}
         ("grad_offload", {"grad_offload": True}, "set trainer.stream"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused_by_name_in_both_twins(
+def test_settings_that_contradict_each_other_are_refused_by_name(
     field: str, given: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^trainer.{field} = .*{says}") as ours:
@@ -92,7 +85,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name_in_both_twins(
         {"objective": "rloo", "max_token_lag": 0, "minibatches": 4},
     ],
 )
-def test_what_fits_together_is_accepted_by_both_twins(given: dict[str, object]) -> None:
+def test_what_fits_together_is_accepted_by_plugin_and_config(given: dict[str, object]) -> None:
     TrainerSettings.from_dict(given)
     parse_config({"trainer": given})
 

@@ -28,7 +28,7 @@ from megatron_rlplugin.objective.critic import ValueTokens, value_loss  # noqa: 
 from megatron_rlplugin.objective.kl_estimators import kl_estimate  # noqa: E402
 from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss  # noqa: E402
 from megatron_rlplugin.objective.token_weights import token_weights  # noqa: E402
-from megatron_rlplugin.settings import TrainerSettings  # noqa: E402
+from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 
 KEPT = Path(__file__).parents[1] / "support" / "published_verl.json"
 GROUPS = ["a", "a", "a", "b", "b", "b", "b"]

@@ -1,24 +1,24 @@
 """What an objective needs, its published constants, and which settings contradict each other: one table, one list of rules.
 
-Both twins of the trainer's settings read them (``orchestrator.config.TrainerSection`` and ``TrainerSettings`` of the
-Megatron plugin), so what one refuses the other refuses, in the same words. The arithmetic is the trainer's:
-``megatron_rlplugin.objective.policy_loss`` has the table of formulas and sources.
+``orchestrator.settings.trainer_settings`` reads them, for a run and for a training script alike. The arithmetic is the
+trainer's: ``megatron_rlplugin.objective.policy_loss`` has the table of formulas and sources.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+ObjectiveName = Literal["grpo", "dapo", "ppo", "reinforce++", "rloo", "gspo"]
 # How token losses are summed into one number. "token-mean": over the batch's tokens. "sequence-mean": mean over the tokens
 # of a trajectory, then over trajectories. "sequence-sum": sum over the tokens of a trajectory, then mean over trajectories.
-LOSSES = ("token-mean", "sequence-mean", "sequence-sum")
-KL_ESTIMATORS = ("k1", "k2", "k3")
+LossMean = Literal["token-mean", "sequence-mean", "sequence-sum"]
+KlEstimator = Literal["k1", "k2", "k3"]
 # What the ratio of the clip is taken to. "trainer": pi_old, recomputed, with importance sampling between it and the rollout
 # (decoupled PPO: Hilton et al. 2021). "rollout": the policy that sampled, at once.
-RATIOS = ("trainer", "rollout")
-TIS_MODES = ("truncate", "mask")
-DECAYS = ("linear", "cosine")
+RatioTo = Literal["trainer", "rollout"]
+TisMode = Literal["truncate", "mask"]
+LrDecay = Literal["linear", "cosine"]
 TIS_CAP = 2.0  # the default
 
 
@@ -28,11 +28,11 @@ class Objective:
 
     advantage: str
     clip: tuple[float, float]
-    loss: str  # the mean that was published with it
+    loss: LossMean  # the mean that was published with it
     sequence_ratio: bool = False  # one importance ratio a trajectory instead of one a token
 
 
-OBJECTIVES = {
+OBJECTIVES: dict[ObjectiveName, Objective] = {
     "grpo": Objective("group", (0.2, 0.2), "sequence-mean"),
     "dapo": Objective("group", (0.2, 0.28), "token-mean"),
     "ppo": Objective("gae", (0.2, 0.2), "token-mean"),
@@ -50,10 +50,10 @@ USED_BY: dict[str, tuple[float | None, tuple[str, ...]]] = {
 
 
 class Trainer(Protocol):
-    """The settings that the rules look at; see ``orchestrator.config.TrainerSection``."""
+    """The settings that the rules look at; see ``orchestrator.settings.trainer_settings``."""
 
     @property
-    def objective(self) -> str: ...
+    def objective(self) -> ObjectiveName: ...
     @property
     def loss(self) -> str | None: ...
     @property

@@ -21,7 +21,7 @@ from megatron_rlplugin.objective.advantages import group_advantages, says_nothin
 from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss
 from megatron_rlplugin.objective.token_weights import token_weights
 from megatron_rlplugin.parallel_layout import Layout, device
-from megatron_rlplugin.settings import TrainerSettings
+from orchestrator.settings.trainer_settings import TrainerSettings
 
 GROUPS, GROUP_SIZE = 2, 4
 SAMPLES = GROUPS * GROUP_SIZE

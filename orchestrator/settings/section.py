@@ -1,0 +1,72 @@
+"""What all closed records of settings share: the base class, and errors that say field, value and fix."""
+
+from __future__ import annotations
+
+import typing
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from orchestrator.api import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # also a part of a URL
+
+
+class Section(BaseModel):
+    """Base of all sections: closed and immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def violation(name: str, value: object, fix: str) -> InitErrorDetails:
+    return InitErrorDetails(type=PydanticCustomError("conflict", "{fix}", {"fix": fix}), loc=(name,), input=value)
+
+
+def config_error(error: ValidationError, model: type[BaseModel], prefix: tuple[str, ...] = ()) -> ConfigError:
+    """One error that lists every violation of ``model``; ``prefix``: the tables that it lies in."""
+    problems = [
+        (".".join((*prefix, *map(str, item["loc"]))) or "config", item["input"], _fix(item, model))
+        for item in error.errors()
+    ]
+    field, value, fix = problems[0]
+    fix += "".join(f"\n  {name} = {_short(item)}: {how}" for name, item, how in problems[1:])
+    return ConfigError(field, ShortValue(value), fix)
+
+
+class ShortValue:
+    """A value whose repr does not flood the terminal."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return _short(self.value)
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, BaseModel | dict) else "(the section)"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _fix(item: Any, model: type[BaseModel]) -> str:
+    if item["type"] == "extra_forbidden":
+        import difflib  # only on the way to an error
+
+        known = sorted(_table(model, item["loc"][:-1]).model_fields)
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"no such key; {hint}known keys: {', '.join(known)}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def _table(model: Any, path: tuple[str | int, ...]) -> Any:
+    """The section there; in ``dict[str, Section]`` a step of the path is a key."""
+    for part in path:
+        fields = getattr(model, "model_fields", {})
+        model = fields[part].annotation if part in fields else typing.get_args(model)[-1]
+    return model

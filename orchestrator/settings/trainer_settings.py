@@ -1,0 +1,214 @@
+"""The trainer's settings: table ``[trainer]`` of a config, what the Megatron plugin reads, the flags of a training script.
+
+A key is written once, here. The comment behind a field is its meaning in docs/config.md; its :class:`Flag` says what it is
+on a command line, and is the meaning too where there is no comment. Which settings contradict each other is in
+:mod:`orchestrator.policies.training.objective_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from orchestrator.api import ConfigError
+from orchestrator.policies.training.objective_table import (
+    OBJECTIVES,
+    KlEstimator,
+    LossMean,
+    LrDecay,
+    ObjectiveName,
+    RatioTo,
+    TisMode,
+    conflicts,
+)
+from orchestrator.settings.section import Positive, Section, config_error, violation
+
+Rate = Annotated[float, Field(gt=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+OWN = "the objective's own"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A key on the command line of a Megatron training script: ``--rl-`` and its name, else ``name``.
+
+    ``unset``: what a default of None means. ``megatron``: its value is read from this argument of Megatron's own, and
+    there is no flag of ours.
+    """
+
+    help: str = ""
+    name: str = ""
+    unset: str = "none"
+    megatron: str = ""
+
+    def argument(self, key: str) -> str:
+        """The attribute of the parsed command line."""
+        return self.megatron or (self.name or f"rl-{key}").replace("-", "_")
+
+    def spelled(self, key: str) -> str:
+        """As it is typed."""
+        return f"--{self.argument(key).replace('_', '-')}"
+
+
+class TrainerSettings(Section):
+    """What is learned and how: the settings that a run and a training script of one's own share."""
+
+    learning_rate: Annotated[Rate, Flag(megatron="lr")] = 1e-3
+    final_learning_rate: Annotated[Rate | None, Flag(megatron="min_lr")] = None  # decays to this over run.steps
+    lr_decay: Annotated[LrDecay, Flag(megatron="lr_decay_style")] = "linear"  # the way to final_learning_rate
+    lr_warmup_steps: Annotated[int, Field(ge=0), Flag(megatron="lr_warmup_iters")] = 0
+    weight_decay: Annotated[NotNegative, Flag(megatron="weight_decay")] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1), Flag(megatron="adam_beta1")] = 0.9
+    adam_beta2: Annotated[Rate, Flag(megatron="adam_beta2")] = 0.95
+    clip_grad: Annotated[NotNegative, Flag(megatron="clip_grad")] = 1.0  # 0 switches gradient clipping off
+    objective: Annotated[ObjectiveName, Flag("what is optimised, see docs/megatron.md")] = "grpo"
+    clip_low: Annotated[Rate | None, Flag("importance ratio clipped at 1 - this", unset=OWN)] = None
+    clip_high: Annotated[
+        Annotated[float, Field(gt=0)] | None, Flag("importance ratio clipped at 1 + this", unset=OWN)
+    ] = None
+    dual_clip: Annotated[
+        Annotated[float, Field(gt=1)] | None,
+        Flag("bound of the ratio where the advantage is negative; 3 is usual"),
+    ] = None
+    # what the clip compares with: pi_old recomputed, or what sampled
+    ratio_to: Annotated[RatioTo, Flag("what the clip compares with: pi_old, or the rollout that sampled")] = "trainer"
+    # of the KL to the reference, the weights RL began with
+    kl_coefficient: Annotated[NotNegative, Flag("weight of the KL to the weights that training began with")] = 0.0
+    kl_estimator: Annotated[KlEstimator, Flag("estimator of that KL")] = "k3"
+    # subtract the KL from each token's reward instead of adding it to the loss (k1)
+    kl_in_reward: Annotated[bool, Flag("subtract the KL from rewards per token, not add it to the loss")] = False
+    # discount of a token (ppo, reinforce++)
+    gamma: Annotated[float, Field(gt=0, le=1), Flag("discount per token (ppo, reinforce++)")] = 1.0
+    gae_lambda: Annotated[float, Field(ge=0, le=1), Flag("lambda of the advantage estimate (ppo)")] = 0.95  # ppo
+    # of the critic; None: learning_rate
+    value_learning_rate: Annotated[
+        Rate | None, Flag("learning rate of the critic (ppo)", name="rl-value-lr", unset="that of --lr")
+    ] = None
+    value_clip: Annotated[float, Field(gt=0), Flag("clip range of the value loss (ppo)")] = 0.2  # ppo
+    # mask tokens of weights older by more versions
+    max_token_lag: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        Flag("weight versions; older tokens are not trained on", unset="all are"),
+    ] = None
+    # cap of pi_old / pi_rollout
+    tis_cap: Annotated[float, Field(gt=0), Flag("cap of the importance weight pi_trainer / pi_rollout of a token")] = (
+        2.0
+    )
+    # the lower bound, with tis_mode = "mask"
+    tis_floor: Annotated[NotNegative, Flag("lower bound of that weight, with --rl-tis-mode mask")] = 0.0
+    # tokens outside of the bounds: held at the cap, or left out
+    tis_mode: Annotated[TisMode, Flag("tokens outside of the bounds: held at the cap, or left out")] = "truncate"
+    entropy_coefficient: Annotated[NotNegative, Flag("weight of the entropy bonus")] = 0.0
+    # divide by the group's standard deviation; ppo: whiten over the batch
+    normalize_advantage: Annotated[bool, Flag("divide advantages by their standard deviation")] = True
+    # None: the objective's own
+    loss: Annotated[LossMean | None, Flag("how token losses become one number", unset=OWN)] = None
+    minibatches: Annotated[Positive, Flag("optimizer steps a batch")] = 1
+    micro_batch_size: Annotated[Positive, Flag(megatron="micro_batch_size")] = 64  # trajectories a forward and backward
+    # what goes into one micro-batch; `stream` means arrival
+    micro_batch_order: Annotated[Literal["length", "arrival"], Flag("what goes into a micro-batch")] = "length"
+    # several trajectories in one row of at most so many tokens; None: padded rows
+    pack_tokens: Annotated[Positive | None, Flag("tokens of a packed row, which needs a GPU", unset="padded rows")] = (
+        None
+    )
+    # compute gradients of finished groups while the rollout still runs (RollPacker 4.4)
+    stream: Annotated[
+        bool,
+        Flag(
+            "take gradients trajectory by trajectory as they finish, then one synchronised step",
+            name="rl-stream-training",
+        ),
+    ] = False
+    grad_offload: Annotated[bool, Flag("keep gradients in host memory between the parts of a stream")] = False
+    tensor_parallel: Annotated[Positive, Flag(megatron="tensor_model_parallel_size")] = 1
+    pipeline_parallel: Annotated[Positive, Flag(megatron="pipeline_model_parallel_size")] = 1
+    expert_parallel: Annotated[Positive, Flag(megatron="expert_model_parallel_size")] = 1
+    data_parallel: Annotated[Positive, Flag(megatron="data_parallel_size")] = 1
+    # optimizer state split over the data-parallel replicas
+    distributed_optimizer: Annotated[bool, Flag(megatron="use_distributed_optimizer")] = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        found = [violation(name, getattr(self, name), fix) for name, fix in conflicts(self)]
+        final = self.final_learning_rate
+        if final is not None and final > self.learning_rate:
+            fix = f"must lie between 0 and trainer.learning_rate = {self.learning_rate!r}"
+            found.append(violation("final_learning_rate", final, fix))
+        if found:
+            raise ValidationError.from_exception_data("trainer", found)
+        return self
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Strict: an unknown key is a ConfigError, and so is what a run's config would be refused for, in its words."""
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise config_error(error, cls, ("trainer",)) from None
+
+    @classmethod
+    def flags(cls) -> dict[str, Flag]:
+        """Of each key, in order; one that says nothing of it is ``--rl-`` and its name."""
+        found = {}
+        for key, field in cls.model_fields.items():
+            found[key] = next((item for item in field.metadata if isinstance(item, Flag)), Flag())
+        return found
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(below, above) 1: as set, else the objective's own."""
+        low, high = OBJECTIVES[self.objective].clip
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    @property
+    def loss_mean(self) -> LossMean:
+        """How token losses become one number: as set, else the objective's own."""
+        return OBJECTIVES[self.objective].loss if self.loss is None else self.loss
+
+    @property
+    def order(self) -> str:
+        """What goes into one micro-batch: "length" or "arrival", which a stream implies."""
+        return "arrival" if self.stream else self.micro_batch_order
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs under the reference weights are needed."""
+        return self.kl_coefficient > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return OBJECTIVES[self.objective].advantage == "gae"
+
+    @property
+    def value_rate(self) -> float:
+        """The critic's learning rate."""
+        return self.learning_rate if self.value_learning_rate is None else self.value_learning_rate
+
+    def check_schedule(self, total_steps: int) -> None:
+        """The learning-rate schedule must fit into the run. Raises ConfigError."""
+        if total_steps < 1:
+            raise ConfigError("run.steps", total_steps, "must be at least 1")
+        if self.lr_warmup_steps >= total_steps:
+            fix = f"must be below run.steps = {total_steps}"
+            raise ConfigError("trainer.lr_warmup_steps", self.lr_warmup_steps, fix)
+
+
+class TrainerSection(TrainerSettings):
+    """The objective and its optimizer; truncated importance sampling stands between trainer and rollout."""
+
+    # What only a run has: processes of its own, and what it measures and watches.
+    threads: Positive = 1
+    reference_samples: Annotated[int, Field(ge=0)] = 0  # trajectories a step whose KL to the reference is only measured
+    logprob_gap_samples: Annotated[int, Field(ge=0)] = 32  # trajectories the gap is measured on, a version; 0: off
+    logprob_gap_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |log pi_trainer - log pi_rollout|, same version
+    entropy_alarm: Annotated[float, Field(ge=0, lt=1)] = 0.2  # of the first steps' entropy; lower is collapse; 0: off
+    tis_alarm: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of tokens at the cap or left out; 0: off
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference weights are kept: for the loss, or only to measure the KL to them."""
+        return self.needs_reference or self.reference_samples > 0
