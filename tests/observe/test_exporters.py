@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.api import ConfigError
 from orchestrator.config import parse_config
 from orchestrator.config.sections import LoggingSection
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.observe import run_view
 from orchestrator.observe.view import exporters, tensorboard
 from orchestrator.observe.view.exporter_queue import Beside, Event
 from orchestrator.observe.view.scalars import KINDS, scalars
-from orchestrator.observe.view.tensorboard import TensorBoard, crc32c
+from orchestrator.observe.view.tensorboard import TensorBoard
+from orchestrator.run_folder import RunFolder
 from tests.support import view_runs as runs
 
 DATE = "2026-11-21T21:06:18+00:00"
@@ -40,96 +44,53 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
 # -- TensorBoard -----------------------------------------------------------------------------------------------------------
 
 
-def fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protocol buffer: a reader of its own, for the three wire types that are used."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            if not byte & 0x80:
-                return value
-            shift += 7
-
-    while at < len(data):
-        key = varint()
-        match key & 7:
-            case 0:
-                yield key >> 3, varint()
-            case 1:
-                yield key >> 3, struct.unpack("<d", data[at : at + 8])[0]
-                at += 8
-            case 2:
-                size = varint()
-                yield key >> 3, data[at : at + size]
-                at += size
-            case 5:
-                yield key >> 3, struct.unpack("<f", data[at : at + 4])[0]
-                at += 4
-            case kind:
-                raise AssertionError(f"wire type {kind}")
-
-
-def records(file: Path) -> list[bytes]:
-    data, found = file.read_bytes(), []
-    while data:
-        size = struct.unpack("<Q", data[:8])[0]
-        found.append(data[12 : 12 + size])
-        data = data[16 + size :]
-    return found
-
-
-def test_the_checksum_is_that_of_the_standard() -> None:
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
-    assert crc32c(bytes(range(32))) == 0x46DD794E
-
-
 def test_curves_are_written_as_the_log_has_them(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     board = TensorBoard(tmp_path, pytest.fail)
     for event in events:
         board.take(event)
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()  # before it is closed: what was taken is in the file
     board.close()
-    [file] = (tmp_path / "tensorboard").iterdir()
-    rows = [dict(fields(data)) for data in records(file)]
-    assert rows[0][3] == b"brain.Event:2"
-    curves: dict[str, dict[int, float]] = {}
-    for row in rows[1:]:
-        for _, item in fields(row[5]):
-            value = dict(fields(item))
-            curves.setdefault(value[1].decode(), {})[row.get(2, 0)] = value[2]
-    steps = [event for event in events if event["kind"] == "step"]
-    assert curves["train/reward"] == pytest.approx({event["step"] + 1: event["reward_mean"] for event in steps})
-    assert set(curves["eval/success"]) == {0, 6}
+    steps = events_of("step", events)
+    points = reader.Scalars("train/reward")
+    assert {point.step: point.value for point in points} == pytest.approx(
+        {event["step"] + 1: event["reward_mean"] for event in steps}
+    )
+    assert [point.step for point in reader.Scalars("eval/success")] == [0, 6]
     assert {
         "train/entropy",
         "batch/lag_mean",
         "weights/seconds",
         "worker/vllm-0/kv_used_ratio",
         "ledger/trained",
-    } <= set(curves)
-    assert 1_795_000_000 - 20_000_000 < rows[1][1] < 1_795_000_000 + 20_000_000  # the run's date, not the machine's
+    } <= set(reader.Tags()["scalars"])
+    began = datetime.fromisoformat(DATE).timestamp() - events[0]["t"]  # the run's date, not the machine's
+    assert [point.wall_time for point in points] == pytest.approx([began + event["t"] for event in steps], abs=1e-3)
 
 
-def test_the_real_tensorboard_reads_the_files_and_forgets_what_a_resume_took_back(
-    tmp_path: Path, events: list[dict[str, Any]]
-) -> None:
-    loading = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
-    )
+def test_what_a_resume_took_back_is_forgotten(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     for life in (events, [{**events[0], "resumed_from": 3}, *(event for event in events if event.get("step") == 3)]):
         board = TensorBoard(tmp_path, pytest.fail)
         for event in life:
             board.take(event)
         board.close()
-    reader = loading.EventAccumulator(str(tmp_path / "tensorboard"))
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
     reader.Reload()
     assert [item.step for item in reader.Scalars("train/reward")] == [1, 2, 3, 4]
-    assert reader.Scalars("train/reward")[0].value == pytest.approx(events_of("step", events)[0]["reward_mean"])
+
+
+def test_without_the_package_a_run_says_so_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporters, "there", lambda module: False)
+    said: list[str] = []
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            folder = RunFolder.create(parse_config({"run": {"folder": str(tmp_path / "run")}}))
+            await run_view.show(parse_config({}), folder, EventLog(MemorySink(), lambda: 1.0), said.append, stack)
+
+    asyncio.run(scenario())
+    assert len(said) == 1
+    assert "rl-coserve[tensorboard]" in said[0]
 
 
 def events_of(kind: str, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,10 +107,10 @@ def test_a_run_writes_them_while_it_logs_and_a_full_disk_is_said_once(
     log.emit("run_start", started=DATE, resumed_from=None)
     log.emit("evaluation", step=1, success=0.5, low=0.4, high=0.6)
 
-    def full(data: bytes) -> bytes:
+    def full(writer: Any, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorboard, "record", full)
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
     for step in range(3):
         log.emit("evaluation", step=step, success=0.5, low=0.4, high=0.6)
     assert len(said) == 1
@@ -231,9 +192,10 @@ def test_an_exporter_that_fails_is_said_once_and_asked_no_more(where: str) -> No
 
 
 def test_what_is_switched_on_and_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporters, "_there", lambda module: False)
+    monkeypatch.setattr(exporters, "there", lambda module: False)
     exporters.check(LoggingSection())
     for field, settings in (
+        ("tensorboard", {"tensorboard": True}),
         ("wandb", {"wandb": {"enabled": True}}),
         ("otlp", {"otlp": {"endpoint": "http://127.0.0.1:4318"}}),
     ):

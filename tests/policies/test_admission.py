@@ -15,7 +15,6 @@ from orchestrator.policies.serving.admission import (
     Mode,
     ServingState,
     Slo,
-    StallWatch,
     arriving_slack,
     floor,
     tpot_slack,
@@ -226,22 +225,13 @@ def test_a_burst_is_late_where_only_the_slack_of_those_that_are_there_counts_and
     assert rolled["dual"] > 0.97 * rolled["tpot"]
 
 
-def test_a_stall_is_two_seconds_without_progress() -> None:
-    watch = StallWatch()
-    assert not watch.stalled(10.0)
-    assert not watch.stalled(11.9)
-    assert watch.stalled(12.0)
-    watch.progressed(12.5)
-    assert not watch.stalled(14.4)
-
-
 def test_an_slo_that_serving_alone_cannot_keep_is_told() -> None:
     assert floor(SLO, 500, 32, prefill, decode) == ""
     assert "1000 tokens alone takes 0.101 s" in floor(SLO, 1000, 32, prefill, decode)
     assert "decode step of 100 sequences" in floor(SLO, 500, 100, prefill, decode)
 
 
-@pytest.mark.parametrize("make", [lambda: Slo(0, 1), lambda: Slo(math.inf, 1), lambda: StallWatch(0)])
+@pytest.mark.parametrize("make", [lambda: Slo(0, 1), lambda: Slo(math.inf, 1)])
 def test_what_makes_no_sense_is_refused(make: object) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         make()  # type: ignore[operator]

@@ -20,15 +20,17 @@ from orchestrator.observe.view.exporter_queue import Beside, Say
 def check(settings: LoggingSection) -> None:
     """Raises ConfigError for what is switched on and not installed."""
     for on, module, field, package in (
+        (settings.tensorboard is True, "tensorboard", "logging.tensorboard", "tensorboard"),
         (settings.wandb.enabled, "wandb", "logging.wandb.enabled", "wandb"),
         (bool(settings.otlp.endpoint), "opentelemetry.exporter.otlp.proto.http", "logging.otlp.endpoint", "otlp"),
     ):
-        if on and not _there(module):
-            value = settings.otlp.endpoint or True
+        if on and not there(module):
+            value = settings.otlp.endpoint if package == "otlp" else True
             raise ConfigError(field, value, f"needs a package that is not installed: pip install rl-coserve[{package}]")
 
 
-def _there(module: str) -> bool:
+def there(module: str) -> bool:
+    """Whether a package of others can be imported; nothing is."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # one of its parents

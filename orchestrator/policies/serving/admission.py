@@ -31,7 +31,7 @@ from typing import Literal
 Mode = Literal["dual", "ttft", "tpot", "none"]
 MODES: tuple[Mode, ...] = ("dual", "ttft", "tpot", "none")
 CHUNK = 512  # tokens of a rollout's prefill at a time (ROSE 4.1)
-STALL_SECONDS = 2.0
+STALL_SECONDS = 2.0  # without progress, after which a rollout is dropped here (ROSE 4.1)
 PROMPTS = 64  # of the latest ones, by which one that arrives is judged
 
 
@@ -201,26 +201,6 @@ class Admission:
 
     def _decay(self) -> None:
         self.guard = max(self._least, 0.99 * self.guard)
-
-
-class StallWatch:
-    """Whether a rollout on this device makes no progress any more and is to be dropped here (ROSE 4.1: 2 s)."""
-
-    def __init__(self, seconds: float = STALL_SECONDS) -> None:
-        if seconds <= 0:
-            raise ValueError(f"stall after {seconds} s: must be positive")
-        self._seconds = seconds
-        self._since: float | None = None
-
-    def progressed(self, now: float) -> None:
-        """A token was made, or there is nothing to do."""
-        self._since = now
-
-    def stalled(self, now: float) -> bool:
-        """Whether nothing has moved for too long, since the first time it was asked."""
-        if self._since is None:
-            self._since = now
-        return now - self._since >= self._seconds
 
 
 def _halves(most: int) -> Iterable[int]:
