@@ -359,8 +359,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from orchestrator.hooks import tested_versions
-    from orchestrator.profiler import Progress
     from orchestrator.ops import profile_command as profile
+    from orchestrator.profiler import Progress
     from orchestrator.runtime.real_run import start_ray
 
     config = _config(arguments)

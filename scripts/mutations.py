@@ -180,7 +180,7 @@ MUTATIONS = (
     Mutation(
         "endpoints: any token is accepted",
         "vllm_rlplugin/server/bearer_auth.py",
-        "not secrets.compare_digest(_digest(token.strip()), self._digest)",
+        "not bearer.admits(authorization, self._digest)",
         "False",
         "tests/vllm/test_control_endpoints.py",
     ),

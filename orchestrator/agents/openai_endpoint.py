@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -33,6 +32,7 @@ from orchestrator.agents import openai_protocol
 from orchestrator.agents.agent_session import Session
 from orchestrator.agents.conversation import Answer
 from orchestrator.agents.openai_protocol import Answered, ApiError, Asked
+from orchestrator.api import bearer
 
 BODY_BYTES = 8 << 20
 MODEL = "policy"  # what /v1/models lists; any other name is taken too
@@ -122,12 +122,11 @@ class Gateway:
 
     def _door(self, request: web.Request) -> Door:
         """Whose request this is. Raises ApiError."""
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        key = request.match_info.get("key") or (given.strip() if kind.lower() == "bearer" else "")
+        key = request.match_info.get("key") or bearer.token_of(request.headers.get("Authorization"))
         parts = key.split("-", 2)
         door = self._doors.get(parts[1]) if len(parts) == 3 else None
         known = door.key if door is not None else f"rl-0-{'x' * 43}"
-        if not hmac.compare_digest(known.encode(), key.encode("utf-8", "surrogateescape")) or door is None:
+        if not bearer.matches(key, bearer.digest_of(known)) or door is None:
             raise ApiError(
                 401,
                 "Incorrect API key provided: it is no key of a trajectory that is under way",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, urls
+from orchestrator.api import CommandError, ConfigError, RetryableError, RunError, Task, bearer, urls
 from orchestrator.api import http as wire
 from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.config import Config
@@ -55,14 +55,7 @@ def read_token(config: Config, environment: Mapping[str, str]) -> str:
         fix = f"give the path of a file with the token of the servers, or set the environment variable {VARIABLE}"
         raise ConfigError("rollout.served_token_file", file, fix)
     fix = "give a readable file that holds the token with which the servers were started (--rl-token-file)"
-    try:
-        token = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "no UTF-8 text"
-        raise ConfigError("rollout.served_token_file", file, f"cannot be read ({why}); {fix}") from error
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError("rollout.served_token_file", file, f"holds no token; {fix}")
-    return token
+    return bearer.read_file(file, "rollout.served_token_file", fix)
 
 
 def mistakes(config: Config, task: Task, status: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import hmac
 import importlib
 import math
 import os
@@ -192,9 +191,10 @@ async def serve_pipes(requests_fd: int, replies_fd: int) -> None:
 
 async def serve_tcp(host: str, port: int, token: str, orphan_seconds: float) -> None:
     """Until nobody has been connected for ``orphan_seconds``. One connection at a time: a newer one is the same caller's."""
+    from orchestrator.api import bearer
     from orchestrator.environments import environment_wire
 
-    service = Service(orphan_seconds)
+    service, digest = Service(orphan_seconds), bearer.digest_of(token)
     current: asyncio.StreamWriter | None = None
     left = asyncio.Event()
 
@@ -204,7 +204,7 @@ async def serve_tcp(host: str, port: int, token: str, orphan_seconds: float) -> 
             _keep_alive(writer, orphan_seconds)
             async with asyncio.timeout(CONNECT_LIMIT):
                 given = (await reader.readline()).strip()
-            if not hmac.compare_digest(given, token.encode()):
+            if not bearer.matches(given.decode("utf-8", "surrogateescape"), digest):
                 return
             if current is not None:
                 current.close()

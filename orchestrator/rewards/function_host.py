@@ -26,15 +26,15 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.api import ConfigError, tls
+from orchestrator.api import ConfigError, bearer, tls
 from orchestrator.rewards.function_protocol import MAX_BODY_BYTES
-from orchestrator.rewards.function_service import Service, digest_of, too_large
+from orchestrator.rewards.function_service import Service, too_large
 from orchestrator.rewards.process_pool import FunctionPool
 
 
 def make_application(functions: Mapping[str, FunctionPool], token: str) -> web.Application:
     """The HTTP side."""
-    service = Service(functions, digest_of(token))
+    service = Service(functions, bearer.digest_of(token))
 
     async def handle(request: web.Request) -> web.StreamResponse:
         reply = service.refused(request.headers.get("Authorization", ""))

@@ -7,13 +7,12 @@ The token itself is not kept, only its digest, so that whoever can read this obj
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.api import bearer
 from orchestrator.rewards.function_protocol import (
     COLD_START_HEADER,
     ERROR_HEADER,
@@ -28,11 +27,6 @@ from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Invoc
 _ERROR_TYPE = "x-amzn-ErrorType"
 
 
-def digest_of(token: str) -> str:
-    """SHA-256 (hex) of a bearer token. One of 256 random bits cannot be found from it."""
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
     """``value`` is JSON."""
@@ -43,7 +37,7 @@ class Reply:
 
 
 class Service:
-    """Answers requests to ``functions``, by name."""
+    """Answers requests to ``functions``, by name. ``token_digest``: of :func:`orchestrator.api.bearer.digest_of`."""
 
     def __init__(self, functions: Mapping[str, FunctionPool], token_digest: str) -> None:
         self._functions = functions
@@ -51,8 +45,7 @@ class Service:
 
     def refused(self, authorization: str) -> Reply | None:
         """What a caller with this Authorization header is told; None: it may go on."""
-        scheme, _, given = authorization.encode("utf-8", "surrogateescape").partition(b" ")
-        if scheme == b"Bearer" and hmac.compare_digest(hashlib.sha256(given).hexdigest(), self._digest):
+        if bearer.admits(authorization, self._digest):
             return None
         return refusal(401, "UnrecognizedClientException", "send the bearer token")
 

@@ -18,9 +18,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.api import ConfigError, RunError
+from orchestrator.api import ConfigError, RunError, bearer
 from orchestrator.rewards.function_protocol import INVOKE_PATH
-from orchestrator.rewards.function_service import Service, digest_of
+from orchestrator.rewards.function_service import Service
 from orchestrator.rewards.process_pool import FunctionPool
 
 START_LIMIT = 120.0  # seconds for Serve and its first replicas; it takes 10 on an idle machine
@@ -157,7 +157,7 @@ class RayServeHost:
             },
             logging_config=quiet,
         )
-        bound = deployment.bind(self._name, self._function, digest_of(self.token), prefix, options)
+        bound = deployment.bind(self._name, self._function, bearer.digest_of(self.token), prefix, options)
         serve.run(bound, name=self._application, route_prefix=prefix)
 
     def _replicas(self) -> int:

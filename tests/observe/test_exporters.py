@@ -21,7 +21,7 @@ from orchestrator.config import parse_config
 from orchestrator.config.sections import LoggingSection
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.observe import run_view
-from orchestrator.observe.view import exporters, tensorboard
+from orchestrator.observe.view import exporters
 from orchestrator.observe.view.exporter_queue import Beside, Event
 from orchestrator.observe.view.scalars import KINDS, scalars
 from orchestrator.observe.view.tensorboard import TensorBoard

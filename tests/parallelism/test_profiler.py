@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from orchestrator.api import ConfigError, RetryableError, RunError
 from orchestrator.cli import main
 from orchestrator.config import Config
+from orchestrator.ops.profile_command import Wanted, check
 from orchestrator.policies.parallelism.engine_profile import EngineShape, Layout, Point, Profile
 from orchestrator.profiler import ProfileFile, ProfileKey, Progress, grid, load, measure, model_name, powers
-from orchestrator.ops.profile_command import Wanted, check
 
 KEY = ProfileKey("Qwen3ForCausalLM 2x64 float32 0a1b2c3d", "vLLM 0.32.0", "CPU X x 1")
 ONE, TWO = Layout(1), Layout(2)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import json
 import os
 import signal
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from orchestrator.api import ConfigError, tls
+from orchestrator.api import ConfigError, bearer, tls
 from vllm_rlplugin.judge.streamed_model import StreamedModel
 
 TOKEN = "RL_COSERVE_JUDGE_TOKEN"
@@ -45,7 +44,7 @@ class JudgeServer:
         if not token:
             raise ConfigError(TOKEN, "", "set it: every request must carry it as its bearer token")
         self._model, self._tokenizer, self._name = model, tokenizer, name
-        self._token = token
+        self._digest = bearer.digest_of(token)
         self._memory = memory
         self._busy = asyncio.Lock()
         self._count = 0
@@ -70,8 +69,7 @@ class JudgeServer:
         )
 
     async def _complete(self, request: web.Request) -> web.Response:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if not bearer.admits(request.headers.get("Authorization"), self._digest):
             return _refuse(401, "give the bearer token")
         try:
             prompt, most, temperature, seed = self._read(await request.json())

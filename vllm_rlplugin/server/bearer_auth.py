@@ -8,7 +8,6 @@ once on stderr (as Jupyter does).
 from __future__ import annotations
 
 import atexit
-import hashlib
 import ipaddress
 import logging
 import os
@@ -20,12 +19,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, bearer
 from orchestrator.api.http import FORBIDDEN, UNAUTHORIZED
 from vllm_rlplugin.options import FrontendOptions
 
 VARIABLE = "RL_COSERVE_TOKEN"
 SHORTEST = 16  # characters of a token
+_FIX = f"a token is at least {SHORTEST} printable ASCII characters without spaces"
 _logger = logging.getLogger("vllm.rl_coserve")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -43,7 +43,7 @@ class BearerGuard:
     """Checks token and address of one call. Keeps only a hash of the token."""
 
     def __init__(self, token: str, networks: tuple[Network, ...]) -> None:
-        self._digest = _digest(token)
+        self._digest = bearer.digest_of(token)
         self._networks = networks
 
     def check(self, authorization: str | None, client: str | None) -> None:
@@ -52,8 +52,7 @@ class BearerGuard:
             raise AccessDenied(
                 403, FORBIDDEN, f"clients at {client} may not use the control endpoints (--rl-allow-clients)"
             )
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(_digest(token.strip()), self._digest):
+        if not bearer.admits(authorization, self._digest):
             raise AccessDenied(401, UNAUTHORIZED, "give the token of this server: Authorization: Bearer TOKEN")
 
     def _allows(self, client: str) -> bool:
@@ -68,10 +67,10 @@ class BearerGuard:
 def find_token(options: FrontendOptions, environment: Mapping[str, str]) -> str:
     """The token to use; see the module. Raises ConfigError for one that is too short or cannot be sent."""
     if options.token_file:
-        path = Path(options.token_file)
-        token = _checked(path.read_text(encoding="utf-8").strip(), "--rl-token-file", options.token_file)
-        if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            _logger.warning("others can read %s, which holds the token of the control endpoints: chmod 600", path)
+        file, field = options.token_file, "--rl-token-file"
+        token = _checked(bearer.read_file(file, field, _FIX), field, file)
+        if Path(file).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            _logger.warning("others can read %s, which holds the token of the control endpoints: chmod 600", file)
         return token
     if VARIABLE in environment:
         return _checked(environment[VARIABLE].strip(), VARIABLE, "(not shown)")
@@ -79,8 +78,8 @@ def find_token(options: FrontendOptions, environment: Mapping[str, str]) -> str:
 
 
 def _checked(token: str, field: str, shown: str) -> str:
-    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(field, shown, f"a token is at least {SHORTEST} printable ASCII characters without spaces")
+    if len(token) < SHORTEST or not bearer.can_be_sent(token):
+        raise ConfigError(field, shown, _FIX)
     return token
 
 
@@ -96,7 +95,3 @@ def _generated() -> str:
     sys.stderr.write(f"rl-coserve: token of the control endpoints, until this server ends: {token}\n")
     sys.stderr.flush()
     return token
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()  # one length, so the compare leaks none

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import ConfigError
+from orchestrator.api import ConfigError, bearer
 from orchestrator.observe.view.exporter_queue import Beside
 from orchestrator.observe.view.exporters import described, exporters
 from orchestrator.observe.view.runs_page import Runs
@@ -36,11 +36,8 @@ def read_token(file: str, field: str = "view.token_file") -> str:
     if not file:
         return secrets.token_urlsafe(24)
     fix = f"give a readable file that holds a token of at least {_LEAST} letters, digits, - or _"
-    try:
-        token = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(field, file, f"cannot be read; {fix}") from error
-    if len(token) < _LEAST or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
+    token = bearer.read_file(file, field, fix)
+    if len(token) < _LEAST or not token.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(field, file, f"holds no such token; {fix}")
     return token
 

@@ -11,7 +11,6 @@ bearer token.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from http.cookies import Morsel, SimpleCookie
@@ -22,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from orchestrator.api import bearer
 from orchestrator.api.tls import SYSTEM, Tls, check_listener
 from orchestrator.observe.view.folder_follower import Follower
 from orchestrator.observe.view.run_metrics import exposition
@@ -182,8 +182,8 @@ class Server:
         given = request.query.get("token", "")
         if given and self._right(given) and request.path == "/":
             return _headed(web.Response(status=303, headers={"Location": "/", "Set-Cookie": self._set_cookie()}))
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not (self._right(request.cookies.get(self._cookie, "")) or self._right(bearer)):
+        sent = bearer.token_of(request.headers.get("Authorization"))
+        if not (self._right(request.cookies.get(self._cookie, "")) or self._right(sent)):
             return _headed(web.Response(status=401, text=_REFUSED))
         try:
             answer = await handler(request)
@@ -193,7 +193,7 @@ class Server:
         return answer if answer.prepared else _headed(answer)
 
     def _right(self, given: str) -> bool:
-        return bool(given) and hmac.compare_digest(given.encode(), self._token.encode())
+        return bearer.matches(given, bearer.digest_of(self._token))
 
     def _set_cookie(self) -> str:
         jar: SimpleCookie = SimpleCookie()
