@@ -194,7 +194,7 @@ def forward_step(case: Case, *, uncounted: bool = False) -> Forward:
     from megatron.core import parallel_state
 
     objective, mean, weighted = LOSSES[case.loss]
-    coefficients = Coefficients.of(TrainerSettings(objective=objective, loss=mean))
+    coefficients = Coefficients.of(TrainerSettings.model_validate({"objective": objective, "loss": mean}))
     group = parallel_state.get_tensor_model_parallel_group() if case.layout.tensor > 1 else None
 
     def step(samples: Iterator[Sample], model: Any) -> tuple[Tensor, Forward]:
