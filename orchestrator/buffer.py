@@ -28,7 +28,7 @@ from orchestrator.policies.batching.trajectory_filters import Balance, FilterCha
 
 
 @dataclass(slots=True)
-class Group:
+class SampleGroup:
     """One prompt's trajectories. ``live``: members still running or being scored, in order of starting. ``wanted``: how many
     scored ones make it complete though others are under way; 0: all of them."""
 
@@ -91,8 +91,8 @@ class SampleBuffer:
         self._balance = balance
         self._filtered = 0  # groups, for the batch that is being collected
         self._wanted = 0  # groups that a waiting get_batch wants
-        self._groups: dict[str, Group] = {}
-        self._ready: dict[str, Group] = {}  # complete groups in order of completion
+        self._groups: dict[str, SampleGroup] = {}
+        self._ready: dict[str, SampleGroup] = {}  # complete groups in order of completion
         self._taken: dict[str, list[Taken]] = {}  # groups in a batch that is not trained yet
         self._scored: int | None = 0  # what ``scored`` says; None: to be counted anew
         self._changed = asyncio.Event()
@@ -102,7 +102,7 @@ class SampleBuffer:
 
     def open(self, group_id: str, prompt: Prompt, members: list[str], refills: int, wanted: int = 0) -> None:
         """A group starts; ``wanted`` of its members are enough (0: all)."""
-        self._groups[group_id] = Group(group_id, prompt, refills, wanted, dict.fromkeys(members))
+        self._groups[group_id] = SampleGroup(group_id, prompt, refills, wanted, dict.fromkeys(members))
 
     def put(self, trajectory: Trajectory) -> bool:
         """A member is scored. Returns whether it left at once, too stale or filtered: then the member is lost."""
@@ -138,7 +138,7 @@ class SampleBuffer:
         self._evict_stale(list(self._groups.values()))
         self._changed.set()
 
-    def _evict_stale(self, groups: Sequence[Group]) -> None:
+    def _evict_stale(self, groups: Sequence[SampleGroup]) -> None:
         version = self.version
         for group in groups:
             fresh = [t for t in group.scored if self._bound.admissible(version, t.first_version)]
@@ -210,7 +210,7 @@ class SampleBuffer:
             self._taken[group.id] = [Taken(t, self._bound.lag(self.version, t.first_version)) for t in group.scored]
             on_take(group.scored)
 
-    def _next(self, wanted: int) -> Group | None:
+    def _next(self, wanted: int) -> SampleGroup | None:
         """The complete group that the batch gets next; None: better wait for others."""
         if self._balance is None:
             return next(iter(self._ready.values()))
@@ -312,14 +312,14 @@ class SampleBuffer:
         """Put a checkpoint's trajectories back: their groups count as complete as they are."""
         self.version = version
         for trajectory in trajectories:
-            group = self._groups.setdefault(trajectory.group_id, Group(trajectory.group_id, trajectory.prompt, 0))
+            group = self._groups.setdefault(trajectory.group_id, SampleGroup(trajectory.group_id, trajectory.prompt, 0))
             group.scored.append(trajectory)
         self._scored = None
         for group in list(self._groups.values()):
             self._settle(group)
         self.set_version(version)
 
-    def _settle(self, group: Group) -> None:
+    def _settle(self, group: SampleGroup) -> None:
         if not group.complete or group.id not in self._groups:
             return
         if group.live:
@@ -336,7 +336,7 @@ class SampleBuffer:
             self.owner.on_group(group.id, "complete")
         self._changed.set()
 
-    def _filter(self, group: Group, cause: str) -> None:
+    def _filter(self, group: SampleGroup, cause: str) -> None:
         del self._groups[group.id]
         self._scored = None
         self._ready.pop(group.id, None)

@@ -18,7 +18,7 @@ from orchestrator.agents.manager_choice import manager_of
 from orchestrator.api import ConfigError, ManagedWorker, PlacedWorker, ResizableWorker, Task, Trajectory, parts_of
 from orchestrator.borrowing.server_exchange import Exchange
 from orchestrator.buffer import SampleBuffer
-from orchestrator.colocation.group_feeder import Feeder
+from orchestrator.colocation.group_feeder import GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining, kv_bytes_per_token
 from orchestrator.components import Components, ForecastParts, Position
 from orchestrator.config import Config
@@ -62,9 +62,8 @@ from orchestrator.policies.prediction.prompt_lengths import Predictor as LengthP
 from orchestrator.policies.training.lag_weight import LagWeight
 from orchestrator.policies.training.learning_alarms import Bars, Prompts, Watch
 from orchestrator.proxy import router_setup
-from orchestrator.proxy.gap_moves import GapMover
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.proxy.kv_moves import kv_moves
+from orchestrator.proxy.kv_moves import GapMover, kv_moves
 from orchestrator.proxy.membership import Membership
 from orchestrator.proxy.prefill_decode import PrefillDecode
 from orchestrator.proxy.resize import EngineResizing, require_resizable
@@ -92,7 +91,7 @@ def build_pipeline(config: Config, parts: Components, position: Position | None 
     turns = _stream_training(config, parts, rollout.proxy)
     if turns is not None:
         parts.trainer, rollout.on_played = turns.trainer, turns.finished
-    feeder = Feeder(
+    feeder = GroupFeeder(
         lambda samples, version: calls.final("feed", parts.trainer.feed(samples, version)),
         parts.events,
         config.trainer.stream,

@@ -28,7 +28,7 @@ _PARTIAL = ".partial-"
 
 
 @dataclass(frozen=True)
-class RunState:
+class CheckpointState:
     """What a resume needs beside the trainer's own files. ``step``: training steps done."""
 
     step: int
@@ -65,7 +65,7 @@ class Checkpoints:
         (partial / "trainer").mkdir(parents=True)
         return partial
 
-    def commit(self, partial: Path, state: RunState) -> Path:
+    def commit(self, partial: Path, state: CheckpointState) -> Path:
         """Write the state, sync everything, rename. Drops the oldest beyond ``keep``."""
         with (partial / _STATE).open(
             "w", encoding="utf-8"
@@ -89,7 +89,7 @@ class Checkpoints:
             shutil.rmtree(old)
         return final
 
-    async def committed(self, partial: Path, state: RunState) -> Path:
+    async def committed(self, partial: Path, state: CheckpointState) -> Path:
         """:meth:`commit`, for the event loop; a run's own do it beside the loop
         (:mod:`orchestrator.runtime.background_checkpoints`)."""
         return self.commit(partial, state)
@@ -98,7 +98,7 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         return sorted(self._folder.glob(f"{_PREFIX}*")) if self._folder.exists() else []
 
-    def newest(self) -> tuple[Path, RunState, list[str]] | None:
+    def newest(self) -> tuple[Path, CheckpointState, list[str]] | None:
         """The newest intact checkpoint, its state, and what was wrong with newer ones; None when there is none at all. Raises
         RunError when none is intact, and when one is of a newer version: that is no damage, and nothing is gone back on."""
         damaged: list[str] = []
@@ -151,7 +151,7 @@ def _check_format(file: Path, data: dict[str, Any]) -> None:
         raise RunError(f"{file} {fix}")
 
 
-def _read_state(folder: Path) -> RunState:
+def _read_state(folder: Path) -> CheckpointState:
     """Raises RunError for what no run could go on from, though its digest is right."""
     file = folder / _STATE
     try:
@@ -178,11 +178,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _state_from_json(data: dict[str, Any]) -> RunState:
+def _state_from_json(data: dict[str, Any]) -> CheckpointState:
     rounds = data.get("rounds")
     if rounds is not None and not isinstance(rounds, dict):
         raise ValueError(f"rounds: {rounds!r:.100}")
-    return RunState(
+    return CheckpointState(
         step=_whole(data["step"]),
         version=_whole(data["version"]),
         journal_sequence=_whole(data["journal_sequence"]),

@@ -13,7 +13,7 @@ from orchestrator.environments.environment_source import EnvironmentSource
 from orchestrator.events import EventLog
 from orchestrator.ledger import Ledger
 from orchestrator.observe.occupancy import Gpus
-from orchestrator.placement.length_tracker import Predictor
+from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.worker_rates import RatesOf
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.policies.parallelism.degree_reallocation import Reallocation
@@ -51,7 +51,7 @@ class ForecastParts:
     """Of prediction and placement. ``predictor`` None: one in this process; ``rates`` of each worker, None: as the config
     says."""
 
-    predictor: Predictor | None = None
+    predictor: PredictorPort | None = None
     rates: RatesOf | None = None
 
 
@@ -95,6 +95,6 @@ class Position:
     success_history: list[tuple[int, float]] = field(default_factory=list)
     run_times: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of adaptive timeouts
     kept: tuple[Trajectory, ...] = ()  # by the filters, before, oldest first: what they remember
-    rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.RunState`
+    rounds: dict[str, Any] | None = None  # as in :class:`orchestrator.checkpoint.CheckpointState`
     degrees: dict[str, Any] | None = None  # the same
     entropies: tuple[float, ...] = ()  # the same

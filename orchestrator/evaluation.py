@@ -1,6 +1,6 @@
 """Greedy evaluation on held-out prompts, with a 95 % Wilson interval.
 
-Evaluation episodes are not trajectories of the ledger: they are never trained on. One that fails (environment, reward)
+EvaluationResult episodes are not trajectories of the ledger: they are never trained on. One that fails (environment, reward)
 counts as not solved, and how many did is reported.
 """
 
@@ -17,7 +17,7 @@ from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """``low`` and ``high`` bound the success rate at 95 %."""
 
     success: float
@@ -63,7 +63,7 @@ class Evaluator:
         self._parts = parts_of(task)
         self.waiting_for = ""
 
-    async def evaluate(self, label: str) -> Evaluation:
+    async def evaluate(self, label: str) -> EvaluationResult:
         """Play each held-out prompt once, greedily. ``label`` makes request ids unique."""
         prompts = list(islice(self._task.prompts("heldout", self._seed), self._prompts))
         slots, ended = asyncio.Semaphore(self._slots), 0
@@ -87,7 +87,7 @@ class Evaluator:
         scores = [task.result() for task in plays]
         successes = sum(score is not None and score > 0.5 for score in scores)
         low, high = wilson(successes, len(scores))
-        return Evaluation(
+        return EvaluationResult(
             round(successes / max(1, len(scores)), 6),
             successes,
             len(scores),

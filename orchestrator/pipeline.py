@@ -21,8 +21,8 @@ from typing import Any
 from orchestrator.api import TrainBatch, TrainMetrics, TrainSample, Trajectory
 from orchestrator.borrowing.server_exchange import Exchange
 from orchestrator.buffer import Taken
-from orchestrator.checkpoint import RunState
-from orchestrator.colocation.group_feeder import Fed, Feeder
+from orchestrator.checkpoint import CheckpointState
+from orchestrator.colocation.group_feeder import FedSamples, GroupFeeder
 from orchestrator.colocation.stream_training import StreamTraining
 from orchestrator.components import Components, Position
 from orchestrator.evaluation import Evaluator
@@ -101,7 +101,7 @@ class Pipeline:
         calls: TrainerCalls,
         rollout: Rollout,
         weights: WeightSync,
-        feeder: Feeder,
+        feeder: GroupFeeder,
         evaluator: Evaluator,
         watch: Watch,
         lag_weight: LagWeight,
@@ -217,7 +217,7 @@ class Pipeline:
     def _on_take(self, group: list[Trajectory]) -> None:
         self.rollout.on_take(group)
         if self.settings.stream:
-            self.feeder.take(self._samples(self.rollout.buffer.newest()))
+            self.feeder.add_group(self._samples(self.rollout.buffer.newest()))
 
     def _samples(self, taken: Sequence[Taken]) -> tuple[TrainSample, ...]:
         rule = self.settings.overlong
@@ -269,7 +269,7 @@ class Pipeline:
         for place, item in enumerate(taken):
             parts.ledger.end(item.trajectory.id, "trained", step=step)
             parts.store.append(item.trajectory, step, "trained", position=place, weight=self._weight(item))
-        await self.weights.begin(step, metrics.version)
+        await self.weights.begin_publishing(step, metrics.version)
         position.step, position.version = step + 1, metrics.version
         self.rollout.buffer.set_version(metrics.version)
         self.rollout.poke()
@@ -279,13 +279,13 @@ class Pipeline:
         state = self._run_state() if due else None
         if self.weights.under_way and self._trained is not None:
             self._trained.set_result(None)
-            await self.weights.finish()
+            await self.weights.finish_publishing()
         if state is not None:
             await self._checkpoint(state)
         if self.turns is None:
             self._open_feeder()
         else:
-            self.feeder.fed = Fed()  # it opens when devices are freed, or not at all
+            self.feeder.fed = FedSamples()  # it opens when devices are freed, or not at all
 
     def _open_feeder(self) -> None:
         """The trainer may be fed the batch that is being collected."""
@@ -321,7 +321,7 @@ class Pipeline:
 
     async def _prepare(self) -> None:
         """Publish the first weights, bring the workers to them, evaluate once; put a checkpoint's buffer back."""
-        await self.weights.begin(self.position.step, self.position.version)
+        await self.weights.begin_publishing(self.position.step, self.position.version)
         await self._sync_weights(self.position.step)
         self.rollout.filters.recall(self.position.kept)
         if self.parts.timeouts is not None:
@@ -379,10 +379,10 @@ class Pipeline:
         self.parts.events.emit("evaluation", step=version, version=version, phase=phase, **result.as_dict())
         self.parts.display.update(success=result.success, low=result.low, high=result.high, phase=phase)
 
-    def _run_state(self) -> RunState:
+    def _run_state(self) -> CheckpointState:
         """What a resume from now on needs, but for the trainer's own state."""
         position = self.position
-        return RunState(
+        return CheckpointState(
             position.step,
             position.version,
             self.parts.ledger.sequence,
@@ -395,7 +395,7 @@ class Pipeline:
             entropies=self._watch.entropies,
         )
 
-    async def _checkpoint(self, state: RunState) -> None:
+    async def _checkpoint(self, state: CheckpointState) -> None:
         checkpoints = self.parts.checkpoints
         if checkpoints is None:
             return

@@ -123,7 +123,7 @@ class Rollout:
     def open_starts(self) -> None:
         """New groups may start."""
         if self.rounds is not None:
-            self.rounds.begin()
+            self.rounds.begin_round()
         self._open = True
         self._room.set()
 
@@ -145,7 +145,7 @@ class Rollout:
                 group_id = f"g{self._groups:07d}"
                 self._groups += 1
                 if self.rounds is not None:
-                    prompt, size = self.rounds.start(group_id)
+                    prompt, size = self.rounds.start_group(group_id)
                 else:
                     prompt, size = self._next_prompt(), self._size.members
                 members = [self._new_id() for _ in range(size)]
@@ -200,9 +200,9 @@ class Rollout:
             for group_id in self.buffer.untaken:
                 rounds.put_back(group_id)
                 self.buffer.withdraw(group_id, "deferred", "complete")
-        rounds.end(step, self.buffer.taken, await self.proxy.stats(), self.proxy.tokens)
+        rounds.end_round(step, self.buffer.taken, await self.proxy.stats(), self.proxy.tokens)
         if self.mode.carries_over:
-            rounds.begin()
+            rounds.begin_round()
             self._room.set()
 
     def _defer(self, rounds: Rounds, group_id: str) -> list[str]:

@@ -73,7 +73,7 @@ class Rounds:
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_round(self) -> None:
         """Begin a round, unless one is under way."""
         if self.planner.round is None:
             self.planner.begin()
@@ -90,7 +90,7 @@ class Rounds:
         size = self.planner.wanted()
         return size if not self._cap or under_way + size <= self._cap else 0
 
-    def start(self, group_id: str) -> tuple[Prompt, int]:
+    def start_group(self, group_id: str) -> tuple[Prompt, int]:
         """The prompt of a new group, and how many members it starts with."""
         size = self.planner.wanted()
         number = self.planner.launch()
@@ -159,7 +159,9 @@ class Rounds:
             self._forget(group)
         self._prune()
 
-    def end(self, step: int, taken: Iterable[str], stats: Sequence[tuple[str, WorkerStats]], delivered: int) -> None:
+    def end_round(
+        self, step: int, taken: Iterable[str], stats: Sequence[tuple[str, WorkerStats]], delivered: int
+    ) -> None:
         """The round has its batch, the groups ``taken``. ``stats`` of the workers and the tokens ``delivered`` so far say what
         was thrown away."""
         now, planner = self.planner.round, self.planner
@@ -189,7 +191,7 @@ class Rounds:
             given_up=len(planner.given_up),
             queue=planner.queued(),
             lanes=queue,
-            thrown_away=self._waste.take(stats, delivered),
+            thrown_away=self._waste.tokens_since_last(stats, delivered),
             seconds=seconds,
             search=searched,
         )
@@ -289,7 +291,7 @@ class TokenWaste:
         self._generated: dict[str, int] = {}
         self._delivered = 0
 
-    def take(self, stats: Sequence[tuple[str, WorkerStats]], delivered: int) -> int:
+    def tokens_since_last(self, stats: Sequence[tuple[str, WorkerStats]], delivered: int) -> int:
         """Since the last call."""
         made = 0
         for name, worker in stats:

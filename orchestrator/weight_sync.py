@@ -42,7 +42,7 @@ _FIRST_PATIENCE = (
 _GRACE = 5.0  # seconds over the time limit in which a worker must answer
 
 
-class Call(Protocol):
+class TrainerCall(Protocol):
     """A call of the trainer under its time limit; ``what`` is said while it runs."""
 
     def __call__(self, what: str, call: Coroutine[Any, Any, Any], /) -> Awaitable[Any]: ...
@@ -57,7 +57,7 @@ class WeightSync:
         trainer: Trainer,
         proxy: LLMProxy,
         events: EventLog,
-        call: Call,
+        call: TrainerCall,
         limit: float | None,
         patience: float = 300.0,
     ) -> None:
@@ -78,12 +78,12 @@ class WeightSync:
 
     @property
     def under_way(self) -> bool:
-        """Whether :meth:`finish` would wait."""
+        """Whether :meth:`finish_publishing` would wait."""
         return self._publishing is not None
 
-    async def begin(self, step: int, version: int) -> None:
+    async def begin_publishing(self, step: int, version: int) -> None:
         """The trainer is at ``version``: publish it, and let it be received meanwhile. Over the relay alone, it is published
-        when this returns; else :meth:`finish` waits for it. Raises RunError when it cannot be published."""
+        when this returns; else :meth:`finish_publishing` waits for it. Raises RunError when it cannot be published."""
         await self._send(version)
         if self._receiving is None:
             self._content = (await self._publish(step)).content
@@ -91,8 +91,8 @@ class WeightSync:
             self._proxy.unpublished = version
             self._publishing = asyncio.create_task(self._publish(step), name=f"publish {version}")
 
-    async def finish(self) -> None:
-        """Wait until the version is published. Raises as :meth:`begin`. Again: nothing."""
+    async def finish_publishing(self) -> None:
+        """Wait until the version is published. Raises as :meth:`begin_publishing`. Again: nothing."""
         if self._publishing is not None:
             self._content = (await self._publishing).content
             self._publishing = None
@@ -116,7 +116,7 @@ class WeightSync:
 
     async def follow(self, step: int, version: int) -> None:
         """Bring all others to it, from the relay; then say how all workers are."""
-        await self.finish()
+        await self.finish_publishing()
         proxy = self._proxy
         self._forget_restarted()
         for index, (_, content) in self._received.items():

@@ -80,7 +80,7 @@ class Market:
         no other job has. Their leases are taken. Raises RunError when there is none, and nothing else would generate."""
         if not self.exchanged:
             return [self.worker(url) for url in self._config.rollout.served]
-        self.first = await self.look()
+        self.first = await self.list_offers()
         now, most = asyncio.get_running_loop().time(), self._config.rollout.borrowed.most or len(self.first)
         policy, why = Borrowing(rules_of(self._config.rollout.borrowed)), list[str]()
         for offer in self.first:
@@ -107,7 +107,7 @@ class Market:
             raise RunError(f"no server of rollout.served can be borrowed: {'; '.join(why)}")
         return [self._made[url] for url in chosen]
 
-    async def look(self) -> Sequence[Offer]:
+    async def list_offers(self) -> Sequence[Offer]:
         """See there."""
         try:
             self._candidates = self._steady(await asyncio.to_thread(read_candidates, self._config))
@@ -143,7 +143,7 @@ class Market:
         self._made[made.name] = made
         return made
 
-    def took(self, worker: BorrowedWorker) -> None:
+    def note_taken(self, worker: BorrowedWorker) -> None:
         """See there."""
         assert isinstance(worker, HttpWorker)
         served_workers.tell_activated(worker, self._events)

@@ -46,7 +46,7 @@ from orchestrator.api import (
 )
 from orchestrator.api import http as wire
 from orchestrator.api.tls import SYSTEM, Tls, refusal
-from orchestrator.borrowing.run_lease import LEASE_SECONDS, Lease
+from orchestrator.borrowing.run_lease import LEASE_SECONDS, ServerLease
 from orchestrator.transfer import RelayEndpoint
 
 COMMAND_SECONDS = 60.0  # for an answer to a command; SUSPEND waits for a step of the engine
@@ -107,7 +107,7 @@ class HttpWorker:
         self._life = ""  # before our request ids on the wire
         self._tls = tls.client() if url.startswith("https:") else None
         self._headers = {"Authorization": f"Bearer {token}", wire.PROTOCOL_HEADER: str(wire.PROTOCOL)}
-        self._lease = None if relay is None else Lease(self._post_lease, relay.job, relay.metadata, lease)
+        self._lease = None if relay is None else ServerLease(self._post_lease, relay.job, relay.metadata, lease)
         if self._lease is not None:
             self._headers[wire.LEASE_HEADER] = key or secrets.token_hex(16)
         self._session: aiohttp.ClientSession | None = None

@@ -22,7 +22,7 @@ _ERRORS = (CommandError, ConfigError, RetryableError)
 _logger = logging.getLogger(__name__)
 
 
-class Lease:
+class ServerLease:
     """Of one server, for ``job`` at ``place``. ``post``: sends a command to it."""
 
     def __init__(

@@ -55,13 +55,13 @@ class Market(Protocol):
     job: str
     first: Sequence[Offer]  # what the servers said when the run chose those that it begins with
 
-    async def look(self) -> Sequence[Offer]:
+    async def list_offers(self) -> Sequence[Offer]:
         """All candidates, as the config names them now, in its order."""
 
     def worker(self, url: str) -> BorrowedWorker:
         """A client of a server. Nothing is sent yet."""
 
-    def took(self, worker: BorrowedWorker) -> None:
+    def note_taken(self, worker: BorrowedWorker) -> None:
         """It has the present weights: an event says so where it had to be activated."""
 
     async def leave(self, worker: BorrowedWorker) -> None:
@@ -114,16 +114,16 @@ class Exchange:
         try:
             while True:
                 await asyncio.sleep(self._settings.every)
-                await self.look()
+                await self.refresh_servers()
         finally:
             for task in self._changing.values():
                 task.cancel()
             await asyncio.gather(*self._changing.values(), return_exceptions=True)
             await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    async def look(self) -> None:
+    async def refresh_servers(self) -> None:
         """Once: ask the servers how they are, and do what follows."""
-        offers = await self._market.look()
+        offers = await self._market.list_offers()
         now, proxy = asyncio.get_running_loop().time(), self._proxy
         self._see(offers)
         self._drop(offers)
@@ -231,7 +231,7 @@ class Exchange:
             await self._leave(worker)
             raise
         else:
-            self._market.took(worker)
+            self._market.note_taken(worker)
             self._borrowed(name, "used least")
 
     async def _give_back(self, name: str, why: str, before: asyncio.Task[None] | None) -> None:

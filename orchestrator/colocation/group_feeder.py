@@ -4,12 +4,12 @@ Guarantees:
 
 * What is fed is a prefix of the batch that will be trained, in its order, each group whole and once; fed at the version at
   which that batch will be trained, and only while no step is being trained (its weights would change).
-* One call at a time. After :meth:`Feeder.close` none begins; :meth:`Feeder.idle` waits for the one in progress. Rollout,
-  weight updates and the taking of groups never wait for the feeder.
-* A failing feed fails the run as a failing training step does: :meth:`Feeder.run` raises, and :meth:`Feeder.idle`, whose
-  caller is about to train, does not return.
+* One call at a time. After :meth:`GroupFeeder.close` none begins; :meth:`GroupFeeder.idle` waits for the one in
+  progress. Rollout, weight updates and the taking of groups never wait for the feeder.
+* A failing feed fails the run as a failing training step does: :meth:`GroupFeeder.run` raises, and
+  :meth:`GroupFeeder.idle`, whose caller is about to train, does not return.
 
-Fed is not trained: ledger, staleness and checkpoints know nothing of it, so a resume feeds or trains it again.
+FedSamples is not trained: ledger, staleness and checkpoints know nothing of it, so a resume feeds or trains it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orchestrator.events import EventLog
 
 
 @dataclass
-class Fed:
+class FedSamples:
     """What was fed of one batch, and for how long. Whether the trainer used it, its own metrics say."""
 
     groups: int = 0
@@ -31,7 +31,7 @@ class Fed:
     seconds: float = 0.0
 
 
-class Feeder:
+class GroupFeeder:
     """``feed(samples, version)`` is the trainer's port, its failures made fatal. Not ``enabled``: it never opens."""
 
     def __init__(
@@ -45,16 +45,16 @@ class Feeder:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.fed = Fed()
+        self.fed = FedSamples()
 
     def open(self, step: int, version: int) -> None:
         """The trainer holds the version at which ``step`` will be trained: what waits may be fed, and what is taken."""
         if self._enabled:
-            self.fed = Fed()
+            self.fed = FedSamples()
             self._target = (step, version)
             self._work.set()
 
-    def take(self, group: Sequence[TrainSample]) -> None:
+    def add_group(self, group: Sequence[TrainSample]) -> None:
         """The batch has got another group."""
         self._waiting.append(tuple(group))
         self._work.set()

@@ -47,7 +47,7 @@ _FAILED = (CoserveError, TimeoutError)
 _LEAVE_TRIES = 2  # before a trainer that does not leave its devices is closed
 
 
-class Holder(Enum):
+class DeviceHolder(Enum):
     """Who has the devices."""
 
     ROLLOUT = "rollout"  # the workers, all
@@ -86,15 +86,15 @@ class Colocation:
         self._level = level
         self._lent: tuple[int, ...] = ()
         self._closed = False  # the trainer was, by force
-        self.holder = Holder.ROLLOUT
+        self.holder = DeviceHolder.ROLLOUT
         self.waiting_for = ""  # what a transition waits for; empty: there is none
 
     async def shrink(self, engines: Sequence[int], replicas: Sequence[int] | None = None) -> bool:
         """Free these workers' devices, and let the trainer's replicas on them stream (None: it has no others). Both as
         :class:`orchestrator.policies.batching.stream_trigger.StreamTrigger` chose them. False: the devices could not be
         freed, and everything is as before; the step is trained without streaming."""
-        self._require("shrink", Holder.ROLLOUT)
-        self.holder = Holder.CHANGING
+        self._require("shrink", DeviceHolder.ROLLOUT)
+        self.holder = DeviceHolder.CHANGING
         if not await self._release(engines):
             await self._retreat()
             return False
@@ -105,19 +105,19 @@ class Colocation:
             if isinstance(error, RetryableError):
                 return False
             raise
-        self.holder = Holder.STREAMING
+        self.holder = DeviceHolder.STREAMING
         return True
 
     async def feed(self, samples: Sequence[TrainSample], version: int) -> bool:
         """Complete groups of the coming batch, to the trainer. False: nothing was fed (not streaming, or the trainer failed:
         then the devices are the workers' again)."""
-        if self.holder is not Holder.STREAMING:
+        if self.holder is not DeviceHolder.STREAMING:
             return False
         try:
             await self._ask("the gradients of what was fed", self._trainer.feed(samples, version))
         except _FAILED as error:
             self._event("feed", "trainer", 0.0, 0, _words(error))
-            self.holder = Holder.CHANGING
+            self.holder = DeviceHolder.CHANGING
             await self._retreat()
             if isinstance(error, ConfigError | RunError):
                 raise
@@ -127,8 +127,8 @@ class Colocation:
     async def train(self, batch: TrainBatch) -> TrainMetrics:
         """Train the step on all devices; what was fed of it counts. RetryableError: a device could not be handed over; the
         workers run on, the step can be trained later. RunError: the step itself failed; the workers run on, too."""
-        self._require("train", Holder.ROLLOUT, Holder.STREAMING)
-        self.holder = Holder.CHANGING
+        self._require("train", DeviceHolder.ROLLOUT, DeviceHolder.STREAMING)
+        self.holder = DeviceHolder.CHANGING
         if not await self._release([index for index in self._all if index not in self._lent]):
             await self._retreat()
             raise RetryableError(f"step {batch.step} is not trained yet: a worker did not release its device")
@@ -147,14 +147,14 @@ class Colocation:
                 raise
             raise RunError(f"the trainer failed in train_step: {_words(error)}") from error  # its state is not known
         self._event("train_step", "trainer", self._events.time() - begun, 0)
-        self.holder = Holder.TRAINED
+        self.holder = DeviceHolder.TRAINED
         return metrics
 
     async def take_all(self) -> None:
         """All devices to the trainer, for something other than a step (a checkpoint, an export); :meth:`give_back` ends it.
         RetryableError: a device could not be handed over, and the workers run on."""
-        self._require("take_all", Holder.ROLLOUT)
-        self.holder = Holder.CHANGING
+        self._require("take_all", DeviceHolder.ROLLOUT)
+        self.holder = DeviceHolder.CHANGING
         if not await self._release(self._all):
             await self._retreat()
             raise RetryableError("a worker did not release its device")
@@ -163,11 +163,11 @@ class Colocation:
         except CoserveError:
             await self._retreat()
             raise
-        self.holder = Holder.TRAINED
+        self.holder = DeviceHolder.TRAINED
 
     async def give_back(self, version: int | None = None) -> None:
         """The trainer leaves, the workers reclaim, load ``version`` (None: what they had) and run. From any state."""
-        self.holder = Holder.CHANGING
+        self.holder = DeviceHolder.CHANGING
         await self._retreat(version)
 
     # -- transitions -------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Colocation:
         for loan in loans:
             self._event("reclaim", loan.name, loan.seconds, 0, loan.error)
         self._lent = ()
-        self.holder = Holder.ROLLOUT
+        self.holder = DeviceHolder.ROLLOUT
         if self._closed:
             raise RunError(f"the trainer did not leave its devices and was closed ({failure}); resume the run")
 
@@ -251,7 +251,7 @@ class Colocation:
             "handover", what=what, name=name, seconds=round(seconds, 6), bytes=size, error=error[:300], **more
         )
 
-    def _require(self, what: str, *holders: Holder) -> None:
+    def _require(self, what: str, *holders: DeviceHolder) -> None:
         if self.holder not in holders:
             raise RunError(f"{what}: the devices are in state {self.holder.value!r}; give them back first")
 

@@ -31,7 +31,7 @@ from orchestrator.api import (
     TrainSample,
     Trajectory,
 )
-from orchestrator.colocation.handover import Colocation, Holder
+from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.config.sections import ColocationSection
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.stream_trigger import KvLimit, Lengths, StreamTrigger, Unit
@@ -87,7 +87,7 @@ class LendingTrainer:
         await self._trainer.close()
 
     async def _with_devices(self, call: Callable[[], Any]) -> Any:
-        if self._colocation.holder is Holder.TRAINED:
+        if self._colocation.holder is DeviceHolder.TRAINED:
             return await call()
         await self._colocation.take_all()
         try:

@@ -29,7 +29,7 @@ from orchestrator.proxy.gateway import LLMProxy
 SAME = 64  # forecasts of the model in a row that are all equal: then it is said
 
 
-class Predictor(Protocol):
+class PredictorPort(Protocol):
     """A length predictor somewhere else (:mod:`orchestrator.placement.predictor_client`), or here."""
 
     async def forecast(self, progress: Progress) -> Forecast:
@@ -74,7 +74,7 @@ class LengthTracker:
     def __init__(
         self,
         settings: PredictionSection,
-        predictor: Predictor,
+        predictor: PredictorPort,
         events: EventLog,
         prior: float,
         prioritize: Callable[[Mapping[str, int]], Any] | None = None,

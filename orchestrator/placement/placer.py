@@ -26,6 +26,7 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -35,12 +36,11 @@ from numpy.typing import NDArray
 from orchestrator.api import RetryableError
 from orchestrator.config.sections import PlacementSection
 from orchestrator.events import EventLog
-from orchestrator.placement.placed_state import Group, Placed, between, spread_of
 from orchestrator.placement.relief_rule import Relief
 from orchestrator.placement.worker_rates import RatesOf
 from orchestrator.policies.placement.kv_peak import projected_peak
 from orchestrator.policies.placement.migration import Move, Partition, Transmissions, decide
-from orchestrator.policies.placement.worker_load import Loads, Pace, place_loads, sorted_loads
+from orchestrator.policies.placement.worker_load import SCORE, Loads, Pace, place_loads, sorted_loads
 from orchestrator.policies.prediction.length_predictor import Forecast
 from orchestrator.policies.routing.turn_routing import TurnRouter
 
@@ -59,6 +59,49 @@ class Mover(Protocol):
     async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
         """Whether the target has it now. Raises RetryableError."""
         ...
+
+
+@dataclass(slots=True)
+class PlacedTrajectory:
+    """A trajectory."""
+
+    tokens: float
+    task: str
+    turns: float = 1.0
+    spread: float = 0.0  # of the logarithm of the tokens
+    worker: int = -1
+    context: int = 0
+    since: float = -1.0  # its environment works; -1: it does not
+    counted: int = -1  # worker in whose account it is
+    waits: asyncio.Future[None] | None = None  # until its worker has room for it
+    sending: asyncio.Task[None] | None = None
+    fleet: int = 0  # how often workers had come or left when it was decided where it is
+    forecast: Forecast | None = None  # the last one
+
+
+@dataclass(slots=True)
+class WorkerGroup:
+    """The trajectories of the tasks that share workers, longest first. ``task``: one of them."""
+
+    task: str
+    ranks: list[tuple[float, str]] = field(default_factory=list)  # (-tokens, trajectory)
+    partition: Partition | None = None
+    members: frozenset[int] = frozenset()  # workers of the last placement
+    changed: int = 0  # since it was solved
+    solved: float = 0.0
+
+
+def between(value: float, bound: float, share: float) -> float:
+    """So far on the way from a value to a bound, in logarithms."""
+    value, bound = max(value, 1.0), max(bound, 1.0)
+    return float(value * (bound / value) ** share)
+
+
+def spread_of(forecast: Forecast) -> float:
+    """Standard deviation of the logarithm, so that one in ten is above ``high`` and the mean is as forecast; 1.28 at most, as no
+    log-normal distribution has more above its mean."""
+    above = max(0.0, math.log((1.0 + forecast.high) / (1.0 + forecast.tokens)))
+    return SCORE - math.sqrt(max(0.0, SCORE * SCORE - 2.0 * above))
 
 
 class TrajectoryPlacer:
@@ -80,18 +123,18 @@ class TrajectoryPlacer:
         self._pace = Pace()
         self._longest = longest
         self._mover = mover
-        self._placed: dict[str, Placed] = {}
-        self._groups: dict[frozenset[str], Group] = {}  # by the classes of their workers
-        self._group_of: dict[str, Group] = {}  # by task
+        self._placed: dict[str, PlacedTrajectory] = {}
+        self._groups: dict[frozenset[str], WorkerGroup] = {}  # by the classes of their workers
+        self._group_of: dict[str, WorkerGroup] = {}  # by task
         self._classes = router.fleet  # what the groups were made by
         self._fleet = 0  # how often workers came or left
-        self._accounts: dict[int, dict[str, Placed]] = {}  # worker -> trajectories that began there
+        self._accounts: dict[int, dict[str, PlacedTrajectory]] = {}  # worker -> trajectories that began there
         self._waiting: dict[
             int, list[tuple[float, str]]
         ] = {}  # worker -> heap of those that have not begun, longest first
         self._transmissions = Transmissions()
         self._moves: dict[str, Move] = {}
-        self._relief: Relief[Placed] = Relief(self._accounts, self._drain)
+        self._relief: Relief[PlacedTrajectory] = Relief(self._accounts, self._drain)
         self.moved = 0
         self.sent = 0  # of them with their KV
         self.solved = 0
@@ -101,7 +144,7 @@ class TrajectoryPlacer:
     def begin(self, trajectory: str, task: str, tokens: float) -> None:
         """It starts."""
         group = self._group(task)  # first: groups may be made anew, of what is known
-        self._placed[trajectory] = Placed(tokens, task)
+        self._placed[trajectory] = PlacedTrajectory(tokens, task)
         insort(group.ranks, (-tokens, trajectory))
         group.changed += 1
 
@@ -183,12 +226,12 @@ class TrajectoryPlacer:
 
     # -- workers that come and leave ---------------------------------------------------------------------------------
 
-    def came(self, worker: int) -> None:
+    def worker_came(self, worker: int) -> None:
         """It takes turns from now on."""
         self._place_anew()
         self._admit(worker)
 
-    def left(self, worker: int) -> None:
+    def worker_left(self, worker: int) -> None:
         """It takes none any more, and what it has goes on elsewhere. Said before anything of it is sent again."""
         self._place_anew()
         for trajectory, move in list(self._moves.items()):
@@ -221,14 +264,14 @@ class TrajectoryPlacer:
 
     # -- where -------------------------------------------------------------------------------------------------------
 
-    def _group(self, task: str) -> Group:
+    def _group(self, task: str) -> WorkerGroup:
         if self._classes != self._router.fleet:
             self._classes = self._router.fleet
             if any(self._groups.get(self._router.classes(name)) is not one for name, one in self._group_of.items()):
                 self._regroup()
         group = self._group_of.get(task)
         if group is None:
-            group = self._group_of[task] = self._groups.setdefault(self._router.classes(task), Group(task))
+            group = self._group_of[task] = self._groups.setdefault(self._router.classes(task), WorkerGroup(task))
         return group
 
     def _regroup(self) -> None:
@@ -239,7 +282,7 @@ class TrajectoryPlacer:
             insort(group.ranks, (-placed.tokens, trajectory))
             group.changed += 1
 
-    def _solve(self, group: Group, task: str) -> None:
+    def _solve(self, group: WorkerGroup, task: str) -> None:
         """Place anew, where enough has changed since the last time."""
         now = asyncio.get_running_loop().time()
         active = len(group.ranks)
@@ -266,14 +309,14 @@ class TrajectoryPlacer:
         group.members = frozenset(workers)
         self.solved += 1
 
-    def _worker_of(self, trajectory: str, placed: Placed, group: Group) -> int:
+    def _worker_of(self, trajectory: str, placed: PlacedTrajectory, group: WorkerGroup) -> int:
         """By the last placement; -1: there is no worker."""
         if group.partition is None:
             return min(group.members, key=self._number, default=-1)
         rank = bisect_left(group.ranks, (-placed.tokens, trajectory))
         return group.partition.worker_of(rank, len(group.ranks))
 
-    def _loads(self, placed: Sequence[Placed]) -> tuple[Loads, NDArray[np.int64]]:
+    def _loads(self, placed: Sequence[PlacedTrajectory]) -> tuple[Loads, NDArray[np.int64]]:
         contexts = [self._known(one) for one in placed]
         return sorted_loads(
             [one.tokens for one in placed],
@@ -289,7 +332,7 @@ class TrajectoryPlacer:
         """How many are there or wait for room, for an order of workers."""
         return len(self._accounts.get(worker, ())) + len(self._waiting.get(worker, ())), worker
 
-    def _reconsider(self, trajectory: str, placed: Placed, group: Group, forecast: Forecast) -> None:
+    def _reconsider(self, trajectory: str, placed: PlacedTrajectory, group: WorkerGroup, forecast: Forecast) -> None:
         self._solve(group, placed.task)
         if not group.members or self._transmissions.running(trajectory):
             return
@@ -334,12 +377,12 @@ class TrajectoryPlacer:
             self._relief.goes(trajectory, placed, move.source, target)
             self._begin_sending()
 
-    def _drain(self, worker: int, there: Sequence[Placed]) -> float:
+    def _drain(self, worker: int, there: Sequence[PlacedTrajectory]) -> float:
         """Seconds until a worker has ended these."""
         loads, _ = self._loads(there)
         return loads.seconds(self._rates_of(worker), 0, len(there))
 
-    def _step(self, worker: int, more: Placed | None = None) -> float:
+    def _step(self, worker: int, more: PlacedTrajectory | None = None) -> float:
         """Seconds a token there with the trajectories that began there, and one more; infinite where its KV does not fit."""
         rates, began = self._rates_of(worker), self._accounts.get(worker, {})
         number, context = len(began), sum(self._known(one) for one in began.values())
@@ -349,14 +392,14 @@ class TrajectoryPlacer:
                 return math.inf
         return rates.step(number) + rates.context * context
 
-    def _put(self, trajectory: str, placed: Placed, worker: int) -> None:
+    def _put(self, trajectory: str, placed: PlacedTrajectory, worker: int) -> None:
         placed.worker, placed.fleet = worker, self._fleet
         self._account(trajectory, placed)
         self._router.place(trajectory, worker)
 
     # -- room for KV -------------------------------------------------------------------------------------------------
 
-    def _account(self, trajectory: str, placed: Placed) -> None:
+    def _account(self, trajectory: str, placed: PlacedTrajectory) -> None:
         """Bring the workers' accounts up to date: it is in that of the worker where it began."""
         began = placed.worker if placed.waits is None else -1
         if began != placed.counted:
@@ -366,10 +409,10 @@ class TrajectoryPlacer:
                 self._accounts.setdefault(began, {})[trajectory] = placed
             placed.counted = began
 
-    def _known(self, placed: Placed) -> float:
+    def _known(self, placed: PlacedTrajectory) -> float:
         return placed.context or self._pace.opening(placed.task)
 
-    def _fits(self, worker: int, placed: Placed) -> bool:
+    def _fits(self, worker: int, placed: PlacedTrajectory) -> bool:
         """Whether the KV of all that are there has room to the end with one more."""
         began = self._accounts.get(worker)
         room = self._rates_of(worker).room
@@ -385,7 +428,7 @@ class TrajectoryPlacer:
         )
         return peak <= room
 
-    async def _room(self, trajectory: str, placed: Placed) -> None:
+    async def _room(self, trajectory: str, placed: PlacedTrajectory) -> None:
         """Wait until the worker has room for its KV: trajectories that begin without it take turns in computing their prefixes
         anew. The longest goes first; a worker that has nobody never lets one wait."""
         placed.waits = asyncio.get_running_loop().create_future()
@@ -410,7 +453,7 @@ class TrajectoryPlacer:
             if waits is not None and not waits.done():
                 waits.set_result(None)
 
-    def _next(self, worker: int) -> tuple[str, Placed] | None:
+    def _next(self, worker: int) -> tuple[str, PlacedTrajectory] | None:
         """Who begins next on a worker: still waiting, and served there."""
         own = self._waiting.get(worker, [])
         others = sorted((heap for key, heap in self._waiting.items() if key != worker), key=len, reverse=True)
@@ -431,7 +474,7 @@ class TrajectoryPlacer:
             placed = self._placed[move.trajectory]
             placed.sending = asyncio.create_task(self._send(move, placed), name=f"send KV of {move.trajectory}")
 
-    async def _send(self, move: Move, placed: Placed) -> None:
+    async def _send(self, move: Move, placed: PlacedTrajectory) -> None:
         assert self._mover is not None
         try:
             arrived = await self._mover.send(move.trajectory, move.source, move.target, placed.context)

@@ -43,7 +43,7 @@ class BorrowedCaps:
             self._most[state.index] = cap
             self.states.append(state)
 
-    async def look(self) -> None:
+    async def refresh_caps(self) -> None:
         """Ask every borrowed worker what it has room for, all at once."""
         changed = await asyncio.gather(*(self._one(state) for state in self.states if state.usable))
         if any(changed):

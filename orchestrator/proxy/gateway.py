@@ -64,10 +64,10 @@ class WorkerWatcher(Protocol):
     """Who is told that workers come and leave, by their place: of one that takes turns from now on before it gets any, of one
     that takes none any more (given back, or lost) before anything that it had is sent again."""
 
-    def came(self, worker: int) -> None:
+    def worker_came(self, worker: int) -> None:
         """It takes turns from now on."""
 
-    def left(self, worker: int) -> None:
+    def worker_left(self, worker: int) -> None:
         """It takes none any more."""
 
 
@@ -394,7 +394,7 @@ class LLMProxy:
         state.pump = spawn(self._pump(state), f"pump {state.worker.name}", self.on_fatal)
         state.sender = spawn(self._send(state), f"send {state.worker.name}", self.on_fatal)
         if self.watcher is not None:
-            self.watcher.came(state.index)
+            self.watcher.worker_came(state.index)
 
     async def _pump(self, state: WorkerState) -> None:
         """Deliver completions to the waiting environments as they come."""
@@ -471,7 +471,7 @@ class LLMProxy:
     def tell_left(self, state: WorkerState) -> None:
         """It takes no turns any more."""
         if self.watcher is not None:
-            self.watcher.left(state.index)
+            self.watcher.worker_left(state.index)
 
     async def revive(self, state: WorkerState) -> None:
         """Restart in place, up to the limit; then the worker is removed (RollArt 8)."""

@@ -51,7 +51,7 @@ class Heartbeat:
             while True:
                 await asyncio.sleep(min(self._interval, self._stall_timeout / 4))
                 if self.caps is not None and self.caps.states and (self._room is None or self._room.done()):
-                    self._room = asyncio.create_task(self.caps.look(), name="room of borrowed workers")
+                    self._room = asyncio.create_task(self.caps.refresh_caps(), name="room of borrowed workers")
                 for state in self._lanes:
                     if not self._should_work(state):
                         continue

@@ -25,6 +25,7 @@ from orchestrator.api import (
 from orchestrator.config.sections import KvTransferSection
 from orchestrator.events import EventLog
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
+from orchestrator.policies.routing.turn_routing import TurnRouter
 from orchestrator.proxy.worker_state import WorkerState
 
 EVICTED = "gone"  # the source has not one block of it: the way of a cache, counted and not reported
@@ -205,3 +206,29 @@ def kv_moves(settings: KvTransferSection, events: EventLog) -> KvMoves:
     if not settings.enabled:
         return KvMoves()
     return KvMoves(BreakEven(min_tokens=settings.min_tokens), events, settings.limit)
+
+
+class GapMover:
+    """KV that moves in an environment gap, to the worker that a trajectory was placed on anew (Heddle 5.3): a
+    :class:`~orchestrator.placement.placer.Mover` over the workers' own ports.
+
+    What was sent is known to the router, so that the next turn finds it; a move that fails, or takes longer than
+    ``rollout.kv_transfer.limit``, is an answer and an event like any other, and the prefix is computed anew. Contexts are
+    remembered of the trajectories that had a turn last, so many as a fleet has in flight."""
+
+    def __init__(self, kv: KvMoves, states: Sequence[WorkerState], router: TurnRouter) -> None:
+        self._kv, self._states, self._router = kv, states, router
+        kv.remember()
+
+    def seconds(self, source: int, target: int, tokens: int) -> float | None:
+        """See the protocol."""
+        return self._kv.expected(self._states[source], self._states[target], tokens)
+
+    async def send(self, trajectory: str, source: int, target: int, tokens: int) -> bool:
+        """See the protocol. Never raises: what went wrong is an event."""
+        life = self._states[target].lives
+        arrived = await self._kv.bring(trajectory, self._states[source], self._states[target])
+        if arrived and self._states[target].lives == life:
+            self._router.brought(trajectory, target)
+            return True
+        return False

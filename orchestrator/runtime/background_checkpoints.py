@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.checkpoint import Checkpoints, CheckpointState
 
 
 class BesideTheLoop(Checkpoints):
     """The same, committed in a thread. The pipeline takes one checkpoint at a time."""
 
-    async def committed(self, partial: Path, state: RunState) -> Path:
+    async def committed(self, partial: Path, state: CheckpointState) -> Path:
         """See Checkpoints."""
         return await asyncio.to_thread(self.commit, partial, state)

@@ -19,7 +19,7 @@ from orchestrator.config import Config
 from orchestrator.environments.tool_functions import ToolClient, ToolSettings, ToolUser
 from orchestrator.events import EventLog
 from orchestrator.placement.forecast_setup import make_predictor
-from orchestrator.placement.length_tracker import Predictor
+from orchestrator.placement.length_tracker import PredictorPort
 from orchestrator.placement.predictor_client import PredictorProcess
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.rewards.host_launch import PATIENCE, FunctionHost, RewardHost
@@ -113,7 +113,7 @@ async def _function(
     )
 
 
-async def start_predictor(config: Config, task: Task, stack: AsyncExitStack, folder: RunFolder) -> Predictor | None:
+async def start_predictor(config: Config, task: Task, stack: AsyncExitStack, folder: RunFolder) -> PredictorPort | None:
     """The process that predicts lengths; None: none is wanted. Raises ConfigError and RunError."""
     settings = config.rollout.prediction
     if not settings.enabled or settings.in_process:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrator.api import Trajectory
-from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.components import Position
 from orchestrator.ledger import Ledger
 
@@ -52,7 +52,7 @@ def remember(resumed: Resumed, stored: Iterable[Trajectory], last: int) -> None:
 def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Iterable[str], store: Rewindable) -> Resumed:
     """Go back. Raises RunError when there are checkpoints but none is intact."""
     found = checkpoints.newest()
-    folder, state, damaged = found if found is not None else (None, RunState(0, 0, 0, 0.0, ()), [])
+    folder, state, damaged = found if found is not None else (None, CheckpointState(0, 0, 0, 0.0, ()), [])
     checkpoints.drop_after(state.step)
     returned = set(ledger.restore(journal, state.step, {trajectory.id for trajectory in state.buffer}))
     store.discard_after(state.step)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.api import Trajectory
-from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.sim.run_audit import Audit
 
 
@@ -136,7 +136,7 @@ class SimCheckpoints(Checkpoints):
         super().__init__(folder, keep)
         self._remains = remains
 
-    def commit(self, partial: Path, state: RunState) -> Path:
+    def commit(self, partial: Path, state: CheckpointState) -> Path:
         """See Checkpoints."""
         if self._remains.dead:
             return partial

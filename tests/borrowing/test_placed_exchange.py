@@ -58,11 +58,11 @@ class Fleet:
 
     def come(self, worker: int) -> None:
         self.router.open(worker)
-        self.placing.came(worker)
+        self.placing.worker_came(worker)
 
     def leave(self, worker: int) -> None:
         self.router.close(worker, cache_lost=True)
-        self.placing.left(worker)
+        self.placing.worker_left(worker)
 
     async def fill(self, number: int) -> None:
         """So many trajectories, the longest first, each on the worker of its rank."""
@@ -223,11 +223,11 @@ def test_tasks_share_a_placement_as_long_as_they_share_workers() -> None:
         rates = Rates((0.01, 0.015))
         placing = TrajectoryPlacer(chosen, router, events, lambda worker: rates, None, 1e6)
         router.open(0)
-        placing.came(0)
+        placing.worker_came(0)
         placing.begin("g", "game", 10.0)  # no worker of its class is up in this moment
         placing.begin("c", "code", 10.0)
         router.open(1)
-        placing.came(1)
+        placing.worker_came(1)
         assert placing._group("game") is not placing._group("code"), "what was open in a moment is no matter"
         router.retire(1)
         assert placing._group("game") is placing._group("code"), "the class is gone: both are on the other one"

@@ -103,7 +103,7 @@ def test_a_file_that_is_just_being_written_changes_nothing(monkeypatch: pytest.M
         market: Market = run.market
 
         async def look() -> list[str]:
-            return [offer.url for offer in await market.look()]
+            return [offer.url for offer in await market.list_offers()]
 
         monkeypatch.setattr(market, "_config", config_of("http://127.0.0.1:1", file=str(file)))
         known = ["http://127.0.0.1:1", server.url]
@@ -232,10 +232,10 @@ def test_who_places_trajectories_hears_of_every_server_that_is_lost_or_given_bac
         def __init__(self) -> None:
             self.of: list[tuple[str, int]] = []
 
-        def came(self, worker: int) -> None:
+        def worker_came(self, worker: int) -> None:
             self.of.append(("came", worker))
 
-        def left(self, worker: int) -> None:
+        def worker_left(self, worker: int) -> None:
             self.of.append(("left", worker))
 
     async def scenario(servers: list[TwinServer]) -> None:

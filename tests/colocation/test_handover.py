@@ -24,7 +24,7 @@ from orchestrator.api import (
     TrainMetrics,
     TrainSample,
 )
-from orchestrator.colocation.handover import Colocation, Holder
+from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.ledger import Ledger
 from orchestrator.proxy.gateway import LLMProxy
@@ -125,7 +125,7 @@ class Colocated:
 
     def check_running(self) -> None:
         """Between hand-overs: the workers have the devices."""
-        assert self.colocation.holder is Holder.ROLLOUT
+        assert self.colocation.holder is DeviceHolder.ROLLOUT
         assert self.colocation.waiting_for == ""
         assert all("trainer" not in device.owners for device in self.devices)
 

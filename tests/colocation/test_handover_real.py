@@ -27,7 +27,7 @@ from orchestrator.api import (
     TrainBatch,
     TrainSample,
 )
-from orchestrator.colocation.handover import Colocation, Holder
+from orchestrator.colocation.handover import Colocation, DeviceHolder
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker
@@ -218,7 +218,7 @@ def test_a_streamed_step_hands_over_and_back_while_a_turn_waits_inside(rig: Rig)
         while (await rig.worker.stats()).running == 0:
             await asyncio.sleep(0.01)
         assert await rig.colocation.shrink([0])
-        assert rig.colocation.holder is Holder.STREAMING
+        assert rig.colocation.holder is DeviceHolder.STREAMING
         assert (await rig.worker.stats()).kv_capacity == 0
         assert await rig.colocation.feed(samples[:2], 0)
         metrics = await rig.colocation.train(TrainBatch(0, 0, tuple(samples)))
@@ -266,7 +266,7 @@ def test_a_trainer_that_cannot_take_the_device_leaves_the_engine_as_it_was(rig: 
         else:
             with pytest.raises(RetryableError, match="no room"):
                 await rig.colocation.train(TrainBatch(1, rig.proxy.version, tuple(samples)))
-        assert rig.colocation.holder is Holder.ROLLOUT
+        assert rig.colocation.holder is DeviceHolder.ROLLOUT
         after = await rig.say(PROMPTS[0], 30)
         assert after.token_ids == before.token_ids
         assert (await waiting).token_ids[:30] == before.token_ids
@@ -292,7 +292,7 @@ def test_a_worker_that_dies_in_a_hand_over_is_restarted_with_the_right_weights(r
         if command == "release":
             with pytest.raises(RetryableError, match="did not release"):
                 await rig.colocation.train(TrainBatch(2, version, tuple(samples)))
-            assert rig.colocation.holder is Holder.ROLLOUT
+            assert rig.colocation.holder is DeviceHolder.ROLLOUT
         metrics = await rig.colocation.train(TrainBatch(2, version, tuple(samples)))  # waits for the restart
         await rig.trainer.publish()
         await rig.colocation.give_back(metrics.version)
@@ -311,7 +311,7 @@ def test_a_trainer_that_dies_on_the_device_leaves_a_working_engine(rig: Rig) -> 
         rig.trainer.fail = "step!"
         with pytest.raises(RunError, match="closed"):
             await rig.colocation.train(TrainBatch(9, rig.proxy.version, tuple(samples)))
-        assert rig.colocation.holder is Holder.ROLLOUT
+        assert rig.colocation.holder is DeviceHolder.ROLLOUT
         assert (await rig.say(PROMPTS[0], 30)).token_ids == before.token_ids
 
     rig.run(main())

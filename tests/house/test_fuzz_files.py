@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from orchestrator.api import ConfigError, Prompt, RunError, Trajectory, Turn
-from orchestrator.checkpoint import Checkpoints, RunState, verify
+from orchestrator.checkpoint import Checkpoints, CheckpointState, verify
 from orchestrator.config import apply_override, load_config, parse_config, to_json
 from orchestrator.events import MemorySink, read_events
 from orchestrator.ledger import END_STATES, Ledger, recount
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.observe.view.folder_follower import Follower
 from orchestrator.observe.view.run_metrics import exposition
-from orchestrator.observe.view.run_state import RunState as Shown
+from orchestrator.observe.view.run_state import CheckpointState as Shown
 from orchestrator.observe.view.run_trace import _measured
 from orchestrator.observe.view.top import screen
 from orchestrator.policies.batching.round_planner import RoundPlanner, RoundRules
@@ -172,10 +172,10 @@ def test_a_damaged_record_of_turns_is_left_out_of_a_trace(examples: int, tmp_pat
 # -- checkpoints and the queue of rounds ----------------------------------------------------------------------------------------
 
 
-def state_of(planner: RoundPlanner) -> RunState:
+def state_of(planner: RoundPlanner) -> CheckpointState:
     turn = Turn((2, 3), (4,), (-0.5,), ((3, 1),), 0.5, True)
     trajectory = Trajectory("t3", "g1", "nim", Prompt("k", "nim", 1, ""), (turn,), 1.0, "v", 3, False)
-    return RunState(4, 5, 20, 12.5, (trajectory,), ((2, 0.5),), {"planner": planner.state()}, {"nim/k": [0.5]})
+    return CheckpointState(4, 5, 20, 12.5, (trajectory,), ((2, 0.5),), {"planner": planner.state()}, {"nim/k": [0.5]})
 
 
 def planner() -> RoundPlanner:
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(examples: int, tmp_path: Pat
     for step in (3, 4):
         partial = checkpoints.begin(step)
         (partial / "trainer" / "weights.bin").write_bytes(bytes(range(200)))
-        checkpoints.commit(partial, RunState(**{**vars(state_of(planner())), "step": step}))
+        checkpoints.commit(partial, CheckpointState(**{**vars(state_of(planner())), "step": step}))
     newest = tmp_path / "step-000004"
     kept = {file: file.read_bytes() for file in newest.rglob("*") if file.is_file()}
 
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(examples: int, tmp_path: Pat
         assert (folder.name, state.step) in (("step-000004", 4), ("step-000003", 3))
         if folder == newest:  # then it holds what it held
             assert verify(folder) == ""
-            assert state == RunState(**{**vars(state_of(planner())), "step": 4})
+            assert state == CheckpointState(**{**vars(state_of(planner())), "step": 4})
 
     drawn = st.one_of(*(st.tuples(st.just(file), fuzzing.damaged(whole)) for file, whole in kept.items()))
     fuzzing.fuzz(examples, drawn, check)

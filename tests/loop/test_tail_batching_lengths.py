@@ -182,7 +182,7 @@ def test_forecasts_of_prompts_are_known_after_a_resume() -> None:
     task, events = SimTask(settings), EventLog(MemorySink(), lambda: 0.0)
     first, second = ForecastLengths(), ForecastLengths()
     rounds = build_rounds(settings, task, events, None, first)
-    rounds.begin()
+    rounds.begin_round()
     first.seen(prompt("a"), 90.0)
     state = json.loads(json.dumps(rounds.state()))
     assert build_rounds(settings, task, events, state, second).state()["lengths"] == state["lengths"]
@@ -206,10 +206,10 @@ def test_a_predictor_of_the_user_is_asked_and_believed() -> None:
     settings = config("run.steps=1", "rollout.rounds.eta_prompts=4.0")
     found = build_rounds(settings, SimTask(settings), EventLog(MemorySink(), lambda: 0.0), None, at_number)
     numbers = []
-    found.begin()
+    found.begin_round()
     while found.wanted(0):
         group = f"g{len(numbers)}"
-        found.start(group)
+        found.start_group(group)
         numbers.append(found.number(group))
     assert numbers == [*range(LEAST + 1), 10, 11, 13, 14]
     assert found.planner.outstanding == list(range(16)), "those that were not launched are queued"
@@ -219,11 +219,11 @@ def test_a_checkpoint_keeps_what_is_known_of_lengths() -> None:
     settings = config("rollout.rounds.predict=history")
     task, events = SimTask(settings), EventLog(MemorySink(), lambda: 0.0)
     first = build_rounds(settings, task, events, None)
-    first.begin()
+    first.begin_round()
     for number in range(4):
-        first.start(f"g{number}")
+        first.start_group(f"g{number}")
         first.settled(f"g{number}", "complete")
-    first.end(0, [f"g{number}" for number in range(4)], [], 0)
+    first.end_round(0, [f"g{number}" for number in range(4)], [], 0)
     first.trained({f"g{number}": 10 * number for number in range(4)})
     state = json.loads(json.dumps(first.state()))
     assert build_rounds(settings, task, events, state).state()["lengths"] == first.state()["lengths"]

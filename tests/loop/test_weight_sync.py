@@ -82,7 +82,7 @@ class Rig:
 
     async def deliver(self, version: int) -> None:
         self.trainer.version = version
-        await self.delivery.begin(version, version)
+        await self.delivery.begin_publishing(version, version)
         await self.delivery.lead(version, version)
         await self.delivery.follow(version, version)
 
@@ -146,7 +146,7 @@ def test_those_that_cannot_receive_get_the_version_from_the_relay_after_the_othe
         rig.trainer.version = 1
         clock = asyncio.get_running_loop().time
         begun = clock()
-        await rig.delivery.begin(1, 1)
+        await rig.delivery.begin_publishing(1, 1)
         await rig.delivery.lead(1, 1)
         assert clock() - begun == pytest.approx(SEND_SHARE * UPDATE + 0.25 * UPDATE, abs=0.1)
         assert await rig.held() == [1, 1, 0]
@@ -170,7 +170,7 @@ def test_a_worker_behind_the_others_goes_on_with_its_own_trajectories_only_where
         await rig.deliver(0)
         await asyncio.gather(*(rig.proxy.generate(request(f"r{index}")) for index in range(6)))
         rig.trainer.version = 1
-        await rig.delivery.begin(1, 1)
+        await rig.delivery.begin_publishing(1, 1)
         await rig.delivery.lead(1, 1)
         new = await asyncio.gather(*(rig.proxy.generate(request(f"n{index}")) for index in range(6)))
         assert {span[0] for item in new for span in item.versions} == {1}, "none begins there"
@@ -191,7 +191,7 @@ def test_a_worker_that_dies_while_it_receives_is_brought_up_from_the_relay_and_t
         rig = Rig(config(), 3)
         await rig.deliver(0)
         rig.trainer.version = 1
-        await rig.delivery.begin(1, 1)
+        await rig.delivery.begin_publishing(1, 1)
         await asyncio.sleep(0.1)
         rig.workers[1].die()
         await rig.delivery.lead(1, 1)
@@ -224,7 +224,7 @@ def test_a_worker_that_hangs_costs_the_time_limit_and_takes_the_version_from_the
         rig.workers[0].receive = hang  # type: ignore[method-assign]
         rig.trainer.version = 1
         begun = asyncio.get_running_loop().time()
-        await rig.delivery.begin(1, 1)
+        await rig.delivery.begin_publishing(1, 1)
         await rig.delivery.lead(1, 1)
         assert asyncio.get_running_loop().time() - begun < LIMIT + 10
         assert await rig.held() == [0, 1]
@@ -232,7 +232,7 @@ def test_a_worker_that_hangs_costs_the_time_limit_and_takes_the_version_from_the
         assert await rig.held() == [1, 1]
         assert [event["what"] for event in rig.seen("fault")] == ["receive w0"]
         rig.trainer.version = 2
-        await rig.delivery.begin(2, 2)
+        await rig.delivery.begin_publishing(2, 2)
         assert rig.asked[-1] == (2, True), "the same workers, but their group is lost"
         await rig.close()
 
@@ -293,10 +293,10 @@ def test_a_trainer_that_cannot_publish_ends_the_run_though_workers_have_the_vers
 
         rig.trainer.publish = full  # type: ignore[method-assign]
         rig.trainer.version = 1
-        await rig.delivery.begin(1, 1)
+        await rig.delivery.begin_publishing(1, 1)
         await rig.delivery.lead(1, 1)
         with pytest.raises(Exception, match="the trainer failed in publish: relay_full"):
-            await rig.delivery.finish()
+            await rig.delivery.finish_publishing()
         await rig.close()
 
     run(main())
@@ -315,7 +315,7 @@ def test_a_relay_that_is_away_for_minutes_is_waited_for_by_name() -> None:
 
         rig.trainer.publish = away  # type: ignore[method-assign]
         rig.trainer.version = 1
-        waiting = asyncio.create_task(rig.delivery.begin(1, 1))
+        waiting = asyncio.create_task(rig.delivery.begin_publishing(1, 1))
         await asyncio.sleep(100)
         assert rig.delivery.waiting_for == "the relay to take the version: metadata_unreachable: connection refused"
         await waiting
@@ -340,7 +340,7 @@ def test_a_trainer_that_died_is_not_asked_to_publish_again() -> None:
 
         rig.trainer.publish = dead  # type: ignore[method-assign]
         with pytest.raises(PartLost, match="the trainer failed in publish: trainer died"):
-            await rig.delivery.begin(1, 1)
+            await rig.delivery.begin_publishing(1, 1)
         assert len(asked) == 1
         await rig.close()
 

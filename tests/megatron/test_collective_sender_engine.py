@@ -242,7 +242,7 @@ class Rig:
         self.delivery = WeightSync(port, self.proxy, self.events, call, limit)  # type: ignore[arg-type]
 
     async def deliver(self, version: int) -> None:
-        await self.delivery.begin(version, version)
+        await self.delivery.begin_publishing(version, version)
         await self.delivery.lead(version, version)
         await self.delivery.follow(version, version)
 
@@ -347,7 +347,7 @@ def test_workers_resume_with_the_version_of_the_trainer_before_its_first_bucket_
             await players.until(0)
             relay_gate.clear()
             try:
-                await made.delivery.begin(1, 1)
+                await made.delivery.begin_publishing(1, 1)
                 await made.delivery.lead(1, 1)
                 assert [await engine.ask("version") for engine in made.engines] == [1, 1]
                 await players.until(1)
@@ -420,7 +420,7 @@ def test_a_version_with_a_wrong_checksum_is_refused_and_the_relay_brings_it(
             start = await sums(first)
             await made.train(0)
             monkeypatch.setattr(collective_sender.GlooGroup, "shards", wrong)
-            await made.delivery.begin(1, 1)
+            await made.delivery.begin_publishing(1, 1)
             await made.delivery.lead(1, 1)
             assert [await engine.ask("version") for engine in made.engines] == [0, 0]
             assert await sums(first) == start

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.api import ContextStart, Prompt, Trajectory, Turn
 from orchestrator.api.jsontext import PIECE, pieces
-from orchestrator.checkpoint import RunState
+from orchestrator.checkpoint import CheckpointState
 from orchestrator.runtime.background_checkpoints import BesideTheLoop
 from orchestrator.store import TrajectoryStore, read_trajectories, to_trajectory
 from scripts.bench.micro.stalls import StallWatch
@@ -34,8 +34,8 @@ def a_trajectory(name: str, *tokens: int) -> Trajectory:
     return Trajectory(name, "g", "task", prompt, turns, 1.0, "1", 7, False, ("once",))
 
 
-def a_state(*buffer: Trajectory) -> RunState:
-    return RunState(3, 2, 900, 12.5, buffer, ((0, 0.25),), {"queue": [1, {"deep": []}]}, {"p": [0.5]}, None)
+def a_state(*buffer: Trajectory) -> CheckpointState:
+    return CheckpointState(3, 2, 900, 12.5, buffer, ((0, 0.25),), {"queue": [1, {"deep": []}]}, {"p": [0.5]}, None)
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")], ids=str)

@@ -306,9 +306,9 @@ def test_tokens_thrown_away_are_those_made_and_not_delivered_and_those_of_trajec
 
     waste = TokenWaste()
     waste.ended += 7
-    assert waste.take(stats(100), delivered=80) == 20 + 7
-    assert waste.take(stats(150), delivered=130) == 0
-    assert waste.take(stats(40), delivered=160) == 10  # the engine began anew
+    assert waste.tokens_since_last(stats(100), delivered=80) == 20 + 7
+    assert waste.tokens_since_last(stats(150), delivered=130) == 0
+    assert waste.tokens_since_last(stats(40), delivered=160) == 10  # the engine began anew
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -358,8 +358,8 @@ def test_a_task_says_how_large_its_data_set_is_and_a_batch_beyond_it_is_refused(
 
 def test_the_queue_survives_a_checkpoint_and_that_of_another_run_is_refused() -> None:
     rounds = rounds_of(small())
-    rounds.begin()
-    keys = [rounds.start(f"g{index}")[0].key for index in range(4)]
+    rounds.begin_round()
+    keys = [rounds.start_group(f"g{index}")[0].key for index in range(4)]
     for index in range(3):
         rounds.settled(f"g{index}", "complete")
     rounds.defer("g3", [])
@@ -385,17 +385,17 @@ def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_thi
     """Four prompts an epoch: the round that ends it plays prompt 3, which was deferred, and fills up with 4 and 5."""
     config = small("rollout.rounds.epoch_prompts=4")
     rounds = rounds_of(config)
-    rounds.begin()
+    rounds.begin_round()
     for index in range(4):
-        rounds.start(f"g{index}")
+        rounds.start_group(f"g{index}")
     for index in range(3):
         rounds.settled(f"g{index}", "complete")
     rounds.defer("g3", [])
-    rounds.end(1, ["g0", "g1", "g2"], [], 0)
+    rounds.end_round(1, ["g0", "g1", "g2"], [], 0)
     rounds.trained({"g0": 5, "g1": 5, "g2": 5})
-    rounds.begin()
+    rounds.begin_round()
     for group in ("late", "early-4", "early-5"):
-        rounds.start(group)
+        rounds.start_group(group)
     for group in ("early-4", "early-5"):
         rounds.settled(group, "complete")
     assert [rounds.number(group) for group in ("late", "early-4", "early-5")] == [3, 4, 5]
@@ -406,10 +406,10 @@ def test_after_a_resume_a_prompt_of_the_next_epoch_waits_for_what_is_left_of_thi
         )  # the checkpoint's buffer has them; the late one's members died with the process
     assert again.resumed() == ["early-4", "early-5"]
     assert [again.number(group) for group in ("late", "early-4", "early-5")] == [-1, -1, -1]
-    again.begin()
+    again.begin_round()
     started = []
     while again.wanted(0):
-        started.append(again.start(f"new-{len(started)}")[0].key)
+        started.append(again.start_group(f"new-{len(started)}")[0].key)
     keys = dict(rounds.state()["keys"])
     assert started == [keys[number] for number in (3, 4, 5)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, TrajectoryError, Turn
-from orchestrator.checkpoint import Checkpoints, RunState
+from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.config import load_config
 from orchestrator.ledger import Ledger
 from orchestrator.observe.report.environment_section import environments
@@ -147,7 +147,7 @@ def test_a_checkpoint_keeps_what_right_answers_took_and_older_ones_have_none(tmp
     timeouts = AdaptiveTimeouts()
     timeouts.note("coding/a", [CaseTime(4.0, 30.0), CaseTime(0.1, 30.0)], correct=True)
     checkpoints = Checkpoints(tmp_path, 2)
-    checkpoints.commit(checkpoints.begin(1), RunState(1, 1, 0, 5.0, (), run_times=timeouts.state()))
+    checkpoints.commit(checkpoints.begin(1), CheckpointState(1, 1, 0, 5.0, (), run_times=timeouts.state()))
 
     class Store:
         def discard_after(self, steps_done: int) -> None: ...
@@ -156,7 +156,7 @@ def test_a_checkpoint_keeps_what_right_answers_took_and_older_ones_have_none(tmp
     restored = AdaptiveTimeouts()
     restored.restore(resumed.position.run_times)
     assert restored.limits("coding/a") == [6.0, 2.0]
-    older = RunState(1, 1, 0, 5.0, ())
+    older = CheckpointState(1, 1, 0, 5.0, ())
     assert older.run_times == {}
 
 

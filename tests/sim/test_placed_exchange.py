@@ -60,7 +60,7 @@ class Chance:
         self._servers = {server.name: server for server in servers}
         self._rng = rng
 
-    async def look(self) -> Sequence[Offer]:
+    async def list_offers(self) -> Sequence[Offer]:
         if self._rng.random() < 0.2:
             await asyncio.sleep(self._rng.expovariate(1.0))
         named = [name for name in self._servers if self._rng.random() > 0.05]
@@ -80,7 +80,7 @@ class Chance:
         self._servers[url].there = self._rng.random() < 0.9
         return self._servers[url]
 
-    def took(self, worker: BorrowedWorker) -> None:
+    def note_taken(self, worker: BorrowedWorker) -> None:
         """Nothing to say."""
 
     async def leave(self, worker: BorrowedWorker) -> None:

@@ -46,7 +46,7 @@ class Chance:
         self._workers = {worker.name: worker for worker in workers if isinstance(worker, BorrowedSimWorker)}
         self._rng = random.Random(seed)
 
-    async def look(self) -> Sequence[Offer]:
+    async def list_offers(self) -> Sequence[Offer]:
         return [self._one(name) for name in self._workers]
 
     def _one(self, name: str) -> Offer:
@@ -61,7 +61,7 @@ class Chance:
         self._workers[url].come()
         return self._workers[url]
 
-    def took(self, worker: BorrowedWorker) -> None:
+    def note_taken(self, worker: BorrowedWorker) -> None:
         """Nothing to say."""
 
     async def leave(self, worker: BorrowedWorker) -> None:

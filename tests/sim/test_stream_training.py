@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.api import RetryableError, RunError, TrainBatch, TrainMetrics, TrainSample, Trajectory
 from orchestrator.buffer import SampleBuffer
-from orchestrator.colocation.group_feeder import Feeder
+from orchestrator.colocation.group_feeder import GroupFeeder
 from orchestrator.config import Config, load_config
 from orchestrator.observe.report.report_page import write_report
 from orchestrator.observe.report.run_log import load_run
@@ -196,41 +196,41 @@ def test_the_fault_runs_stream_and_filter_in_part() -> None:
 
 
 def test_feeding_beside_a_training_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def idle(self: Feeder) -> None:
+    async def idle(self: GroupFeeder) -> None:
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(Feeder, "idle", idle)
+    monkeypatch.setattr(GroupFeeder, "idle", idle)
     assert "train_step was asked for during feed" in failures(config())
 
 
 def test_feeding_the_next_batch_before_the_step_is_trained_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Feeder, "close", lambda self: self._waiting.clear())
+    monkeypatch.setattr(GroupFeeder, "close", lambda self: self._waiting.clear())
     assert "feed was asked for during train_step" in failures(config(("async", 1)))
 
 
 def test_feeding_what_the_last_batch_left_over_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Feeder, "close", lambda self: setattr(self, "_target", None))
+    monkeypatch.setattr(GroupFeeder, "close", lambda self: setattr(self, "_target", None))
     slow = ("sim.train_seconds_per_token=2e-2", "sim.update_seconds=0.01")
     assert "was fed while the journal says trained" in failures(config(("async", 2), *slow))
 
 
 def test_feeding_out_of_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Feeder.take
+    honest = GroupFeeder.add_group
 
-    def take(self: Feeder, group: Sequence[TrainSample]) -> None:
+    def take(self: GroupFeeder, group: Sequence[TrainSample]) -> None:
         honest(self, list(group)[::-1])
 
-    monkeypatch.setattr(Feeder, "take", take)
+    monkeypatch.setattr(GroupFeeder, "add_group", take)
     assert "are not its first ones" in failures(config())
 
 
 def test_feeding_a_part_of_a_group_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Feeder.take
+    honest = GroupFeeder.add_group
 
-    def take(self: Feeder, group: Sequence[TrainSample]) -> None:
+    def take(self: GroupFeeder, group: Sequence[TrainSample]) -> None:
         honest(self, list(group)[:-1])
 
-    monkeypatch.setattr(Feeder, "take", take)
+    monkeypatch.setattr(GroupFeeder, "add_group", take)
     found = failures(config())
     assert "was fed in part" in found or "are not its first ones" in found
 
@@ -240,7 +240,7 @@ def test_feeding_a_group_before_it_is_taken_is_caught(monkeypatch: pytest.Monkey
     from orchestrator.train_samples import to_samples
 
     def on_take(self: Pipeline, group: list[Trajectory]) -> None:
-        self.feeder.take([sample for trajectory in group for sample in to_samples(trajectory)])
+        self.feeder.add_group([sample for trajectory in group for sample in to_samples(trajectory)])
         asyncio.get_running_loop().call_later(0.5, self.rollout.on_take, group)
 
     monkeypatch.setattr(Pipeline, "_on_take", on_take)

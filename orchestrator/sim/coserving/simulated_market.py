@@ -69,7 +69,7 @@ class SimMarket:
 
     # -- what the exchange asks ----------------------------------------------------------------------------------------
 
-    async def look(self) -> Sequence[Offer]:
+    async def list_offers(self) -> Sequence[Offer]:
         """See the protocol."""
         return [self._offer(name) for name in self._pairs]
 
@@ -89,7 +89,7 @@ class SimMarket:
         assert isinstance(found, BorrowedWorker)
         return found
 
-    def took(self, worker: BorrowedWorker) -> None:
+    def note_taken(self, worker: BorrowedWorker) -> None:
         """See the protocol: the worker itself counts the seconds of its activation."""
 
     async def leave(self, worker: BorrowedWorker) -> None:
