@@ -13,7 +13,7 @@ with ActorTrain(ResourceManager({"H800": 8}), MyActorTrain) as cluster:
 """
 
 from orchestrator.cluster.cluster import ActorGen, ActorTrain, Cluster, Environment, Reward
-from orchestrator.cluster.cluster_errors import WorkerError
+from orchestrator.cluster.cluster_calls import WorkerError
 from orchestrator.cluster.decorators import hw_mapping, register, register_serverless
 from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, EnvironmentCls, RewardCls, Worker
 

@@ -2,6 +2,8 @@
 
 ``Cluster(manager, WorkerClass)`` binds devices by the declarations of the class, starts a process a worker, and gives itself
 the methods of the class: ``cluster.method(...)`` blocks, ``cluster.method.start(...)`` returns a call to wait for or await.
+``Cluster.over(WorkerClass, places)`` is one whose workers have their places already, or need none, and are started one by
+one: a training run's (:mod:`orchestrator.runtime.engine_actors`).
 
 Guarantees: all workers are there when the constructor returns, or none is and nothing stays bound; results are in order of
 rank; errors name the rank; two workers never share an id or a device; after ``shutdown`` nothing is left.
@@ -12,12 +14,14 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
-from orchestrator.api import ConfigError, CoserveError, RetryableError
-from orchestrator.cluster.cluster_calls import Call
+from orchestrator.api import ConfigError, CoserveError, ProcessDied, RetryableError
+from orchestrator.cluster.actor import Actor, Raised, first_line
+from orchestrator.cluster.cluster_calls import Call, WorkerError
 from orchestrator.cluster.decorators import (
     DEFAULT_TAG,
     EXECUTE_ALL,
@@ -28,49 +32,20 @@ from orchestrator.cluster.decorators import (
     declaration,
 )
 from orchestrator.cluster.dispatch import aggregate, scatter
-from orchestrator.cluster.role_workers import (
-    SERVERLESS_CALLS,
-    SERVERLESS_GROUP,
-    ActorGenCls,
-    ActorTrainCls,
-    EnvironmentCls,
-    Identity,
-    RewardCls,
-    Worker,
-    WorkerHost,
-)
-from orchestrator.policies.placement.device_allocation import Binding
+from orchestrator.cluster.role_workers import ActorGenCls, ActorTrainCls, EnvironmentCls, Identity, RewardCls, Worker
+from orchestrator.policies.placement.device_allocation import View
 from orchestrator.resources import ROLE_CLASSES, Placement, ResourceManager
 
 START_SECONDS = 300.0  # for all workers to be made
 _TAG = "tag_name"
 
 
-@dataclass(eq=False, slots=True)
-class Member:
-    """One worker of a cluster."""
-
-    identity: Identity
-    placement: Placement
-    handle: Any = None
-    alive: bool = True
-    busy: set[Any] = field(default_factory=set)  # calls of single workers that it has
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        devices = ", ".join(map(str, self.identity.devices))
-        return f"{self.identity.worker_id} ({self.identity.hardware} {devices})"
-
-
+@dataclass(frozen=True, slots=True)
 class Bound:
     """A method of the worker class, as a method of the cluster."""
 
-    def __init__(self, cluster: Cluster, name: str, said: Declaration, signature: inspect.Signature) -> None:
-        self._cluster = cluster
-        self._name = name
-        self._said = said
-        self._signature = signature
+    _cluster: Cluster
+    _name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Carry it out as it was declared; wait; put the results together."""
@@ -78,19 +53,7 @@ class Bound:
 
     def start(self, *args: Any, **kwargs: Any) -> Call:
         """The same without waiting."""
-        said = self._said
-        among = self._cluster.eligible(said.affinity, self._tag(args, kwargs)) if said.affinity else None
-        mode = said.mode or (EXECUTE_ONE if said.affinity else EXECUTE_ALL)
-        return self._cluster.start(mode, self._name, args, kwargs, how=said.aggregate or "list", among=among)
-
-    def _tag(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        try:
-            given = self._signature.bind(None, *args, **kwargs).arguments.get(_TAG)
-        except TypeError as error:
-            raise ConfigError(f"{self._name}: arguments", args, str(error)) from error
-        if given is None:
-            given = self._signature.parameters[_TAG].default
-        return given if isinstance(given, str) else DEFAULT_TAG
+        return self._cluster.start(self._name, args, kwargs)
 
 
 class Cluster:
@@ -102,6 +65,7 @@ class Cluster:
     """
 
     base: ClassVar[type[Worker]] = Worker
+    _patience: ClassVar[float | None] = None  # see Call
 
     def __init__(
         self,
@@ -117,6 +81,44 @@ class Cluster:
         cpus_per_worker: float = 1.0,
         start_seconds: float = START_SECONDS,
     ) -> None:
+        self._declare(worker_cls, name, res_manager)
+        classes = self._plan(res_manager.view(), workers, hardware, devices_per_worker)
+        proxies = {said.attribute: said.url for said in self._methods.values() if said.attribute}
+        try:
+            for rank, wanted in enumerate(classes):
+                identity = Identity(f"{self.name}-{rank}", rank, len(classes), wanted, ())
+                place = Placement(res_manager, identity.worker_id, wanted, devices_per_worker, cpus=cpus_per_worker)
+                self.actors.append(
+                    Actor(worker_cls, identity, place, dict(environment or {}), proxies, dict(arguments or {}))
+                )
+                place.bind()
+            self._launch(self.actors, start_seconds)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    def over(
+        cls,
+        worker_cls: type[Worker],
+        places: Mapping[str, Placement | None],
+        environment: Mapping[str, str] | None = None,
+        name: str = "",
+    ) -> Self:
+        """A cluster of these workers, by rank: id -> place. Nothing is started: that is done actor by actor
+        (:attr:`actors`), and the places stay those of whoever made them."""
+        cluster = cls.__new__(cls)
+        cluster._declare(worker_cls, name, None)
+        cluster.actors = [
+            Actor(worker_cls, Identity(worker, rank, len(places), "", ()), place, dict(environment or {}))
+            for rank, (worker, place) in enumerate(places.items())
+        ]
+        return cluster
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _declare(self, worker_cls: type[Worker], name: str, manager: ResourceManager | None) -> None:
+        """Bind the methods of the class, as they were declared."""
         if not (isinstance(worker_cls, type) and issubclass(worker_cls, self.base) and worker_cls.role):
             wanted = (
                 self.base.__name__
@@ -126,31 +128,28 @@ class Cluster:
             raise ConfigError("worker_cls", worker_cls, f"derive it from {wanted}")
         self.role = worker_cls.role
         self.name = name or self.role.lower()
-        self._manager = res_manager
+        self.actors: list[Actor] = []
+        self._manager = manager
         self._class = worker_cls
-        self._arguments = dict(arguments or {})
-        self._environment = dict(environment or {})
         self._lock = threading.Lock()
-        self._members: list[Member] = []
         self._methods = {key: declaration(method) for key, method in _public(worker_cls)}
-        self._proxies = {said.attribute: said.url for said in self._methods.values() if said.attribute}
-        wanted_classes = self._plan(workers, hardware, devices_per_worker)
-        self._bind_worker_method()
-        try:
-            self._create_worker(wanted_classes, devices_per_worker, cpus_per_worker, start_seconds)
-        except BaseException:
-            self.shutdown()
-            raise
+        for key, said in self._methods.items():
+            if hasattr(self, key):
+                raise ConfigError(
+                    f"{worker_cls.__name__}.{key}", key, "clusters have a member of this name: choose another"
+                )
+            signature = inspect.signature(getattr(worker_cls, key))
+            if said.affinity and _TAG not in signature.parameters:
+                fix = f'hw_mapping routes by the argument {_TAG}: add {_TAG}: str = "{DEFAULT_TAG}"'
+                raise ConfigError(f"{worker_cls.__name__}.{key}", str(signature), fix)
+            setattr(self, key, Bound(self, key))
 
-    # -- construction ------------------------------------------------------------------------------------------------
-
-    def _plan(self, workers: int | Mapping[str, int] | None, hardware: str, per_worker: int) -> list[str]:
+    def _plan(self, view: View, workers: int | Mapping[str, int] | None, hardware: str, per_worker: int) -> list[str]:
         """The class of each worker, by rank."""
         if isinstance(workers, Mapping):
             return [name for name, count in workers.items() for _ in range(count)]
         declared = [name for said in self._methods.values() for name in (said.affinity or {}).values()]
         classes = list(dict.fromkeys([hardware] if hardware else declared or [ROLE_CLASSES[self.role]]))
-        view = self._manager.view()
         for name in classes:
             if not view.candidates(name):
                 have = ", ".join(pool.hardware for pool in view.pools)
@@ -164,180 +163,175 @@ class Cluster:
             raise ConfigError("workers", workers, "a cluster needs at least one worker, and devices for it")
         return planned
 
-    def _create_worker(self, classes: Sequence[str], devices: int, cpus: float, seconds: float) -> None:
-        bound: list[tuple[Placement, Binding]] = []
-        for rank, hardware in enumerate(classes):
-            placement = Placement(self._manager, f"{self.name}-{rank}", hardware, devices, cpus=cpus)
-            self._members.append(Member(Identity(f"{self.name}-{rank}", rank, len(classes), hardware, ()), placement))
-            bound.append((placement, placement.bind()))
-        for member in self._members:
-            self._launch(member)
-        self._made(self._members, seconds)
+    def _launch(self, actors: Sequence[Actor], seconds: float) -> None:
+        """Start the processes where their workers are bound to now, and wait until they are there; raises what ``__init__``
+        did."""
+        for actor in actors:
+            actor.place()
+            actor.start()
+        self._ready(actors, f"{self._class.__name__}.__init__").result(seconds)
+        for actor in actors:
+            actor.alive = True
 
-    def _launch(self, member: Member) -> None:
-        """Start the process, where the worker is bound to now."""
-        import ray
-
-        options = member.placement.place()
-        binding, old = member.placement.bind(), member.identity
-        member.identity = Identity(old.worker_id, old.rank, old.world_size, binding.hardware, binding.devices)
-        host = ray.remote(concurrency_groups={SERVERLESS_GROUP: SERVERLESS_CALLS})(WorkerHost)
-        handle = host.options(**options, runtime_env={"env_vars": self._environment} if self._environment else {})
-        member.handle = handle.remote(self._class, member.identity, self._proxies, self._arguments)
-
-    def _made(self, members: Sequence[Member], seconds: float) -> None:
-        """Wait until they are there; raises what their ``__init__`` did."""
-        asked = [(member, member.handle.ready.remote()) for member in members]
-        Call(f"{self._class.__name__}.__init__", len(self._members), asked, lambda _: None, self._lost).result(seconds)
-        for member in members:
-            member.alive = True
-
-    def _bind_worker_method(self) -> None:
-        for name, said in self._methods.items():
-            if hasattr(self, name):
-                raise ConfigError(
-                    f"{self._class.__name__}.{name}", name, "clusters have a member of this name: choose another"
-                )
-            signature = inspect.signature(getattr(self._class, name))
-            if said.affinity and _TAG not in signature.parameters:
-                fix = f'hw_mapping routes by the argument {_TAG}: add {_TAG}: str = "{DEFAULT_TAG}"'
-                raise ConfigError(f"{self._class.__name__}.{name}", str(signature), fix)
-            setattr(self, name, Bound(self, name, said, signature))
+    def _ready(self, actors: Sequence[Actor], method: str) -> Call:
+        return Call([(actor, actor.ask("ready")) for actor in actors], list, partial(self._fail, method))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
+    def start(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Call:
+        """A call of a method, as it was declared."""
+        said, given = self._said(method), dict(kwargs or {})
+        among = self.eligible(said.affinity, self._tag(method, args, given)) if said.affinity else None
+        mode = said.mode or (EXECUTE_ONE if said.affinity else EXECUTE_ALL)
+        return self._call(mode, method, args, given, how=said.aggregate or "list", among=among)
+
+    def start_on(self, actor: Actor, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A call of a method of this worker only: its result."""
+        self._said(method)
+        return self._call(EXECUTE_RANK_ZERO, method, args, dict(kwargs), among=[actor])
+
+    def _said(self, method: str) -> Declaration:
+        if method not in self._methods:
+            raise ConfigError("method", method, f"{self._class.__name__} has: {', '.join(self._methods)}")
+        return self._methods[method]
+
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Every worker's result, by rank."""
-        result: list[Any] = self.start(EXECUTE_ALL, method, args, kwargs).result()
+        result: list[Any] = self._call(EXECUTE_ALL, method, args, kwargs).result()
         return result
 
     def execute_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The result of the least busy worker."""
-        return self.start(EXECUTE_ONE, method, args, kwargs).result()
+        return self._call(EXECUTE_ONE, method, args, kwargs).result()
 
-    def start(
+    def _call(
         self,
         mode: str,
         method: str,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         *,
         how: str = "list",
-        among: Sequence[Member] | None = None,
+        among: Sequence[Actor] | None = None,
     ) -> Call:
-        """A call in one of the modes of :func:`orchestrator.cluster.register`, on these workers or on all."""
-        if method not in self._methods:
-            raise ConfigError("method", method, f"{self._class.__name__} has: {', '.join(self._methods)}")
-        given, members = dict(kwargs or {}), list(self._members if among is None else among)
-        if not members:
+        actors, fail = list(self.actors if among is None else among), partial(self._fail, method)
+        if not actors:
             raise RetryableError(f"{self.name}.{method}: no worker is there")
-        if mode in (EXECUTE_ONE, EXECUTE_RANK_ZERO):
-            anywhere = mode == EXECUTE_ONE
-            chosen = self._least_busy(method, members) if anywhere else members[0]
-            others = [member for member in members if member is not chosen]
-
-            def again() -> Call:
-                return self.start(mode, method, args, given, how=how, among=others)
-
-            retry = again if anywhere and among is not None else None
-            reference = self._ask(chosen, method, args, given, counted=anywhere)
-
-            def first(values: list[Any]) -> Any:
-                self._answered(chosen, reference)  # who has the result must not find the worker busy with it
-                return values[0]
-
-            return Call(method, len(self._members), [(chosen, reference)], first, self._lost, retry)
+        if mode == EXECUTE_RANK_ZERO:
+            return Call([(actors[0], actors[0].ask("call", method, args, kwargs))], lambda values: values[0], fail)
+        if mode == EXECUTE_ONE:
+            return self._call_one(method, args, kwargs, actors, anew=among is not None)
+        parts = [args] * len(actors)
         if mode == SCATTER:
-            parts = scatter(method, args[0] if args else None, len(members))
-            asked = [
-                (member, self._ask(member, method, (part, *args[1:]), given))
-                for member, part in zip(members, parts, strict=False)
-            ]
-        else:
-            asked = [(member, self._ask(member, method, args, given)) for member in members]
-        return Call(method, len(self._members), asked, lambda values: aggregate(method, how, values), self._lost)
+            parts = [(part, *args[1:]) for part in scatter(method, args[0] if args else None, len(actors))]
+        asked = [(actor, actor.ask("call", method, part, kwargs)) for actor, part in zip(actors, parts, strict=False)]
+        return Call(asked, partial(aggregate, method, how), fail, self._patience)
 
-    def eligible(self, affinity: Mapping[str, str], tag: str) -> list[Member]:
+    def _call_one(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], actors: Sequence[Actor], *, anew: bool
+    ) -> Call:
+        """On the least busy one; ``anew``: on another one, if that dies."""
+        chosen = self._least_busy(method, actors)
+        reference = chosen.ask("call", method, args, kwargs)
+
+        def answered(_: Any) -> None:
+            with self._lock:
+                chosen.busy.discard(reference)
+
+        def first(values: list[Any]) -> Any:
+            answered(None)  # who has the result must not find the worker busy with it
+            return values[0]
+
+        def again() -> Call:
+            others = [actor for actor in actors if actor is not chosen]
+            return self._call(EXECUTE_ONE, method, args, kwargs, among=others)
+
+        with self._lock:
+            chosen.busy.add(reference)
+        reference.future().add_done_callback(answered)
+        return Call([(chosen, reference)], first, partial(self._fail, method), None, again if anew else None)
+
+    def eligible(self, affinity: Mapping[str, str], tag: str) -> list[Actor]:
         """The living workers of the class that a tag maps to; else of the first compatible class that has some."""
         wanted = affinity.get(tag, affinity.get(DEFAULT_TAG, ""))
-        alive = [member for member in self._members if member.alive]
+        alive = [actor for actor in self.actors if actor.alive]
         if not wanted:
             return alive
-        for hardware in self._manager.view().candidates(wanted):
-            if found := [member for member in alive if member.identity.hardware == hardware]:
+        for hardware in self._manager.view().candidates(wanted) if self._manager is not None else (wanted,):
+            if found := [actor for actor in alive if actor.identity.hardware == hardware]:
                 return found
         raise RetryableError(f"{self.name}: no worker is there for tag {tag!r}, which runs on class {wanted}")
 
-    def _least_busy(self, method: str, members: Sequence[Member]) -> Member:
+    def _tag(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        signature = inspect.signature(getattr(self._class, method))
+        try:
+            given = signature.bind(None, *args, **kwargs).arguments.get(_TAG)
+        except TypeError as error:
+            raise ConfigError(f"{method}: arguments", args, str(error)) from error
+        if given is None:
+            given = signature.parameters[_TAG].default
+        return given if isinstance(given, str) else DEFAULT_TAG
+
+    def _least_busy(self, method: str, actors: Sequence[Actor]) -> Actor:
         with self._lock:
-            alive = [member for member in members if member.alive]
+            alive = [actor for actor in actors if actor.alive]
             if not alive:
                 raise RetryableError(f"{self.name}.{method}: all workers that could run it are gone")
-            return min(alive, key=lambda member: (len(member.busy), member.identity.rank))
+            return min(alive, key=lambda actor: (len(actor.busy), actor.identity.rank))
 
-    def _ask(
-        self, member: Member, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool = False
-    ) -> Any:
-        reference = member.handle.call.remote(method, args, kwargs)
-        if counted:
-            with self._lock:
-                member.busy.add(reference)
-            reference.future().add_done_callback(lambda _: self._answered(member, reference))
-        return reference
-
-    def _answered(self, member: Member, reference: Any) -> None:
-        with self._lock:
-            member.busy.discard(reference)
-
-    def _lost(self, member: Member) -> None:
-        member.alive = False
+    def _fail(self, method: str, failed: Mapping[Actor, BaseException], waiting: Sequence[Actor]) -> NoReturn:
+        """Raise the error that tells most: what user code raised, then who died, then who is late."""
+        found = [(actor, said) for actor, error in failed.items() if (said := _raised(error)) is not None]
+        if found:
+            (actor, said), others = found[0], len(found) - 1
+            rank, size = actor.identity.rank, actor.identity.world_size
+            raise WorkerError(method, actor.where, rank, size, said.kind, said.detail, said.trace, others)
+        for cause, what in ((ProcessDied, "its process died"), (TimeoutError, "it hangs")):
+            for actor, error in failed.items():
+                if isinstance(error, cause):
+                    who = f"rank {actor.identity.rank} of {actor.identity.world_size}, {actor.where}"
+                    raise RetryableError(f"{method}: {who}: {what}: {first_line(error.__cause__ or error)}") from error
+        raise next(iter(failed.values()))
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def recover(self, *, elsewhere: bool = False, seconds: float = START_SECONDS) -> list[int]:
         """Start the workers that died anew, in place, or where their place is gone (or ``elsewhere``) on other devices by
         the manager's rules. Returns their ranks. Raises RetryableError when there is no room for one."""
-        import ray
-
-        gone = [member for member in self._members if not member.alive]
-        for member in gone:
-            ray.kill(member.handle)
+        gone = [actor for actor in self.actors if not actor.alive]
+        for actor in gone:
+            actor.kill()
             try:
-                if elsewhere:
-                    member.placement.move()
-                self._launch(member)
-                self._made([member], seconds)
+                if not elsewhere:
+                    self._launch([actor], seconds)
+                    continue
             except RetryableError:
-                if elsewhere:
-                    raise
-                member.placement.move()
-                self._launch(member)
-                self._made([member], seconds)
-        return [member.identity.rank for member in gone]
+                pass
+            if actor.placement is not None:
+                actor.placement.move()
+            self._launch([actor], seconds)
+        return [actor.identity.rank for actor in gone]
 
     @property
     def workers(self) -> list[Identity]:
         """Who they are and where they run, by rank."""
-        return [member.identity for member in self._members]
+        return [actor.identity for actor in self.actors]
 
     @property
     def pids(self) -> list[int]:
         """Their process ids, by rank."""
-        asked = [(member, member.handle.ready.remote()) for member in self._members]
-        found: list[int] = Call("pid", len(asked), asked, list, self._lost).result()
+        found: list[int] = self._ready(self.actors, "pid").result()
         return found
 
     def shutdown(self) -> None:
         """End all workers and give back what they had. Idempotent."""
-        import ray
-
-        members, self._members = self._members, []
+        actors, self.actors = self.actors, []
         failures: list[Exception] = []
-        for member in members:
-            if member.handle is not None and ray.is_initialized():
-                ray.kill(member.handle)
+        for actor in actors:
+            actor.kill()
             try:
-                member.placement.release()
+                if self._manager is not None and actor.placement is not None:
+                    actor.placement.release()
             except CoserveError as error:  # the others are given back all the same
                 failures.append(error)
         if failures:
@@ -374,6 +368,11 @@ class Environment(Cluster):
     """Environment workers."""
 
     base = EnvironmentCls
+
+
+def _raised(error: BaseException) -> Raised | None:
+    """What user code raised, a ConfigError too."""
+    return next((one for one in (error, error.__cause__) if isinstance(one, Raised)), None)
 
 
 def _public(worker_cls: type[Worker]) -> Iterator[tuple[str, Any]]:

@@ -1,106 +1,118 @@
-"""Calls of a cluster's methods: started on some workers, waited for by blocking or by ``await``, errors named by rank.
+"""Calls of a cluster's methods: started on some workers, waited for by blocking or by ``await``.
 
-Guarantees: a call ends in one result or one error; what a worker's method raised is a :class:`WorkerError` that names the
-rank; a process that died, or gives no answer in time, is a RetryableError that names the rank. A call that may run anywhere
-(``hw_mapping``) whose worker died is made again on another one.
+Guarantees: a call ends in one result or one error, which the cluster makes of its workers' errors. A call that may run
+anywhere (``hw_mapping``) whose worker died is made again on another one. Where workers wait for each other
+(``patience``), nobody is waited for for ever once one has failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from orchestrator.api import RetryableError
-from orchestrator.cluster.cluster_errors import WorkerError
-from orchestrator.cluster.role_workers import ERROR
-
-if TYPE_CHECKING:
-    from orchestrator.cluster.cluster import Member
+from orchestrator.api import CoserveError, ProcessDied
+from orchestrator.cluster.actor import Actor
 
 
-class Died(Exception):
-    """The process of a worker is gone."""
-
-
-class Call:
-    """One call, in progress. ``result()`` blocks; ``await call`` waits in an event loop. ``again`` makes the call anew after a
-    worker died (None: that is an error)."""
+class WorkerError(CoserveError):
+    """A method raised in a worker: the user's code, not the machinery. ``rank`` says where, ``kind`` and ``detail`` what,
+    ``trace`` the last lines of its traceback there. ``others``: how many more ranks failed in the same call."""
 
     def __init__(
-        self,
-        method: str,
-        size: int,
-        asked: Sequence[tuple[Member, Any]],
-        join: Callable[[list[Any]], Any],
-        lost: Callable[[Member], None],
-        again: Callable[[], Call] | None = None,
+        self, method: str, worker: str, rank: int, size: int, kind: str, detail: str, trace: str = "", others: int = 0
     ) -> None:
-        self._method = method
-        self._size = size
-        self._asked = list(asked)
-        self._join = join
-        self._lost = lost
-        self._again = again
+        more = f" (and {others} other ranks)" if others else ""
+        super().__init__(f"{method} failed on rank {rank} of {size}, {worker}{more}: {kind}: {detail}")
+        self.method = method
+        self.worker = worker
+        self.rank = rank
+        self.kind = kind
+        self.detail = detail
+        self.trace = trace
+        self.others = others
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call, in progress: workers and Ray's references. ``result()`` blocks; ``await call`` waits in an event loop.
+
+    ``fail`` raises what tells most of the errors by worker, given the workers that were still waited for. ``patience``:
+    seconds that the others have, in an event loop, after one has failed (None: as long as they take). ``again`` makes the
+    call anew after its worker died (None: that is an error).
+    """
+
+    _asked: Sequence[tuple[Actor, Any]]
+    _join: Callable[[list[Any]], Any]
+    _fail: Callable[[Mapping[Actor, BaseException], Sequence[Actor]], NoReturn]
+    _patience: float | None = None
+    _again: Callable[[], Call] | None = None
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait at most ``timeout`` seconds for each worker."""
         import ray
 
-        answers: list[Any] = []
-        for member, reference in self._asked:
+        done: dict[Actor, Any] = {}
+        failed: dict[Actor, BaseException] = {}
+        for actor, reference in self._asked:
             try:
-                answers.append(ray.get(reference, timeout=timeout))
+                with actor.reaching():
+                    done[actor] = actor.unwrap(ray.get(reference, timeout=timeout))
             except ray.exceptions.GetTimeoutError:
-                answers.append(TimeoutError(f"no answer within {timeout:g} s"))
-            except ray.exceptions.RayError as error:
-                answers.append(self._death(member, error))
-        if self._is_lost(answers):
-            assert self._again is not None
-            return self._again().result(timeout)
-        return self._joined(answers)
+                failed[actor] = TimeoutError(f"no answer within {timeout:g} s")
+            except CoserveError as error:
+                failed[actor] = error
+        again = self._anew(failed)
+        return self._joined(done, failed) if again is None else again.result(timeout)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._wait().__await__()
 
     async def _wait(self) -> Any:
-        answers = await asyncio.gather(*(self._answer(member, reference) for member, reference in self._asked))
-        if self._is_lost(answers):
-            assert self._again is not None
-            return await self._again()
-        return self._joined(answers)
-
-    async def _answer(self, member: Member, reference: Any) -> Any:
-        import ray
-
+        tasks = {actor: asyncio.create_task(_answer(actor, reference)) for actor, reference in self._asked}
         try:
-            return await reference
-        except ray.exceptions.RayError as error:
-            return self._death(member, error)
+            await self._settled(list(tasks.values()))
+            errors = {actor: task.exception() for actor, task in tasks.items() if task.done()}
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        failed = {actor: error for actor, error in errors.items() if error is not None}
+        again = self._anew(failed)
+        if again is not None:
+            return await again
+        return self._joined({actor: tasks[actor].result() for actor in errors if actor not in failed}, failed)
 
-    def _is_lost(self, answers: Sequence[Any]) -> bool:
-        return self._again is not None and isinstance(answers[0], Died)
+    async def _settled(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """All have ended; or one failed, and the others have seen it too, or wait for it for ever."""
+        if self._patience is None:
+            await asyncio.wait(tasks)
+            return
+        now = asyncio.get_running_loop().time
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        deadline = now() + self._patience
+        while (waiting := [task for task in tasks if not task.done()]) and not any(map(_died, tasks)):
+            if (left := deadline - now()) <= 0:
+                return
+            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    def _death(self, member: Member, error: Exception) -> Died:
-        self._lost(member)
-        lines = str(error).strip().splitlines()
-        return Died(lines[0] if lines else type(error).__name__)
+    def _anew(self, failed: Mapping[Actor, BaseException]) -> Call | None:
+        if self._again is not None and any(isinstance(error, ProcessDied) for error in failed.values()):
+            return self._again()
+        return None
 
-    def _joined(self, answers: Sequence[Any]) -> Any:
-        """The result, or the error that tells most: what user code raised, then who died, then who is late."""
-        failed = [
-            (member, answer[1])
-            for (member, _), answer in zip(self._asked, answers, strict=True)
-            if isinstance(answer, tuple) and answer[0] == ERROR
-        ]
+    def _joined(self, done: Mapping[Actor, Any], failed: Mapping[Actor, BaseException]) -> Any:
         if failed:
-            member, (kind, detail, trace) = failed[0]
-            where, others = member.identity, len(failed) - 1
-            raise WorkerError(self._method, member.where, where.rank, self._size, kind, detail, trace, others)
-        for cause in (Died, TimeoutError):
-            for (member, _), answer in zip(self._asked, answers, strict=True):
-                if isinstance(answer, cause):
-                    what = "its process died" if cause is Died else "it hangs"
-                    rank = f"rank {member.identity.rank} of {self._size}, {member.where}"
-                    raise RetryableError(f"{self._method}: {rank}: {what}: {answer}")
-        return self._join([value for _, value in answers])
+            self._fail(failed, [actor for actor, _ in self._asked if actor not in done and actor not in failed])
+        return self._join(list(done.values()))
+
+
+async def _answer(actor: Actor, reference: Any) -> Any:
+    with actor.reaching():
+        answer = await reference
+    return actor.unwrap(answer)
+
+
+def _died(task: asyncio.Task[Any]) -> bool:
+    return task.done() and isinstance(task.exception(), ProcessDied)

@@ -1,17 +1,13 @@
-"""Worker classes to derive from, one a role, and what runs a worker inside its process (RollArt 5.1).
+"""Worker classes to derive from, one a role, and serverless calls from them (RollArt 5.1).
 
 A worker is a plain class: its methods are the user's, ``rank``, ``world_size``, ``hardware`` and ``devices`` say where it
-runs. Methods of one worker run one after the other; serverless calls of it run beside them. What a method raises crosses
-the process border as words.
+runs. Methods of one worker run one after the other; serverless calls of it run beside them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
-import traceback
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -24,7 +20,6 @@ from orchestrator.rewards.function_protocol import ERROR_HEADER, MAX_BODY_BYTES
 SERVERLESS_GROUP, SERVERLESS_CALLS = "serverless", 8  # calls of one worker at a time
 SERVERLESS_SECONDS = 30.0  # for one answer, a cold start included
 TOKEN = "RL_COSERVE_REWARD_TOKEN"
-OK, ERROR = "ok", "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +37,7 @@ class Worker:
     """Base of all. Derive from one of the four roles; ``__init__`` may take arguments, which the cluster passes on."""
 
     role: ClassVar[str] = ""
+    concurrency: ClassVar[int] = 1  # calls at a time; more: its methods are coroutines, of one event loop
     identity: Identity = Identity("", 0, 1, "", ())
 
     @property
@@ -87,41 +83,6 @@ class EnvironmentCls(Worker):
     """Environments; on CPU servers."""
 
     role = "Environment"
-
-
-class WorkerHost:
-    """Runs inside the process: holds one worker. The class itself comes from the driver, by Ray's own serialisation."""
-
-    def __init__(
-        self, worker_class: type[Worker], identity: Identity, proxies: dict[str, str], arguments: dict[str, Any]
-    ) -> None:
-        self._failure: tuple[str, Any] | None = None
-        try:
-            self._worker = worker_class.__new__(worker_class)
-            self._worker.identity = identity
-            for attribute, url in proxies.items():
-                setattr(self._worker, attribute, ServerlessProxy(url))
-            self._worker.__init__(**arguments)  # type: ignore[misc]  # it may read its identity
-        except Exception as error:  # noqa: BLE001  user code: reported by the first call
-            self._failure = _words(error)
-
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
-        """Run a method. Never raises what the method does."""
-        if self._failure is not None:
-            return self._failure
-        try:
-            value = getattr(self._worker, method)(*args, **kwargs)
-            return OK, asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-        except Exception as error:  # noqa: BLE001  user code: reported by the first call
-            return _words(error)
-
-    def ready(self) -> tuple[str, Any]:
-        """Whether the worker was made."""
-        return self._failure or (OK, os.getpid())
-
-    def invoke(self, url: str, payload: Any) -> Any:
-        """One serverless call. Raises RuntimeError with the reason, in whoever waits for it."""
-        return invoke(url, payload)
 
 
 class ServerlessProxy:
@@ -170,11 +131,3 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *args: Any) -> None:
         return None
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
-def _words(error: Exception) -> tuple[str, Any]:
-    return ERROR, (type(error).__name__, str(error), "".join(traceback.format_exception(error)[-3:]))

@@ -8,7 +8,6 @@ goes to another pool by the manager's rules, and its devices are marked.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,10 +61,6 @@ class Placement:
             self._keep(self._manager.bind(self._worker, self._hardware, self._devices))
         assert self.binding is not None
         return self.binding
-
-    async def options(self) -> dict[str, Any]:
-        """:meth:`place`, in an event loop."""
-        return await asyncio.to_thread(self.place)
 
     def place(self) -> dict[str, Any]:
         """Ray's options for the process of this worker; reserves the place. Raises RetryableError, and what binding does.

@@ -1,4 +1,8 @@
-"""Engines in Ray actors: one process each, addressed through the same ports as the simulated ones.
+"""The engines of a run as RollArt's declared workers (section 5): ranks of Megatron-Core, and vLLM engines.
+
+:class:`TrainerCalls` and :class:`EngineCalls` declare what is called and how; :class:`MegatronRank` and
+:class:`VllmEngine` carry it out inside their processes; :class:`TrainerRanks` and :class:`RolloutEngines` are the clusters of
+these; :class:`RayTrainer` and :class:`RayWorker` the ports that the loop holds, which ask their cluster for everything.
 
 Guarantees: plugin classes are named by string and resolved inside the actor, so the orchestrator imports no engine; what an
 actor raises arrives as :class:`RetryableError` with its cause in words, or as the :class:`ConfigError` or
@@ -9,81 +13,139 @@ process with the same arguments.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
+import inspect
 import os
 import socket
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from orchestrator.api import (
+    CollectiveWorker,
     CommandError,
-    Completion,
     ConfigError,
-    GenerationRequest,
-    KvMove,
-    KvMoved,
+    KvWorker,
     Meeting,
     ProcessDied,
-    PublishResult,
-    ReleaseResult,
+    ReleasingWorker,
     ResidencyResult,
+    ResidentTrainer,
     RetryableError,
-    TrainBatch,
-    TrainMetrics,
-    TrainSample,
-    UpdateResult,
-    WorkerStats,
+    RolloutWorker,
+    Trainer,
 )
+from orchestrator.cluster import ActorGen, ActorGenCls, ActorTrain, ActorTrainCls, Worker, register
+from orchestrator.cluster.actor import Actor
+from orchestrator.cluster.cluster_calls import Call
 
 if TYPE_CHECKING:
     from orchestrator.resources import Placement
 
-_OK, _CONFIG, _COMMAND, _ERROR = "ok", "config", "command", "error"
 _MEETING_POINT = "orchestrator.runtime.engine_actors:meeting_point"
-_ADDRESS = "orchestrator.runtime.engine_actors:address"
-_FAIL_TOGETHER = 20.0  # seconds that the other ranks of a trainer have to fail, too, after one has
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 
-class ActorHost:
-    """Runs inside the actor's process: holds one object, made from a class named by string."""
+def _passed_on(
+    declared: Callable[Concatenate[Any, Given], Awaitable[Made]],
+) -> Callable[Concatenate[Any, Given], Coroutine[Any, Any, Made]]:
+    """A method of a port, by ``_call``: a worker's asks its engine, an adapter's its cluster."""
 
-    def __init__(self) -> None:
-        self._object: Any = None
+    async def method(self: Any, /, *args: Given.args, **kwargs: Given.kwargs) -> Made:
+        made: Made = await self._call(declared.__name__, *args, **kwargs)
+        return made
 
-    async def create(self, target: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
+    functools.update_wrapper(method, declared)
+    return method
+
+
+class TrainerCalls:
+    """What the loop asks of a trainer, and how it is carried out: by all ranks; "first": rank 0's answer is the trainer's."""
+
+    train_step = register(aggregate="first")(_passed_on(Trainer.train_step))
+    feed = register(aggregate="first")(_passed_on(Trainer.feed))
+    publish = register(aggregate="first")(_passed_on(Trainer.publish))
+    save = register(aggregate="first")(_passed_on(Trainer.save))
+    load = register(aggregate="first")(_passed_on(Trainer.load))
+
+
+class EngineCalls:
+    """What the loop asks of an engine. Its proxy chooses the engine for each turn, so it asks one by one; calls of the whole
+    cluster are carried out as said here."""
+
+    add = register(mode="execute_one")(_passed_on(RolloutWorker.add))
+    abort = register()(_passed_on(RolloutWorker.abort))
+    prioritize = register()(_passed_on(RolloutWorker.prioritize))
+    completions = register(aggregate="concat")(_passed_on(RolloutWorker.completions))
+    suspend = register()(_passed_on(RolloutWorker.suspend))
+    prepare = register()(_passed_on(RolloutWorker.prepare))
+    receive = register()(_passed_on(CollectiveWorker.receive))
+    update = register()(_passed_on(RolloutWorker.update))
+    resume = register()(_passed_on(RolloutWorker.resume))
+    release = register()(_passed_on(ReleasingWorker.release))
+    reclaim = register()(_passed_on(ReleasingWorker.reclaim))
+    kv_place = register()(_passed_on(KvWorker.kv_place))
+    fetch_kv = register(mode="execute_one")(_passed_on(KvWorker.fetch_kv))
+    stats = register()(_passed_on(RolloutWorker.stats))
+
+
+class EngineWorker(Worker):
+    """A worker around one object of a plugin's class, in its own process."""
+
+    concurrency = 64
+    engine: Any = None
+
+    @register(aggregate="first")
+    async def create(self, target: str, kwargs: Mapping[str, Any]) -> int:
         """Import ``module:Class`` and construct it. Returns the process id."""
-        return await self._answer(self._create, target, kwargs)
-
-    async def function(self, target: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
-        """Call ``module:function``."""
-        return await self._answer(_resolve(target), **kwargs)
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any]:
-        """Call a method of the object."""
-        return await self._answer(getattr(self._object, method), *args, **kwargs)
-
-    async def process(self) -> tuple[str, int]:
-        """The process id, for those who watch it."""
-        return _OK, os.getpid()
-
-    def _create(self, target: str, kwargs: dict[str, Any]) -> int:
-        self._object = _resolve(target)(**kwargs)
+        self.engine = _resolve(target)(**kwargs)
         return os.getpid()
 
-    async def _answer(self, function: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
-        """An answer that always crosses the process border: exceptions travel as words, never as pickled objects."""
-        try:
-            value = function(*args, **kwargs)
-            return _OK, await value if asyncio.iscoroutine(value) else value
-        except ConfigError as error:
-            return _CONFIG, (error.field, str(error.value), error.fix)
-        except CommandError as error:
-            return _COMMAND, (error.code, error.detail)
-        except Exception as error:  # noqa: BLE001  the border of a process: everything is reported to the other side
-            where = "".join(traceback.format_exception(error)[-3:])
-            return _ERROR, f"{type(error).__name__}: {error}\n{where}"
+    @register(mode="execute_rank_zero")
+    async def function(self, target: str, kwargs: Mapping[str, Any]) -> Any:
+        """Call ``module:function``."""
+        value = _resolve(target)(**kwargs)
+        return await value if inspect.iscoroutine(value) else value
+
+    @register()
+    async def pid(self) -> int:
+        """The process id, for those who watch it."""
+        return os.getpid()
+
+    @register(aggregate="first")
+    async def beyond(self, method: str, *args: Any) -> Any:
+        """A method of the engine that no port has: warm-up, export, status."""
+        return await self._call(method, *args)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        value = getattr(self.engine, method)(*args, **kwargs)
+        return await value if inspect.iscoroutine(value) else value
+
+
+class MegatronRank(TrainerCalls, EngineWorker, ActorTrainCls):
+    """One rank of a trainer."""
+
+    residency = register()(_passed_on(ResidentTrainer.residency))
+
+    @register()
+    async def join(self, target: str, kwargs: Mapping[str, Any], meeting: str) -> None:
+        """Build model and optimizer. Several ranks meet at ``meeting``."""
+        where = {"rank": self.rank, "world_size": self.world_size, "init_method": meeting}
+        await self.create(target, {**kwargs, **(where if self.world_size > 1 else {})})
+
+    @register(aggregate="concat")
+    async def send(self, receivers: int, limit: float, anew: bool, spread: bool) -> tuple[Meeting, ...]:
+        """Where workers meet every rank. ``spread``: they may be on other machines."""
+        host = address() if spread else "127.0.0.1"
+        meetings: tuple[Meeting, ...] = await self._call("send", receivers, limit, anew, host)
+        return meetings
+
+
+class VllmEngine(EngineCalls, EngineWorker, ActorGenCls):
+    """One inference engine."""
 
 
 def _resolve(target: str) -> Any:
@@ -91,86 +153,78 @@ def _resolve(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-class Actor:
-    """A handle on one :class:`ActorHost`; ``environment`` is set before its process starts. ``placement``: its devices."""
-
-    def __init__(self, name: str, environment: dict[str, str], placement: Placement | None = None) -> None:
-        self.name = name
-        self.placement = placement
-        self._place: dict[str, Any] = {}
-        self.environment = dict(environment)
-        self._handle: Any = None
-
-    async def place(self) -> None:
-        """Reserve its place, where it has one in a pool. Before :meth:`start`."""
-        if self.placement is not None:
-            self._place = await self.placement.options()
-
-    def start(self) -> None:
-        """Start the process (Ray does it in the background)."""
-        import ray
-
-        options = {"num_cpus": 1, "max_concurrency": 64, "runtime_env": {"env_vars": self.environment}, **self._place}
-        self._handle = ray.remote(ActorHost).options(**options).remote()
-
-    async def ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the host and unwrap its answer."""
-        import ray
-
-        if self._handle is None:
-            raise RetryableError(f"{self.name} is not running")
-        try:
-            tag, value = await getattr(self._handle, what).remote(*args, **kwargs)
-        except ray.exceptions.RayError as error:
-            reason = str(error).strip().splitlines()
-            raise ProcessDied(f"{self.name} died: {reason[0] if reason else type(error).__name__}") from error
-        if tag == _CONFIG:
-            raise ConfigError(*value)
-        if tag == _COMMAND:
-            raise CommandError(*value)
-        if tag == _ERROR:
-            raise RetryableError(f"{self.name}: {value}")
-        return value
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the hosted object."""
-        return await self.ask("call", method, *args, **kwargs)
-
-    async def pid(self) -> int:
-        """Its process id."""
-        return int(await self.ask("process"))
-
-    def kill(self) -> None:
-        """End the process at once. Idempotent."""
-        import ray
-
-        if self._handle is not None:
-            ray.kill(self._handle)
-            self._handle = None
+def meeting_point() -> str:
+    """``tcp://host:port`` of a free port on this node. Runs in the first rank's process."""
+    host = address()
+    with socket.create_server(("", 0)) as server:
+        return f"tcp://{host}:{server.getsockname()[1]}"
 
 
-class RayWorker:
-    """A vLLM engine in a Ray actor, as a ManagedWorker. ``hardware``: the class of its pool, "" without one."""
+def address() -> str:
+    """Of this node. Runs in an actor's process."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+class RolloutEngines(ActorGen):
+    """The engines of a run: what is raised is the engine's own error, which names it."""
+
+    def _fail(self, method: str, failed: Mapping[Actor, BaseException], waiting: Sequence[Actor]) -> NoReturn:
+        raise next(iter(failed.values()))
+
+
+class TrainerRanks(ActorTrain):
+    """The ranks of one trainer. A rank that died, or failed alone, leaves the others waiting for it in a collective: the
+    trainer is then broken, and says so on every later call, until it is closed."""
+
+    _patience = 20.0  # seconds that the other ranks have to fail, too, after one has
+    _broken = ""
+
+    def start(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Call:
+        """See :class:`orchestrator.cluster.Cluster`."""
+        if self._broken:
+            raise ProcessDied(self._broken)
+        return super().start(method, args, kwargs)
+
+    def _fail(self, method: str, failed: Mapping[Actor, BaseException], waiting: Sequence[Actor]) -> NoReturn:
+        # A refusal says why; else a rank that died is the cause of what the others say.
+        order = (ConfigError, CommandError, ProcessDied)
+        first, error = min(failed.items(), key=lambda item: [not isinstance(item[1], kind) for kind in order])
+        rank, size = first.identity.rank, first.identity.world_size
+        if size == 1 or isinstance(error, ConfigError | CommandError):
+            raise error
+        message = f"rank {rank} of {size}: {error}"
+        if waiting or isinstance(error, ProcessDied):
+            others = ", ".join(str(actor.identity.rank) for actor in waiting)
+            late = f"; waiting for it: rank {others}" if waiting else ""
+            self._broken = f"the {self.name} has lost a rank, {message}{late}"
+            raise ProcessDied(self._broken) from error
+        raise RetryableError(message) from error
+
+
+class RayWorker(EngineCalls):
+    """One of a run's engines, as a ManagedWorker. ``hardware``: the class of its pool, "" without one."""
 
     def __init__(
         self,
-        name: str,
+        engines: RolloutEngines,
+        actor: Actor,
         target: str,
-        kwargs: dict[str, Any],
-        environment: dict[str, str],
-        placement: Placement | None = None,
+        kwargs: Mapping[str, Any],
         *,
         first_device: int = -1,
         ranks: int | None = None,
     ) -> None:
-        """``first_device``: where the devices begin that it may have, of this machine's; -1: nobody says. ``ranks``: how many
-        it begins with, 0 for none (None: what ``kwargs`` say)."""
-        self.name = name
+        """``target``: the plugin's class. ``first_device``: where the devices begin that it may have, of this machine's; -1:
+        nobody says. ``ranks``: how many it begins with, 0 for none (None: what ``kwargs`` say)."""
+        self.name = actor.name
+        self._engines = engines
+        self._actor = actor
         self._target = target
-        self._kwargs = {**kwargs, "name": name}
+        self._kwargs = {**kwargs, "name": self.name}
         self.ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(kwargs.get("pipeline_parallel_size", 1))
         self._first_device = first_device
-        self._actor = Actor(name, environment, placement)
         if ranks is not None:
             self._resize(ranks)
         self._failed_here = False  # the last restart in this place
@@ -187,9 +241,9 @@ class RayWorker:
         self.process = 0
         if not self.ranks:
             return
-        await self._actor.place()
+        await asyncio.to_thread(self._actor.place)
         self._actor.start()
-        self.process = await self._actor.ask("create", self._target, self._kwargs)
+        self.process = await self._call("create", self._target, self._kwargs)
 
     async def restart(self) -> None:
         """See the protocol. In place; where that failed, on other devices, if the pools have any (RollArt 8)."""
@@ -215,250 +269,81 @@ class RayWorker:
             devices = range(self._first_device, self._first_device + max(1, ranks))
             self._actor.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
 
-    async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """See the protocol."""
-        await self._actor.call("add", list(requests))
-
-    async def abort(
-        self, request_ids: Sequence[str] = (), *, trajectories: Sequence[str] = (), groups: Sequence[str] = ()
-    ) -> None:
-        """See the protocol."""
-        await self._actor.call("abort", list(request_ids), trajectories=list(trajectories), groups=list(groups))
-
-    async def prioritize(self, priorities: Mapping[str, int]) -> None:
-        """See the protocol."""
-        await self._actor.call("prioritize", dict(priorities))
-
-    async def completions(self) -> list[Completion]:
-        """See the protocol."""
-        finished: list[Completion] = await self._actor.call("completions")
-        return finished
-
-    async def suspend(self) -> None:
-        """See the protocol."""
-        await self._actor.call("suspend")
-
-    async def prepare(self, version: int) -> None:
-        """See the protocol."""
-        await self._actor.call("prepare", version)
-
-    async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
-        """See :class:`orchestrator.api.CollectiveWorker`."""
-        content: str = await self._actor.call("receive", version, list(meetings), place, limit)
-        return content
-
-    async def update(self, version: int) -> UpdateResult:
-        """See the protocol."""
-        result: UpdateResult = await self._actor.call("update", version)
-        return result
-
-    async def resume(self) -> None:
-        """See the protocol."""
-        await self._actor.call("resume")
-
-    async def release(self, level: str) -> ReleaseResult:
-        """See :class:`orchestrator.api.ReleasingWorker`."""
-        result: ReleaseResult = await self._actor.call("release", level)
-        return result
-
-    async def reclaim(self) -> None:
-        """See :class:`orchestrator.api.ReleasingWorker`."""
-        await self._actor.call("reclaim")
-
-    async def kv_place(self) -> str:
-        """See :class:`orchestrator.api.KvWorker`."""
-        return str(await self._actor.call("kv_place"))
-
-    async def fetch_kv(self, move: KvMove) -> KvMoved:
-        """See :class:`orchestrator.api.KvWorker`."""
-        moved: KvMoved = await self._actor.call("fetch_kv", move)
-        return moved
-
-    async def stats(self) -> WorkerStats:
-        """See the protocol."""
-        stats: WorkerStats = await self._actor.call("stats")
-        return stats
-
-    async def status(self) -> dict[str, Any]:
-        """Which hooks are live in the engine's process."""
-        status: dict[str, Any] = await self._actor.call("status")
-        return status
-
-    async def pid(self) -> int:
-        """Its process id."""
-        return await self._actor.pid()
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await self._engines.start_on(self._actor, method, args, kwargs)
 
     async def close(self) -> None:
         """See the protocol."""
         self._actor.kill()
 
 
-class RayTrainer:
-    """The ranks of one Megatron trainer, an actor each, as a Trainer: every call goes to all of them, rank 0 answers.
-
-    A rank that died, or failed alone, leaves the others waiting for it in a collective: the trainer is then broken, and says
-    so on every later call, until it is closed.
-    """
+class RayTrainer(TrainerCalls):
+    """The ranks of one Megatron trainer, as a Trainer: every call is one of the cluster :attr:`ranks`."""
 
     def __init__(
         self,
         target: str,
-        environment: dict[str, str],
+        environment: Mapping[str, str],
         ranks: int = 1,
         placements: Sequence[Placement] = (),
         *,
         spread: bool = False,
     ) -> None:
-        """``spread``: workers may run on other machines than the trainer."""
+        """``target``: the plugin's class. ``spread``: workers may run on other machines than the trainer."""
         self._target = target
         self._spread = spread
         places: Sequence[Placement | None] = placements or [None] * ranks
-        pairs = zip(trainer_names(ranks), places, strict=True)
-        self._actors = [Actor(name, environment, place) for name, place in pairs]
-        self._broken = ""
+        named = dict(zip(trainer_names(ranks), places, strict=True))
+        self.ranks = TrainerRanks.over(MegatronRank, named, environment, "trainer")
 
     async def place(self) -> None:
         """Reserve the places of its ranks, where they have some in a pool. Before :meth:`start`."""
-        await asyncio.gather(*(actor.place() for actor in self._actors))
+        await asyncio.gather(*(asyncio.to_thread(actor.place) for actor in self.ranks.actors))
 
     def start(self) -> None:
         """Start the processes; :meth:`create` makes the trainer in them."""
-        for actor in self._actors:
+        for actor in self.ranks.actors:
             actor.start()
 
     async def function(self, target: str, kwargs: dict[str, Any]) -> Any:
         """Call a function of the plugin in the first rank's process."""
-        return await self._actors[0].ask("function", target, kwargs)
+        return await self._call("function", target, kwargs)
 
-    async def create(self, kwargs: dict[str, Any]) -> None:
+    async def create(self, kwargs: Mapping[str, Any]) -> None:
         """Build model and optimizer. Several ranks meet at a free port of the first one's node."""
-        ranks: list[dict[str, Any]] = [{}]
-        if len(self._actors) > 1:
-            where = {"world_size": len(self._actors), "init_method": await self.function(_MEETING_POINT, {})}
-            ranks = [{"rank": rank, **where} for rank in range(len(self._actors))]
-        await self._gather([("create", (self._target, {**kwargs, **rank})) for rank in ranks])
+        meeting = await self.function(_MEETING_POINT, {}) if len(self.ranks.actors) > 1 else ""
+        await self._call("join", self._target, kwargs, meeting)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A method of all ranks, also one beyond the port (warm-up, export, status); rank 0's answer."""
-        return (await self._all(method, *args))[0]
+        """A method beyond the port (warm-up, export, status), of all ranks; rank 0's answer."""
+        return await self._call("beyond", method, *args)
 
-    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """See the protocol."""
-        metrics: TrainMetrics = await self.call("train_step", batch)
-        return metrics
-
-    async def feed(self, samples: Sequence[TrainSample], version: int) -> None:
-        """See the protocol."""
-        await self.call("feed", list(samples), version)
-
-    async def publish(self) -> PublishResult:
-        """See the protocol."""
-        result: PublishResult = await self.call("publish")
-        return result
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await self.ranks.start(method, args, kwargs)
 
     async def send(self, receivers: int, limit: float, anew: bool) -> tuple[Meeting, ...]:
         """See :class:`orchestrator.api.CollectiveTrainer`."""
-        hosts = ["127.0.0.1"] * len(self._actors)
-        if self._spread:
-            hosts = [await actor.ask("function", _ADDRESS, {}) for actor in self._actors]
-        answers = await self._gather([("call", ("send", receivers, limit, anew, host)) for host in hosts])
-        return tuple(meeting for meetings in answers for meeting in meetings)
+        return tuple(await self._call("send", receivers, limit, anew, self._spread))
 
     async def residency(self, level: str, replicas: Sequence[int] | None = None) -> ResidencyResult:
         """See :class:`orchestrator.api.ResidentTrainer`: bytes of all ranks, seconds of the slowest."""
-        results: list[ResidencyResult] = await self._all("residency", level, replicas)
+        results: list[ResidencyResult] = await self._call("residency", level, replicas)
         sums = {
             name: sum(getattr(result, name) for result in results)
             for name in ("to_host", "to_device", "device_bytes", "peak_bytes")
         }
         return replace(results[0], **sums, seconds=max(result.seconds for result in results))
 
-    async def save(self, folder: str) -> None:
-        """See the protocol. The folder must be one that every rank sees."""
-        await self.call("save", folder)
-
-    async def load(self, folder: str) -> int:
-        """See the protocol."""
-        version: int = await self.call("load", folder)
-        return version
-
-    async def pid(self) -> int:
-        """The first rank's process id."""
-        return await self._actors[0].pid()
-
     async def pids(self) -> dict[str, int]:
         """The process id of every rank."""
-        return {actor.name: await actor.pid() for actor in self._actors}
+        return dict(zip([actor.name for actor in self.ranks.actors], await self._call("pid"), strict=True))
 
     async def close(self) -> None:
         """See the protocol."""
-        for actor in self._actors:
+        for actor in self.ranks.actors:
             actor.kill()
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        return await self._gather([("call", (method, *args))] * len(self._actors))
-
-    async def _gather(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """One call a rank; returns their answers, or raises what tells most of the ranks' errors."""
-        if self._broken:
-            raise ProcessDied(self._broken)
-        pairs = zip(self._actors, calls, strict=True)
-        asked = [asyncio.create_task(actor.ask(what, *args)) for actor, (what, args) in pairs]
-        try:
-            await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
-            deadline = asyncio.get_running_loop().time() + _FAIL_TOGETHER
-            while (waiting := [rank for rank, task in enumerate(asked) if not task.done()]) and not _has_died(asked):
-                # One failed: the others see it too in a moment, or wait for it for ever.
-                left = deadline - asyncio.get_running_loop().time()
-                if left <= 0:
-                    break
-                await asyncio.wait([asked[rank] for rank in waiting], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            failed = {rank: error for rank, task in enumerate(asked) if (error := _error(task)) is not None}
-        finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-        if not failed:
-            return [task.result() for task in asked]
-        # A refusal says why; else a rank that died is the cause of what the others say.
-        rank, error = min(failed.items(), key=lambda item: (_telling(item[1]), item[0]))
-        if len(self._actors) == 1 or isinstance(error, ConfigError | CommandError):
-            raise error
-        message = f"rank {rank} of {len(self._actors)}: {error}"
-        if waiting or isinstance(error, ProcessDied):
-            others = f"; waiting for it: rank {', '.join(map(str, waiting))}" if waiting else ""
-            self._broken = f"the trainer has lost a rank, {message}{others}"
-            raise ProcessDied(self._broken) from error
-        raise RetryableError(message) from error
 
 
 def trainer_names(ranks: int) -> list[str]:
     """Of the processes of a trainer, by rank."""
     return ["trainer", *(f"trainer-{rank}" for rank in range(1, ranks))]
-
-
-def _error(task: asyncio.Task[Any]) -> BaseException | None:
-    return task.exception() if task.done() else None
-
-
-def _has_died(tasks: Sequence[asyncio.Task[Any]]) -> bool:
-    return any(isinstance(_error(task), ProcessDied) for task in tasks)
-
-
-def _telling(error: BaseException) -> int:
-    order = (ConfigError, CommandError, ProcessDied)
-    return next((place for place, kind in enumerate(order) if isinstance(error, kind)), len(order))
-
-
-def meeting_point() -> str:
-    """``tcp://host:port`` of a free port on this node. Runs in the first rank's process."""
-    host = address()
-    with socket.create_server(("", 0)) as server:
-        return f"tcp://{host}:{server.getsockname()[1]}"
-
-
-def address() -> str:
-    """Of this node. Runs in an actor's process."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())

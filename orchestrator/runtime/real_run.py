@@ -49,7 +49,7 @@ from orchestrator.resources import Placement, cluster_resources
 from orchestrator.run_folder import RunFolder, environment_owner
 from orchestrator.runtime import function_hosts, garbage_collector, pool_requests, tiny_model_setup
 from orchestrator.runtime.background_checkpoints import BesideTheLoop
-from orchestrator.runtime.engine_actors import RayTrainer, RayWorker
+from orchestrator.runtime.engine_actors import RayTrainer, RayWorker, RolloutEngines, VllmEngine
 from orchestrator.runtime.engine_cuts import engine_cuts
 from orchestrator.runtime.kv_setup import kv_arguments
 from orchestrator.runtime.mooncake_master import MooncakeMaster
@@ -264,16 +264,18 @@ class _Assembly:
         kept = resumed.position.degrees if resumed is not None else None
         cut = await engine_cuts(config, self.task, model, _shape(model), trainer.function, kept)
         kv = kv_arguments(config)
+        names = [f"vllm-{index}" for index in range(config.rollout.workers)]
+        environment = {**engine_environment(config), **rewards.beside}
+        engines = RolloutEngines.over(VllmEngine, {name: places.get(name) for name in names}, environment)
         workers = [
             RayWorker(
-                f"vllm-{index}",
+                engines,
+                actor,
                 WORKER_CLASS,
                 _worker_arguments(config, model, endpoint, index) | kv,
-                {**engine_environment(config), **rewards.beside},
-                places.get(f"vllm-{index}"),
                 **cut.keywords_of(index),
             )
-            for index in range(config.rollout.workers)
+            for index, actor in enumerate(engines.actors)
         ]
         market = Market(config, self.task, endpoint, self.events)
         self.stack.push_async_callback(market.close)
@@ -297,8 +299,8 @@ class _Assembly:
         limit = _START_LIMIT + config.warmup.steps
         try:
             async with asyncio.timeout(limit):
-                engines = asyncio.gather(*(worker.start() for worker in workers))
-                starting = (self._start_trainer(trainer, model, endpoint), engines, servers.start(served, self.events))
+                up = asyncio.gather(*(worker.start() for worker in workers))
+                starting = (self._start_trainer(trainer, model, endpoint), up, servers.start(served, self.events))
                 version, _, _ = await asyncio.gather(*starting)
         except TimeoutError as error:
             raise RunError(f"vLLM or Megatron-Core did not come up within {limit:.0f} s") from error

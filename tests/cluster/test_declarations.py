@@ -13,9 +13,10 @@ import pytest
 
 import orchestrator.cluster as rdist
 from orchestrator.api import ConfigError
+from orchestrator.cluster.actor import WorkerHost
 from orchestrator.cluster.decorators import Declaration, declaration
 from orchestrator.cluster.dispatch import aggregate, scatter
-from orchestrator.cluster.role_workers import TOKEN, Identity, WorkerHost, invoke
+from orchestrator.cluster.role_workers import TOKEN, Identity, invoke
 from orchestrator.resources import ResourceManager
 
 
@@ -120,7 +121,7 @@ def test_a_worker_knows_who_it_is_before_its_init_and_its_errors_are_words() -> 
     host = WorkerHost(Mine, Identity("mine-1", 1, 2, "H800", (4, 5)), {}, {"factor": 3})
     assert host.call("look", (), {}) == ("ok", (1, 2, "H800", (4, 5), 3))
     assert host.call("wait", (), {}) == ("ok", 7)
-    status, (kind, detail, trace) = host.call("fail", (), {})
+    status, (kind, detail, trace, _) = host.call("fail", (), {})
     assert (status, kind, detail) == ("error", "KeyError", "'nothing there'")
     assert "raise KeyError" in trace
     broken = WorkerHost(Mine, Identity("mine-0", 0, 2, "H800", (4,)), {}, {})

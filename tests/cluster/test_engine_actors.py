@@ -8,11 +8,29 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api import COMMAND_STATUS, CommandError, ConfigError, ProcessDied, RetryableError, RolloutWorker
+import orchestrator.cluster as rdist
+from orchestrator.api import (
+    COMMAND_STATUS,
+    CommandError,
+    ConfigError,
+    ProcessDied,
+    RetryableError,
+    RolloutWorker,
+    Trainer,
+)
+from orchestrator.cluster.actor import ActorHost
 from orchestrator.config import parse_config
 from orchestrator.runtime import engine_actors
-from orchestrator.runtime.engine_actors import Actor, ActorHost, RayTrainer, RayWorker, meeting_point
+from orchestrator.runtime.engine_actors import (
+    MegatronRank,
+    RayTrainer,
+    RayWorker,
+    TrainerRanks,
+    VllmEngine,
+    meeting_point,
+)
 from orchestrator.runtime.real_run import start_ray
+from tests.support.engines import rollout_worker
 
 
 class Unpicklable(Exception):
@@ -51,12 +69,13 @@ class Handle:
         self.call = Method(host.call)
 
 
-def actor() -> tuple[Actor, Hosted]:
-    host, hosted = ActorHost(), Hosted()
-    host._object = hosted
-    found = Actor("w", {})
-    found._handle = Handle(host)
-    return found, hosted
+def actor() -> tuple[RayWorker, Hosted]:
+    """A worker whose engine is the double; the host, the handle, the declarations and the cluster are real."""
+    worker, hosted = rollout_worker("w"), Hosted()
+    host = ActorHost(VllmEngine, worker._actor.identity, {}, {})
+    host._worker.engine = hosted  # type: ignore[attr-defined]
+    worker._actor._handle = Handle(host)
+    return worker, hosted
 
 
 @pytest.mark.parametrize(
@@ -73,22 +92,21 @@ def test_errors_arrive_as_their_kind_with_the_cause_in_words(
 ) -> None:
     found, _ = actor()
     with pytest.raises(expected, match=words):
-        asyncio.run(found.call("fail", raised))
+        asyncio.run(found._call("beyond", "fail", raised))
 
 
 @pytest.mark.parametrize("code", COMMAND_STATUS)
 def test_a_refused_command_arrives_as_itself(code: str) -> None:
     found, _ = actor()
     with pytest.raises(CommandError) as refused:
-        asyncio.run(found.call("fail", CommandError(code, "because")))
+        asyncio.run(found._call("beyond", "fail", CommandError(code, "because")))
     assert (refused.value.code, refused.value.detail) == (code, "because")
     assert refused.value.status == COMMAND_STATUS[code]
 
 
 def test_every_command_reaches_the_engine_with_its_arguments() -> None:
-    worker = RayWorker("w", "module:Class", {}, {})
+    worker, hosted = actor()
     assert isinstance(worker, RolloutWorker)
-    worker._actor, hosted = actor()
 
     async def main() -> None:
         await worker.abort(["a"], trajectories=("t",), groups=["g"])
@@ -101,7 +119,7 @@ def test_every_command_reaches_the_engine_with_its_arguments() -> None:
 
     asyncio.run(main())
     assert hosted.calls == [
-        ("abort", (["a"],), {"trajectories": ["t"], "groups": ["g"]}),
+        ("abort", (["a"],), {"trajectories": ("t",), "groups": ["g"]}),
         ("prioritize", ({"t": 3},), {}),
         ("prepare", (4,), {}),
         ("update", (5,), {}),
@@ -113,48 +131,106 @@ def test_every_command_reaches_the_engine_with_its_arguments() -> None:
 # -- several ranks of one trainer ------------------------------------------------------------------------------------
 
 
-class Rank:
-    """In place of an actor: answers each call with its number, fails or hangs as told."""
+class Engine:
+    """In place of Megatron in one rank: answers each call with its rank, fails or hangs as told."""
 
-    def __init__(self, rank: int, fate: BaseException | str = "") -> None:
-        self.name = f"trainer-{rank}"
-        self.rank, self.fate = rank, fate
+    def __init__(self, fate: BaseException | str = "") -> None:
+        self.fate, self.kwargs = fate, {}
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
 
-    async def ask(self, what: str, *args: Any) -> Any:
-        self.asked.append((what, args))
-        if what == "function":
-            return "tcp://here:1"
-        if isinstance(self.fate, BaseException):
-            raise self.fate
-        if self.fate == "hang":
-            await asyncio.Event().wait()
-        return self.rank
+    def __getattr__(self, name: str) -> Any:
+        async def answer(*args: Any) -> Any:
+            self.asked.append((name, args))
+            if isinstance(self.fate, BaseException):
+                raise self.fate
+            if self.fate == "hang":
+                await asyncio.Event().wait()
+            return self.kwargs.get("rank", 0)
 
-    def kill(self) -> None:
-        pass
+        return answer
 
 
-def trainer(*fates: BaseException | str) -> tuple[RayTrainer, list[Rank]]:
-    found, ranks = RayTrainer("module:Class", {}, len(fates)), [Rank(rank, fate) for rank, fate in enumerate(fates)]
-    found._actors = ranks  # type: ignore[assignment]
-    return found, ranks
+ENGINES: list[Engine] = []
 
 
-def test_every_rank_gets_every_call_and_rank_0_answers() -> None:
-    found, ranks = trainer("", "", "")
+def engine(**kwargs: Any) -> Engine:
+    """The plugin's class, by name."""
+    found = ENGINES[kwargs.get("rank", 0)]
+    found.kwargs = kwargs
+    return found
+
+
+class Mortal(Method):
+    """A rank whose fate is ProcessDied dies as Ray says it."""
+
+    def __init__(self, host: ActorHost, found: Engine) -> None:
+        super().__init__(host.call)
+        self._engine = found
+
+    async def remote(self, *args: Any, **kwargs: Any) -> Any:
+        ray = pytest.importorskip("ray")
+        if isinstance(self._engine.fate, ProcessDied):
+            self._engine.asked.append(("died", ()))
+            raise ray.exceptions.RayError(str(self._engine.fate))
+        return await super().remote(*args, **kwargs)
+
+
+def trainer(*fates: BaseException | str) -> tuple[RayTrainer, list[Engine]]:
+    """Its cluster and declared workers are real; processes and Megatron are not."""
+    found = RayTrainer("tests.cluster.test_engine_actors:engine", {}, len(fates))
+    ENGINES[:] = [Engine() for _ in fates]
+    for actor, made in zip(found.ranks.actors, ENGINES, strict=True):
+        host = ActorHost(MegatronRank, actor.identity, {}, {})
+        actor._handle = type("Handle", (), {"call": Mortal(host, made)})
     asyncio.run(found.create({"model": "m"}))
+    for made, fate in zip(ENGINES, fates, strict=True):
+        made.fate = fate
+    return found, [*ENGINES]
+
+
+def test_every_rank_gets_every_call_and_rank_0_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_actors, "meeting_point", lambda: "tcp://here:1")
+    found, ranks = trainer("", "", "")
     assert asyncio.run(found.call("status", 1)) == 0
     meeting = {"world_size": 3, "init_method": "tcp://here:1"}
-    for rank in ranks:
-        expected = ("create", ("module:Class", {"model": "m", "rank": rank.rank, **meeting}))
-        assert rank.asked[-2:] == [expected, ("call", ("status", 1))]
+    for number, rank in enumerate(ranks):
+        assert rank.kwargs == {"model": "m", "rank": number, **meeting}
+        assert rank.asked == [("status", (1,))]
 
 
 def test_a_single_rank_is_not_told_about_ranks() -> None:
-    found, (rank,) = trainer("")
-    asyncio.run(found.create({"model": "m"}))
-    assert rank.asked == [("create", ("module:Class", {"model": "m"}))]
+    _, (rank,) = trainer("")
+    assert rank.kwargs == {"model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [("train_step", (1,)), ("feed", ([1], 2)), ("publish", ()), ("save", ("folder",)), ("load", ("folder",))],
+)
+def test_the_run_calls_its_trainer_as_the_worker_class_declares_it(
+    method: str, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, ranks = trainer("", "")
+    assert isinstance(found.ranks, rdist.ActorTrain)
+    assert isinstance(found, Trainer)
+    assert asyncio.run(getattr(found, method)(*args)) == 0, "rank 0 answers"
+    assert [rank.asked for rank in ranks] == [[(method, args)]] * 2, "all ranks are called"
+
+    # Declared otherwise, it is called otherwise; not declared, it cannot be called.
+    declared = getattr(MegatronRank, method)
+
+    @rdist.register(mode="execute_rank_zero")
+    async def otherwise(self: MegatronRank, *given: Any) -> Any:
+        return await declared(self, *given)
+
+    monkeypatch.setattr(MegatronRank, method, otherwise)
+    found, ranks = trainer("", "")
+    asyncio.run(getattr(found, method)(*args))
+    assert [len(rank.asked) for rank in ranks] == [1, 0]
+    monkeypatch.setattr(MegatronRank, method, None)
+    found, _ = trainer("", "")
+    with pytest.raises(ConfigError, match="MegatronRank has:"):
+        asyncio.run(getattr(found, method)(*args))
 
 
 @pytest.mark.parametrize(
@@ -163,34 +239,42 @@ def test_a_single_rank_is_not_told_about_ranks() -> None:
         (["", ConfigError("model", "x", "give a path")], ConfigError, "give a path"),
         ([RetryableError("lost a peer"), ConfigError("model", "x", "fix")], ConfigError, "fix"),
         (
-            [RetryableError("lost a peer"), ProcessDied("trainer-1 died")],
+            [RetryableError("lost a peer"), ProcessDied("killed")],
             RetryableError,
-            "rank 1 of 2: trainer-1 died",
+            "rank 1 of 2: trainer-1 died: killed",
         ),
         (
-            ["hang", ProcessDied("trainer-1 died")],
+            ["hang", ProcessDied("killed")],
             RetryableError,
-            "rank 1 of 2: trainer-1 died; waiting for it: rank 0",
+            "rank 1 of 2: trainer-1 died: killed; waiting for it: rank 0",
         ),
-        (["hang", RetryableError("boom")], RetryableError, "rank 1 of 2: boom; waiting for it: rank 0"),
-        ([RetryableError("the relay is full"), ""], RetryableError, "rank 0 of 2: the relay is full"),
+        (
+            ["hang", RetryableError("boom")],
+            RetryableError,
+            r"(?s)rank 1 of 2: trainer-1: RetryableError: boom.*; waiting for it: rank 0",
+        ),
+        (
+            [RetryableError("the relay is full"), ""],
+            RetryableError,
+            "rank 0 of 2: trainer: RetryableError: the relay is full",
+        ),
     ],
 )
 def test_a_rank_that_fails_is_named_and_nobody_waits_for_ever(
     fates: list[Any], kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_actors, "_FAIL_TOGETHER", 0.05)
+    monkeypatch.setattr(TrainerRanks, "_patience", 0.05)
     found, ranks = trainer(*fates)
     with pytest.raises(kind, match=words):
-        asyncio.run(found.call("train_step"))
+        asyncio.run(found.train_step(None))  # type: ignore[arg-type]
     for rank in ranks:
         rank.fate = ""
     if "hang" in fates or any(isinstance(fate, ProcessDied) for fate in fates):
         with pytest.raises(RetryableError, match="the trainer has lost a rank"):
-            asyncio.run(found.call("train_step"))
+            asyncio.run(found.train_step(None))  # type: ignore[arg-type]
         assert all(len(rank.asked) == 1 for rank in ranks)
     else:
-        assert asyncio.run(found.call("publish")) == 0
+        assert asyncio.run(found.publish()) == 0
 
 
 def test_ranks_meet_at_a_free_port_of_this_node() -> None:

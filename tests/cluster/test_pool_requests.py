@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError, PlacedWorker, RetryableError
+from orchestrator.cluster.actor import Actor
 from orchestrator.config import load_config
 from orchestrator.policies.placement.device_allocation import Binding, Wish
 from orchestrator.resources import ResourceManager
 from orchestrator.runtime import pool_requests
-from orchestrator.runtime.engine_actors import RayWorker
 from orchestrator.transfer import MemoryMetadata
+from tests.support.engines import rollout_worker
 
 SMALL = ["rollout.workers=3", "resources.pools={H800 = 2, H20 = 2}", "resources.rollout={H800 = 1, H20 = 2}"]
 
@@ -38,7 +39,7 @@ def test_each_process_asks_for_its_class_and_gets_devices_of_its_own() -> None:
 
 def test_without_pools_nothing_is_bound_and_nothing_is_checked() -> None:
     pool_requests.check(load_config(None, []))
-    worker = RayWorker("vllm-0", "types:SimpleNamespace", {}, {})
+    worker = rollout_worker("vllm-0")
     assert isinstance(worker, PlacedWorker)
     assert worker.hardware == ""
 
@@ -77,7 +78,7 @@ class PlacementDouble:
     def bind(self) -> Binding:
         return Binding(Wish("w", "H800"), self.left[0], (0,))
 
-    async def options(self) -> dict[str, Any]:
+    def place(self) -> dict[str, Any]:
         if self.left[0] == "bad":
             raise RetryableError("Ray gives it no place")
         return {}
@@ -92,16 +93,17 @@ class PlacementDouble:
 
 def test_a_worker_restarts_in_place_first_and_moves_when_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = PlacementDouble(["H800", "bad", "H20"])
-    worker = RayWorker("vllm-0", "types:SimpleNamespace", {}, {}, placement)  # type: ignore[arg-type]
+    worker = rollout_worker("vllm-0", placement=placement)  # type: ignore[arg-type]
     started: list[str] = []
 
-    async def ask(what: str, *args: Any) -> None:
+    async def create(*args: Any) -> int:
         started.append(worker.hardware)
         if started == ["H800", "H800"]:
             raise RetryableError("no engine")
+        return 1
 
-    monkeypatch.setattr(worker._actor, "start", lambda: None)
-    monkeypatch.setattr(worker._actor, "ask", ask)
+    monkeypatch.setattr(Actor, "start", lambda self: None)
+    monkeypatch.setattr(worker, "_call", create)
 
     async def scenario() -> None:
         await worker.start()

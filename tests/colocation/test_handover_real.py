@@ -33,6 +33,7 @@ from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.runtime.engine_actors import RayTrainer, RayWorker
 from orchestrator.runtime.mooncake_master import MooncakeMaster
 from orchestrator.transfer import RelayEndpoint
+from tests.support.engines import rollout_worker
 
 pytestmark = pytest.mark.engine
 VOCABULARY = 64
@@ -49,7 +50,7 @@ class Worker(RayWorker):
         if self.fail == method:
             self.fail = ""
             self._actor.kill()
-        return await self._actor.call(method, *args)
+        return await self._call(method, *args)
 
     async def release(self, level: str) -> ReleaseResult:
         result: ReleaseResult = await self._ask("release", level)
@@ -190,9 +191,14 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         )
         stack.callback(ray.shutdown)
         engine = {"model": model, "max_num_seqs": 8, "max_model_len": 256, "kv_cache_mb": 2, "relay": relay}
-        worker = Worker(
-            "vllm-0", "vllm_rlplugin.worker.inprocess_worker:EngineWorker", {**engine, "sleep_mode": True}, ENVIRONMENT
+        worker = rollout_worker(
+            "vllm-0",
+            "vllm_rlplugin.worker.inprocess_worker:EngineWorker",
+            {**engine, "sleep_mode": True},
+            ENVIRONMENT,
+            kind=Worker,
         )
+        assert isinstance(worker, Worker)
         trainer = Trainer("megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer", ENVIRONMENT)
         stack.callback(lambda: runner.run(worker.close()))
         stack.callback(lambda: runner.run(trainer.close()))

@@ -18,6 +18,7 @@ from orchestrator.proxy.resize import EngineResizing, Reshaped
 from orchestrator.runtime.engine_actors import RayWorker
 from orchestrator.transfer import Publisher, RelayEndpoint
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish, write_tiny_qwen3
+from tests.support.engines import rollout_worker
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]  # four starts of an engine: 95 s measured
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -92,7 +93,7 @@ def test_engines_are_cut_anew_under_load_and_every_request_says_what_it_would_ha
         stack.callback(ray.shutdown)
         runner = stack.enter_context(asyncio.Runner())
         workers = [
-            RayWorker(
+            rollout_worker(
                 f"vllm-{index}",
                 "vllm_rlplugin.worker.inprocess_worker:EngineWorker",
                 {**engine, "relay": relay.to_dict()},

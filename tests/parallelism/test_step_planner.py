@@ -31,7 +31,6 @@ from orchestrator.policies.parallelism.parallelism_planner import ParallelismPla
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.resize import EngineResizing, Reshaped, require_resizable
 from orchestrator.runtime import engine_cuts
-from orchestrator.runtime.engine_actors import RayWorker
 from orchestrator.sim import simulated_replanning as sim_cutting
 from orchestrator.sim import simulated_run as sim_run
 from orchestrator.sim.resizable_worker import ResizableSimWorker
@@ -39,6 +38,7 @@ from orchestrator.sim.simulated_relay import SimWeights
 from orchestrator.sim.simulated_worker import SimWorker
 from orchestrator.sim.virtual_loop import run
 from tests.support import colocation_twins as twins
+from tests.support.engines import rollout_worker
 
 STALL = 5.0
 
@@ -373,7 +373,7 @@ def test_workers_that_cannot_be_cut_anew_are_refused_and_so_are_pools_and_foreig
         require_resizable([SimWorker("sim-0", planned(), SimWeights())])
     pools = planned().model_dump() | {"resources": {"pools": {"CPU": 4}}}
     config = Config.model_validate(pools)
-    real = RayWorker("vllm-0", "vllm_rlplugin.worker.inprocess_worker:EngineWorker", {}, {})
+    real = rollout_worker("vllm-0", "vllm_rlplugin.worker.inprocess_worker:EngineWorker")
     require_resizable([real])
     with pytest.raises(ConfigError, match=r"rollout\.planner\.experts = True: .*tensor parallelism only"):
         require_resizable([real], experts=True)

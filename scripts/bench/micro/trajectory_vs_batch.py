@@ -33,7 +33,7 @@ from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.run_folder import describe_machine
-from orchestrator.runtime.engine_actors import Actor, RayWorker
+from orchestrator.runtime.engine_actors import RayWorker, RolloutEngines, VllmEngine
 from orchestrator.runtime.real_run import WORKER_CLASS, start_ray
 
 NAME = "trajectory-vs-batch"
@@ -131,15 +131,16 @@ def repetitions(load: Load, numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 async def _measure(load: Load, numbers: Sequence[int], model: Path) -> list[dict[str, Any]]:
-    maker = Actor("model", {})
-    maker.start()
+    engines = RolloutEngines.over(VllmEngine, {"vllm-0": None}, {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    (actor,) = engines.actors
+    actor.start()
     try:
-        await maker.ask("function", _MODEL, {"folder": model, "seed": 0})
+        await engines.start("function", (_MODEL, {"folder": model, "seed": 0}))
     finally:
-        maker.kill()
+        actor.kill()
     length = _FIRST + load.turns * (_LATER + _SAID) + _LATER
     arguments = {"model": str(model), "max_num_seqs": load.trajectories, "max_model_len": length, "threads": 1}
-    worker = RayWorker("vllm-0", WORKER_CLASS, arguments, {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    worker = RayWorker(engines, actor, WORKER_CLASS, arguments)
     try:
         await worker.start()
         await _rollout(Load(load.trajectories, 2, 0.01, ()), worker, 0.1, -1, batch=False)  # warm

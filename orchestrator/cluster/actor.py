@@ -1,0 +1,201 @@
+"""One worker's process: the host that runs inside it, and the handle by which a cluster places, starts, asks and ends it.
+
+Guarantees: what a worker raises crosses the border as plain data, never as a pickled object: ConfigError and CommandError
+arrive as they are, anything else as :class:`Raised`, with its cause in words; a process that is gone is a ProcessDied from
+every call. A process that is started again has the same arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.api import CommandError, ConfigError, ProcessDied, RetryableError
+from orchestrator.cluster.role_workers import (
+    SERVERLESS_CALLS,
+    SERVERLESS_GROUP,
+    Identity,
+    ServerlessProxy,
+    Worker,
+    invoke,
+)
+
+if TYPE_CHECKING:
+    from orchestrator.resources import Placement
+
+OK, CONFIG, COMMAND, ERROR = "ok", "config", "command", "error"
+
+
+class Raised(RetryableError):
+    """What a worker's method raised. ``kind`` and ``detail`` say what, ``trace`` the last lines of its traceback there."""
+
+    def __init__(self, name: str, kind: str, detail: str, trace: str) -> None:
+        super().__init__(f"{name}: {kind}: {detail}\n{trace}")
+        self.kind = kind
+        self.detail = detail
+        self.trace = trace
+
+
+class WorkerHost:
+    """Runs inside the process: holds one worker, whose methods run one after the other. The class itself comes from the
+    driver, by Ray's own serialisation."""
+
+    def __init__(
+        self, worker_class: type[Worker], identity: Identity, proxies: Mapping[str, str], arguments: Mapping[str, Any]
+    ) -> None:
+        self._failure: Exception | None = None
+        try:
+            self._worker = worker_class.__new__(worker_class)
+            self._worker.identity = identity
+            for attribute, url in proxies.items():
+                setattr(self._worker, attribute, ServerlessProxy(url))
+            self._worker.__init__(**arguments)  # type: ignore[misc]  # it may read its identity
+        except Exception as error:  # noqa: BLE001  user code: reported by the first call
+            self._failure = error
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a method. Never raises what the method does."""
+        try:
+            value = self._begin(method, args, kwargs)
+            return OK, asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        except Exception as error:  # noqa: BLE001  the border of a process: everything is reported to the other side
+            return _words(error)
+
+    def ready(self) -> tuple[str, Any]:
+        """The process id, when the worker was made."""
+        return (OK, os.getpid()) if self._failure is None else _words(self._failure)
+
+    def invoke(self, url: str, payload: Any) -> Any:
+        """One serverless call. Raises RuntimeError with the reason, in whoever waits for it."""
+        return invoke(url, payload)
+
+    def _begin(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        return getattr(self._worker, method)(*args, **kwargs)
+
+
+class ActorHost(WorkerHost):
+    """Of a worker whose methods are coroutines: they wait beside each other, in one event loop."""
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """See :class:`WorkerHost`."""
+        try:
+            value = self._begin(method, args, kwargs)
+            return OK, await value if inspect.isawaitable(value) else value
+        except Exception as error:  # noqa: BLE001  as above
+            return _words(error)
+
+
+@dataclass(eq=False, slots=True)
+class Actor:
+    """One worker as the driver sees it. ``environment`` is set before its process starts; ``placement``: its devices."""
+
+    worker_class: type[Worker]
+    identity: Identity
+    placement: Placement | None
+    environment: dict[str, str]
+    proxies: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    alive: bool = True
+    busy: set[Any] = field(default_factory=set)  # calls of single workers that it has
+    _place: dict[str, Any] = field(default_factory=dict)
+    _handle: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of the worker."""
+        return self.identity.worker_id
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        devices = ", ".join(map(str, self.identity.devices))
+        return f"{self.name} ({self.identity.hardware} {devices})"
+
+    def place(self) -> None:
+        """Reserve its place, where it has one in a pool. Before :meth:`start`. Blocks."""
+        if self.placement is not None:
+            self._place = self.placement.place()
+            binding = self.placement.bind()
+            self.identity = replace(self.identity, hardware=binding.hardware, devices=binding.devices)
+
+    def start(self) -> None:
+        """Start the process (Ray does it in the background)."""
+        import ray
+
+        calls = self.worker_class.concurrency
+        host = WorkerHost if calls == 1 else ActorHost
+        beside = {"concurrency_groups": {SERVERLESS_GROUP: SERVERLESS_CALLS}}
+        remote = ray.remote(**beside)(host) if self.proxies else ray.remote(host)
+        variables = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
+        options = {"num_cpus": 1, "max_concurrency": calls, **variables, **self._place}
+        made_of = (self.worker_class, self.identity, self.proxies, self.arguments)
+        self._handle = remote.options(**options).remote(*made_of)
+
+    def ask(self, what: str, *args: Any) -> Any:
+        """Ray's reference to the answer of a method of the host, for :meth:`unwrap`. RetryableError: it is not running."""
+        if self._handle is None:
+            raise RetryableError(f"{self.name} is not running")
+        with self.reaching():
+            return getattr(self._handle, what).remote(*args)
+
+    @contextmanager
+    def reaching(self) -> Iterator[None]:
+        """What Ray raises of this process is a ProcessDied; only time-outs are what they are."""
+        import ray
+
+        try:
+            yield
+        except ray.exceptions.GetTimeoutError:
+            raise
+        except ray.exceptions.RayError as error:
+            self.alive = False
+            raise ProcessDied(f"{self.name} died: {first_line(error)}") from error
+
+    def unwrap(self, answer: tuple[str, Any]) -> Any:
+        """The value; raises what the worker did."""
+        status, value = answer
+        if status == OK:
+            return value
+        kind, detail, trace, own = value
+        raised = Raised(self.name, kind, detail, trace)
+        if status == CONFIG:
+            raise ConfigError(*own) from raised
+        if status == COMMAND:
+            raise CommandError(*own) from raised
+        raise raised
+
+    def kill(self) -> None:
+        """End the process at once. Idempotent."""
+        import ray
+
+        handle, self._handle = self._handle, None
+        if handle is not None and ray.is_initialized():
+            ray.kill(handle)
+
+
+def first_line(error: BaseException | None) -> str:
+    """Of what Ray says."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _words(error: Exception) -> tuple[str, Any]:
+    """(how to raise it, (its kind, its text, the end of its traceback, what it is made of))."""
+    said = type(error).__name__, str(error), "".join(traceback.format_exception(error)[-3:])
+    if isinstance(error, ConfigError):
+        return CONFIG, (*said, (error.field, str(error.value), error.fix))
+    if isinstance(error, CommandError):
+        return COMMAND, (*said, (error.code, error.detail))
+    return ERROR, (*said, ())

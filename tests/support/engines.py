@@ -1,0 +1,23 @@
+"""A rollout worker of a run, alone in its cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.resources import Placement
+from orchestrator.runtime.engine_actors import RayWorker, RolloutEngines, VllmEngine
+
+
+def rollout_worker(
+    name: str,
+    target: str = "types:SimpleNamespace",
+    kwargs: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    placement: Placement | None = None,
+    *,
+    kind: type[RayWorker] = RayWorker,
+    **cut: Any,
+) -> RayWorker:
+    engines = RolloutEngines.over(VllmEngine, {name: placement}, environment)
+    return kind(engines, engines.actors[0], target, kwargs or {}, **cut)
