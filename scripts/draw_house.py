@@ -72,10 +72,10 @@ ROOMS: dict[str, tuple[int, int, str, str]] = {
     "sim": (330, 2, "orange", "runs in virtual time"),
     "runtime": (520, 2, "orange", "real processes"),
     "cluster": (695, 2, "grey", "worker declarations"),
-    "observe": (215, 3, "violet", "events, pages, reports"),
-    "build": (400, 3, "orange", "a config becomes parts"),
+    "observe": (215, 3, "violet", "pages and reports"),
+    "build": (400, 3, "orange", "config into parts"),
     "tasks": (560, 3, "green", "what is learned"),
-    "resources": (790, 3, "green", "who has which GPU"),
+    "resources": (778, 3, "green", "who has which GPU"),
     "agents": (490, 4, "green", "agents of others"),
     "borrowing": (90, 6, "green", "servers of others"),
     "colocation": (240, 6, "green", "one GPU, two roles"),
@@ -85,7 +85,7 @@ ROOMS: dict[str, tuple[int, int, str, str]] = {
     "profiler": (500, 7, "green", "what steps cost"),
     "rewards": (690, 7, "green", "functions, judges"),
     "proxy": (240, 8, "green", "turns to engines"),
-    "sandbox": (785, 8, "green", "code of models"),
+    "sandbox": (778, 8, "green", "code of models"),
     "records": (430, 9, "green", "events, store, folder"),
     "config": (430, 10, "green", "what a run may say"),
     "megatron_rlplugin": (130, 10, "red", "inside Megatron-Core"),
@@ -150,7 +150,7 @@ def _below(graph: Mapping[str, set[str]], room: str) -> set[str]:
 
 def house() -> str:
     """The figure. Raises ValueError where the code no longer fits it."""
-    d = drawing("The rooms of the house: each arrow is an import, and every arrow points down", 860, 880)
+    d = drawing("The rooms of the house: each arrow is an import, and every arrow points down", 860, 898)
     places = {name: (x, TOP + PITCH * row) for name, (x, row, _, _) in ROOMS.items()}
     places["loop"] = (430, TOP + PITCH * 5)
     for room, others in arrows().items():
@@ -172,13 +172,13 @@ def house() -> str:
         x, y = places[plugin]
         d.arrow((x, y + TALL), (x, TOP + PITCH * 11 - 2))
     for name, (x, row, colour, text) in ROOMS.items():
-        wide = WIDTH + (14 if "plugin" in name else 0)
+        wide = WIDTH + (30 if "plugin" in name else 0)
         d.box(x - wide / 2, TOP + PITCH * row, wide, TALL, colour, name, text)
     d.box(
         230,
-        TOP + PITCH * 5 - 4,
+        TOP + PITCH * 5,
         400,
-        TALL + 8,
+        TALL,
         "blue",
         "the loop",
         "pipeline, rollout, buffer, ledger, evaluation, weight_sync",
