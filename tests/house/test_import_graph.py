@@ -236,7 +236,7 @@ def test_every_file_that_a_package_reads_from_its_own_folder_is_there() -> None:
                 continue
             if isinstance(first, ast.Constant) and isinstance(second, ast.Constant):
                 package, file = str(first.value), str(second.value)
-                if package in known() and re.fullmatch(r"[\w-]+(\.\w+)?", file):
+                if package in known() and file not in known() and re.fullmatch(r"[\w-]+(\.\w+)?", file):
                     asked.append((package, file))
     assert len(asked) > 5
     assert [pair for pair in asked if not (known()[pair[0]].parent / pair[1]).exists()] == []
