@@ -13,7 +13,7 @@ that will be done much sooner than another relieves it of what is in a gap there
 what could not be is computed anew; a move that did not begin before the next turn is ready is given up. Workers that
 close take no part: the router's own rule serves what was placed on them, until it is in a gap.
 
-Where workers come and leave while a run goes on (:class:`orchestrator.proxy.membership.ElasticProxy` says so), all is
+Where workers come and leave while a run goes on (:class:`orchestrator.proxy.membership.Membership` says so), all is
 placed anew over those that are there. What a worker that left had goes by its new rank, at once: to no worker that
 left, and no KV is sent from or to one. What waits for room takes that of a worker that came; the rest is looked at in
 its gap, or at its next turn at the latest, and moves where that pays.

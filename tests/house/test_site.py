@@ -101,7 +101,7 @@ def test_a_link_into_nothing_would_end_the_build(tmp_path: Path, caplog: pytest.
                     build(config)
 
 
-@pytest.mark.parametrize("name", ["config_reference", "draw_concepts", "draw_step"])
+@pytest.mark.parametrize("name", ["config_reference", "draw_concepts", "draw_house", "draw_step"])
 def test_what_is_generated_is_what_the_code_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name])
     assert script(name).main() == 0
