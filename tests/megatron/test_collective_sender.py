@@ -169,13 +169,13 @@ import os, signal, sys
 sys.path[:0] = {path!r}
 import torch
 from orchestrator.api import Meeting
-from vllm_rlplugin.weights.collective_receiver import Receiver
-coming = Receiver(torch.device("cpu"), 0).open(1, [Meeting(*{meeting!r})], {place}, 20.0)
+from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
+coming = CollectiveReceiver(torch.device("cpu"), 0).join_version(1, [Meeting(*{meeting!r})], {place}, 20.0)
 print("joined", flush=True)
 def use(place, data):
     if place == 3:
         os.kill(os.getpid(), {fate})
-coming.receive(use)
+coming.receive_shards(use)
 """
 
 

@@ -127,7 +127,8 @@ def main():
         reports = rpc("rl_report")
         verified = rpc("rl_verify")
         say(f"{name}-{version}", json.dumps({
-            "reports": reports, "agree": find_disagreement(reports), "verified": [[part["state"], part["mismatches"]] for part in verified],
+            "reports": reports, "agree": find_disagreement(reports),
+            "verified": [[part["state"], part["mismatches"]] for part in verified],
             "slices": [part["slices"] for part in verified], "before": while_fetching, "after": answers()}))
     made.engine_core.shutdown()
 
