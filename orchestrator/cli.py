@@ -201,7 +201,7 @@ def _mps(arguments: argparse.Namespace) -> int:
 
 def _lend(arguments: argparse.Namespace) -> int:
     """The pool is the plugin's; it needs neither vLLM nor torch for this."""
-    code: int = importlib.import_module("vllm_rlplugin.kvpool.serving.pool_lending").run(arguments)
+    code: int = importlib.import_module("vllm_rlplugin.kvpool.serving.pool_lending").run_command(arguments)
     return code
 
 

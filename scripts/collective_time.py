@@ -26,13 +26,13 @@ from orchestrator.transfer import Publisher, RelayEndpoint
 RECEIVE = """
 import json, sys, time, torch
 from orchestrator.api import Meeting
-from vllm_rlplugin.weights.collective_receiver import Receiver
-receiver = Receiver(torch.device("cpu"), 0)
+from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
+receiver = CollectiveReceiver(torch.device("cpu"), 0)
 print("up", flush=True)
 for line in sys.stdin:
     version, meeting, place = json.loads(line)
-    coming = receiver.open(version, [Meeting(*meeting)], place, 120.0)
-    print(f"{coming.receive(lambda number, data: None):016x}", flush=True)
+    coming = receiver.join_version(version, [Meeting(*meeting)], place, 120.0)
+    print(f"{coming.receive_shards(lambda number, data: None):016x}", flush=True)
 """
 
 FETCH = """

@@ -62,7 +62,7 @@ KVPOOL: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "kv budget: a process that does not hold the pool is killed",
         "vllm_rlplugin/kvpool/ledger/tenant_processes.py",
-        " or not holds(pid, path):",
+        " or not holds_file(pid, path):",
         ":",
         GUARDIAN,
     ),

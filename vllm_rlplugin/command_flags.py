@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from orchestrator.api import ConfigError
 from orchestrator.hooks import VLLM, Installed, check
 from vllm_rlplugin.engine_activation import activate, is_cpu_build
-from vllm_rlplugin.kvpool.engine.single_process import check_workers, executor
+from vllm_rlplugin.kvpool.engine.single_process import check_workers, single_process_executor
 from vllm_rlplugin.options import BACKEND, KEY, PLUGIN, FrontendOptions, PluginOptions, engine_arguments
 from vllm_rlplugin.sleep import sleep_options
 
@@ -83,19 +83,19 @@ def _apply(args: argparse.Namespace) -> None:
             raise ConfigError(_flag(name), value, f"has an effect only with --plugin {PLUGIN}")
         return
     installed = check(VLLM)
-    _check_token(FrontendOptions.of(args))
+    _check_token(FrontendOptions.from_args(args))
     options = _merged_options(args, given)
     if options.kv_transfer:
-        FrontendOptions.of(args).check_kv(args)
+        FrontendOptions.from_args(args).check_kv(args)
     wanted = engine_arguments(options)
     _refuse_conflicts(args, wanted)
     if options.kv_pool_mps:
         from vllm_rlplugin.kvpool.serving import mps_client
 
-        mps_client.enter(options.kv_pool, options.kv_pool_mps, os.environ)
+        mps_client.join_mps(options.kv_pool, options.kv_pool_mps, os.environ)
     if options.kv_pool:
         wanted["distributed_executor_backend"] = _executor(args, installed)
-        wanted |= sleep_options.engine_arguments(options, os.environ, on_cpu=is_cpu_build(installed))
+        wanted |= sleep_options.sleep_mode_arguments(options, os.environ, on_cpu=is_cpu_build(installed))
     wanted["additional_config"] = {**_additional(args), **wanted["additional_config"]}
     if getattr(args, "weight_transfer_config", None) not in _UNSET:
         del wanted["weight_transfer_config"]  # the user's own, with our backend: it may say more than that
@@ -230,7 +230,7 @@ def _executor(args: argparse.Namespace, installed: Installed) -> Any:
     """For an engine in a pool."""
     sizes = ("tensor_parallel_size", "pipeline_parallel_size")
     check_workers({f"--{name.replace('_', '-')}": getattr(args, name, None) for name in sizes})
-    return executor(getattr(args, "distributed_executor_backend", None), on_cpu=is_cpu_build(installed))
+    return single_process_executor(getattr(args, "distributed_executor_backend", None), on_cpu=is_cpu_build(installed))
 
 
 def _check_token(options: FrontendOptions) -> None:

@@ -44,7 +44,7 @@ class MeasuredEngine(InprocessEngine):
     """An engine that tells what a measurement needs."""
 
     @property
-    def silent(self) -> bool:
+    def count_without_token(self) -> bool:
         """Whether a request has no token yet."""
         return bool(self._silent)
 
@@ -129,7 +129,7 @@ class EngineProfiler:
         names = self._add(batch, tokens, self._options.max_model_len - tokens)
         found: list[float] = []
         ended = False
-        while self._engine.silent and not ended:
+        while self._engine.count_without_token and not ended:
             ended = bool(self._engine.step(time.perf_counter()))
         for _ in range(SETTLING):
             ended = ended or bool(self._engine.step(time.perf_counter()))

@@ -17,7 +17,7 @@ class WorkerExtension:
         """Called once after the engine has started, before its first request. {"rank", "cured": [what was set right]}."""
         from vllm_rlplugin.weights import transfer_engine
 
-        return {**transfer_engine.ready(self), "cured": _cure_pipeline_stage(self)}
+        return {**transfer_engine.attach_engine(self), "cured": _cure_pipeline_stage(self)}
 
     def rl_prepare(self, version: int) -> None:
         """Begin to fetch and verify a weight version while the model runs."""
@@ -53,26 +53,26 @@ class WorkerExtension:
         """Before the memory of the live weights is lent: nothing reads them afterwards. ``dropped``: without what is in it."""
         from vllm_rlplugin.weights import transfer_engine
 
-        transfer_engine.leave(self, dropped=dropped)
+        transfer_engine.stop_reading(self, dropped=dropped)
 
     def rl_weights_away(self, kept: bool) -> dict[str, Any]:
         """While paused: the weights leave this worker's memory or device, until :meth:`rl_weights_back`. ``kept``: they can."""
         from vllm_rlplugin.sleep import host_offload
 
-        return host_offload.leave(self, kept=kept)
+        return host_offload.offload_weights(self, kept=kept)
 
     def rl_weights_back(self) -> dict[str, Any]:
         """They are there again, verified if they were kept."""
         from vllm_rlplugin.sleep import host_offload
 
-        return host_offload.come_back(self)
+        return host_offload.restore_weights(self)
 
     def rl_give_back_kv(self) -> int:
         """On CPU: return the memory of the KV cache to the system. Bytes that were in memory and are not now."""
-        from vllm_rlplugin.sleep.memory_release import give_back
+        from vllm_rlplugin.sleep.memory_release import return_pages
 
         stock: Any = self
-        return give_back(stock.model_runner.kv_caches)
+        return return_pages(stock.model_runner.kv_caches)
 
     def rl_weight_bytes(self) -> int:
         """Of this rank's parameters."""
@@ -87,7 +87,7 @@ class WorkerExtension:
 
     def rl_kv_part(self) -> dict[str, Any]:
         """Which part of a KV block this rank has, as :class:`~vllm_rlplugin.kv.blocks.RankPart`."""
-        return dict(_connector().part().to_dict())
+        return dict(_connector().rank_part().to_dict())
 
     def rl_kv_weights(self) -> dict[str, Any]:
         """{"version", "content", "usable", "backend"}: what KV is computed with, and by what."""

@@ -167,7 +167,7 @@ class PluginOptions:
         return asdict(self)
 
     @classmethod
-    def of(cls, vllm_config: Any) -> PluginOptions:
+    def from_config(cls, vllm_config: Any) -> PluginOptions:
         """Those of a running vLLM; the defaults where none were given."""
         additional = vllm_config.additional_config
         return cls.from_dict(additional.get(KEY, {}) if isinstance(additional, Mapping) else {})
@@ -224,7 +224,7 @@ class FrontendOptions:
         self.relay_endpoint()
 
     @classmethod
-    def of(cls, args: Any) -> FrontendOptions:
+    def from_args(cls, args: Any) -> FrontendOptions:
         """Those of a parsed command line (an argparse Namespace); defaults where a flag was not given.
 
         Raises ConfigError for a value that is out of range or a file that is not there.

@@ -24,7 +24,7 @@ from vllm_rlplugin.kvpool.engine.pool_scheduling import POOL_COMMANDS, PoolSched
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
 from vllm_rlplugin.preemption import PriorityPreemption
-from vllm_rlplugin.worker.cache_salt import salted, user_part
+from vllm_rlplugin.worker.cache_salt import make_salt, user_salt_of
 
 
 class CoserveScheduler(PriorityPreemption):
@@ -41,7 +41,7 @@ class CoserveScheduler(PriorityPreemption):
             raise ConfigError(
                 "scheduling_policy", policy, "rl-coserve orders by priority: --scheduling-policy priority"
             )
-        options = PluginOptions.of(vllm_config)
+        options = PluginOptions.from_config(vllm_config)
         REGISTER.apply("engine_command")
         self._rl_start_preempting(ProgressivePriority(options.max_wait, options.quantum), options.preemption)
         self._rl_flush = options.kv_on_update == "flush"
@@ -52,7 +52,7 @@ class CoserveScheduler(PriorityPreemption):
         self._rl_queries = self._rl_hits = self._rl_generated = 0
         stock: Any = super()
         stock.__init__(vllm_config, *args, **kwargs)
-        self._rl_pages = PoolScheduler.of(self, options)  # None: the KV cache is vLLM's own
+        self._rl_pages = PoolScheduler.for_scheduler(self, options)  # None: the KV cache is vLLM's own
 
     def rl_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the front end asks of the scheduler, between two steps. Plain data in and out. Raises ValueError for an
@@ -96,13 +96,13 @@ class CoserveScheduler(PriorityPreemption):
             self._rl_salt(request)
         super().add_request(request)
         if self._rl_pages is not None:
-            self._rl_pages.arrived(request)
+            self._rl_pages.request_added(request)
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
         answers = stock.update_from_output(scheduler_output, *args, **kwargs)
         if self._rl_pages is not None:
-            self._rl_pages.ended(scheduler_output, answers)
+            self._rl_pages.step_ended(scheduler_output, answers)
         return answers
 
     def shutdown(self) -> None:
@@ -157,7 +157,7 @@ class CoserveScheduler(PriorityPreemption):
         stock.reset_encoder_cache()  # encoder outputs are kept by their input alone, which no salt covers
         self._rl_version, self._rl_history = version, history
         if self._rl_pages is not None:
-            self._rl_pages.rl_step()
+            self._rl_pages.begin_rl_step()
         return {"preempted": running, "how": "flush" if flush else "salt", "seconds": time.monotonic() - started}
 
     def _rl_salt_all(self, version: int, history: int) -> None:
@@ -186,7 +186,7 @@ class CoserveScheduler(PriorityPreemption):
             stock.aux_output_connector.reset()
 
     def _rl_salt(self, request: Any) -> None:
-        salt = salted(user_part(request.cache_salt), self._rl_version, self._rl_history)
+        salt = make_salt(user_salt_of(request.cache_salt), self._rl_version, self._rl_history)
         if salt != request.cache_salt:
             request.cache_salt = salt
             request.block_hashes.clear()
@@ -207,7 +207,7 @@ class CoserveScheduler(PriorityPreemption):
             "running": running,
             "waiting": waiting,
             "kv_used": self._rl_kv_used,
-            "kv_capacity": capacity if self._rl_pages is None else self._rl_pages.blocks,
+            "kv_capacity": capacity if self._rl_pages is None else self._rl_pages.usable_blocks,
             "preemptions": self._rl_preemptions,
             "outranked": self._rl_outranked,
             "prefix_queries": self._rl_queries,
@@ -219,7 +219,7 @@ class CoserveScheduler(PriorityPreemption):
             "steps": self._rl_steps,
             "step_requests": self._rl_step_requests,
             "step_kv": self._rl_step_kv,
-            "shared": self._rl_pages.shared() if self._rl_pages is not None else None,
+            "shared": self._rl_pages.device_status() if self._rl_pages is not None else None,
         }
 
 

@@ -24,7 +24,7 @@ class _Broken(Exception):
     """Something is not as it must be; says what."""
 
 
-def prove() -> dict[str, str]:
+def check_seams() -> dict[str, str]:
     """What was looked at -> what is wrong with it; empty where it is as it must be. In the order vLLM comes by it."""
     return {name: _problem(look) for name, look in _LOOKS.items()}
 

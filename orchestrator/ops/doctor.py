@@ -281,7 +281,7 @@ def _vllm_plugin() -> Finding:
     if find(VLLM) is None:
         return Finding("skip", "vLLM is not installed in this environment")
     check(VLLM)
-    looked: dict[str, str] = importlib.import_module("vllm_rlplugin.selfcheck").prove()
+    looked: dict[str, str] = importlib.import_module("vllm_rlplugin.selfcheck").check_seams()
     wrong = [f"{name}: {problem}" for name, problem in looked.items() if problem]
     if wrong:
         fix = f"unset VLLM_PLUGINS, install {PLUGIN} again, and vLLM {VLLM.tested} ({VLLM.how})"

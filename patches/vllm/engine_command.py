@@ -14,7 +14,7 @@ def _rl_coserve(self: Any, command: str, arguments: dict[str, Any]) -> Any:
     if command.startswith("kv_"):
         from vllm_rlplugin.kv import commands
 
-        return commands.run(self, command, arguments)
+        return commands.run_command(self, command, arguments)
     answer = self.scheduler.rl_command(command, arguments)
     if command == "advance_version" and self.vllm_config.model_config.is_multimodal_model:
         self.reset_encoder_cache()  # the workers' half of it: embeddings that old weights made

@@ -22,7 +22,7 @@ def _apply() -> None:
 
     @functools.wraps(stock)
     def allocate_kv_cache(*args: Any) -> Any:
-        return pool_engine.allocate(stock, *args)
+        return pool_engine.allocate_kv_cache(stock, *args)
 
     setattr(allocate_kv_cache, _MARK, True)
     for name in _MODULES:

@@ -78,7 +78,7 @@ def test_a_completion_crosses_unchanged() -> None:
     completion = Completion("r", (1, 2), (-0.1, -1e-300), ((0, 1), (7, 1)), "stop", error="")
     assert wire.completion_from_json(json.loads(json.dumps(wire.completion_to_json(completion)))) == completion
     request = a_request("a", group="g", priority=-(2**63))
-    assert request_bodies.RequestBody(**json.loads(json.dumps(wire.request_to_json(request)))).record() == request
+    assert request_bodies.RequestBody(**json.loads(json.dumps(wire.request_to_json(request)))).to_request() == request
 
 
 def test_a_cancelled_caller_loses_no_completion() -> None:

@@ -138,14 +138,14 @@ book, alone, had = LeaseBook(job, folder / "pool.lease"), folder / "alone", 0
 end = time.monotonic() + 30
 while had < 50 and time.monotonic() < end:
     try:
-        book.take(job, "", f"the-key-of-{job}", 10)
+        book.grant(job, "", f"the-key-of-{job}", 10)
     except CommandError:
         time.sleep(0.0003)
         continue
     os.close(os.open(alone, os.O_CREAT | os.O_EXCL))  # fails if anybody else has it
     time.sleep(0.0003)
     alone.unlink()
-    book.give_back(f"the-key-of-{job}")
+    book.end_lease(f"the-key-of-{job}")
     had += 1
     time.sleep(0.0005)
 print(had)
@@ -159,14 +159,14 @@ print(had)
 def test_two_jobs_of_one_name_are_two_and_a_resumed_one_shuts_its_former_life_out() -> None:
     now = 0.0
     book = LeaseBook("server", clock=lambda: now)
-    book.take("run-001", "/a/metadata", "k1", 10)
+    book.grant("run-001", "/a/metadata", "k1", 10)
     with pytest.raises(CommandError, match="job run-001 has this GPU, for 10 s more"):
-        book.take("run-001", "/b/metadata", "k2", 10)
-    book.take("run-001", "/a/metadata", "k3", 10)
+        book.grant("run-001", "/b/metadata", "k2", 10)
+    book.grant("run-001", "/a/metadata", "k3", 10)
     assert (book.refusal("k3"), bool(book.refusal("k1")), bool(book.refusal(""))) == ("", True, True)
-    assert not book.give_back("k1")
+    assert not book.end_lease("k1")
     now = 10.0
-    assert book.present() is None
+    assert book.current_lease() is None
     assert book.refusal("") == ""
 
 
@@ -244,16 +244,16 @@ def test_a_wrong_request_for_a_lease_is_named(body: dict[str, Any], key: str, na
 
 def test_a_record_that_is_damaged_or_locked_is_an_error_that_names_it(tmp_path: Path) -> None:
     book = LeaseBook("server", tmp_path / "pool.lease")
-    book.take("job", "", "k", 5)
+    book.grant("job", "", "k", 5)
     assert (tmp_path / "pool.lease").stat().st_mode & 0o777 == 0o600
     (tmp_path / "pool.lease").write_text('{"job"')
     with pytest.raises(RetryableError, match=r"pool\.lease cannot be read"):
-        book.present()
+        book.current_lease()
     (tmp_path / "pool.lease").unlink()
     (tmp_path / "elsewhere").write_text("{}")
     os.symlink(tmp_path / "elsewhere", tmp_path / "pool.lease")
     with pytest.raises(RetryableError, match="cannot be read"):
-        book.take("job", "", "k", 5)
+        book.grant("job", "", "k", 5)
 
 
 asked = st.tuples(st.sampled_from("abc"), st.sampled_from(("s1", "s2")), st.floats(0.1, 20), st.floats(0, 10))
@@ -270,15 +270,15 @@ def test_whatever_happens_at_most_one_job_holds_and_it_is_the_one_that_was_grant
         holders = {name for (name, _), until in granted.items() if until > now}
         if takes:
             try:
-                books[server].take(job, "", job, seconds)
+                books[server].grant(job, "", job, seconds)
                 assert holders <= {job}
                 granted[job, server] = now + seconds
             except CommandError:
                 assert holders - {job}
         else:
-            books[server].give_back(job)
+            books[server].end_lease(job)
             granted.pop((job, server), None)
         holders = {name for (name, _), until in granted.items() if until > now}
-        found = books["s1"].present()
+        found = books["s1"].current_lease()
         assert holders == (set() if found is None else {found.job})
         assert len(holders) <= 1

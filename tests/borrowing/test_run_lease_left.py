@@ -131,19 +131,19 @@ def test_a_record_that_is_damaged_leaves_the_status_answering(tmp_path: Path) ->
 
 
 def test_a_record_of_a_clock_that_was_set_back_does_not_hold(tmp_path: Path) -> None:
-    LeaseBook("server", tmp_path / "pool.lease", clock=lambda: 1e6).take("before", "", "the-key-of-before", 60)
+    LeaseBook("server", tmp_path / "pool.lease", clock=lambda: 1e6).grant("before", "", "the-key-of-before", 60)
     now = LeaseBook("server", tmp_path / "pool.lease", clock=lambda: 100.0)
-    assert now.present() is None
-    assert now.take("job", "", "the-key-of-the-job", 60).job == "job"
+    assert now.current_lease() is None
+    assert now.grant("job", "", "the-key-of-the-job", 60).job == "job"
 
 
 def test_no_file_of_another_is_written_through(tmp_path: Path) -> None:
     book, victim = LeaseBook("server", tmp_path / "pool.lease"), tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f"pool.lease.{os.getpid()}").symlink_to(victim)
-    book.take("job", "", "the-key-of-the-job", 60)
+    book.grant("job", "", "the-key-of-the-job", 60)
     assert victim.read_text() == "mine"
     (tmp_path / "pool.lease.lock").unlink()
     (tmp_path / "pool.lease.lock").symlink_to(victim)
     with pytest.raises(RetryableError, match="cannot be opened"):
-        book.take("job", "", "the-key-of-the-job", 60)
+        book.grant("job", "", "the-key-of-the-job", 60)

@@ -140,7 +140,7 @@ def test_a_server_whose_pages_are_reclaimed_is_given_back_its_turns_go_on_elsewh
         assert run.told("borrowed") == [(first.url, "the run starts"), (second.url, "used least")]
         assert run.servers == {second.url}
         await until(lambda: first.control.activation.state == "inactive")
-        assert first.control.lease.book.present() is None
+        assert first.control.lease.book.current_lease() is None
         # It lends again, and is clearly less used: it is taken back when a step begins, and not before.
         used(first, 0.0)
         await asyncio.sleep(0.8)
@@ -153,7 +153,7 @@ def test_a_server_whose_pages_are_reclaimed_is_given_back_its_turns_go_on_elsewh
         assert (await run.turn(9)).versions == ((1, 20),), "the present weights, before its first request"
         assert not run.fatal
         await run.close()
-        assert first.control.lease.book.present() is None
+        assert first.control.lease.book.current_lease() is None
 
     play(2, scenario, monkeypatch)
 

@@ -86,7 +86,7 @@ def test_a_server_that_comes_back_with_another_model_is_left_alone_and_given_bac
         await asyncio.sleep(0.5)
         touched = {"init_weight_transfer_engine", "pause", "start_weight_update"} & set(second.client.calls[before:])
         assert not touched, "it serves somebody else"
-        assert (second.client.paused, second.control.lease.book.present()) == (False, None)
+        assert (second.client.paused, second.control.lease.book.current_lease()) == (False, None)
         with pytest.raises(ConfigError, match="another model"):
             await run.market.worker(second.url).start()
         await run.close()
@@ -200,9 +200,9 @@ def test_a_run_that_ends_while_a_server_is_given_back_leaves_its_lease_to_nobody
         await asyncio.sleep(0.05)
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
-        assert first.control.lease.book.present() is None
+        assert first.control.lease.book.current_lease() is None
         await run.close()
-        assert second.control.lease.book.present() is None
+        assert second.control.lease.book.current_lease() is None
 
     play(2, scenario, monkeypatch)
 
@@ -218,7 +218,7 @@ def test_requests_that_cannot_be_taken_away_leave_the_lease_to_nobody(monkeypatc
         monkeypatch.setattr(Membership, "give_back", broken)
         used(first, 0.95)
         begun = time.monotonic()
-        await until(lambda: first.control.lease.book.present() is None)
+        await until(lambda: first.control.lease.book.current_lease() is None)
         assert time.monotonic() - begun < 20
         await run.close()
 

@@ -112,7 +112,7 @@ def test_a_control_endpoint_answers_every_body_with_200_or_400(name: str, exampl
         for body in seen:
             if isinstance(body, request_bodies.AddBody):
                 for item in body.requests:
-                    record = item.record()
+                    record = item.to_request()
                     check_types(record, "request")
                     check_types(record.sampling, "sampling")
                     assert all(type(token) is int and token >= 0 for token in record.token_ids)

@@ -25,7 +25,7 @@ from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError
 from vllm_rlplugin.kvpool.pages import page_keeper
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
 from vllm_rlplugin.kvpool.pages.cuda_driver import CudaDriver
-from vllm_rlplugin.kvpool.pages.cuda_pages import CudaRange, Supply, memory_of
+from vllm_rlplugin.kvpool.pages.cuda_pages import CudaRange, Supply, open_page_source
 from vllm_rlplugin.kvpool.pages.host_pages import HostRange
 
 PAGE = 4096
@@ -53,7 +53,7 @@ class Place:
         device = f"cuda {driver.uuid} {self.supply}"
         pool = PagePool.create(self.path, pages, page_bytes=PAGE, host=False, device=device)
         if self.supply == "kept":
-            page_keeper.ensure(pool, driver, library=str(self.library), linger=10.0)
+            page_keeper.ensure_keeper(pool, driver, library=str(self.library), linger=10.0)
         return pool
 
     @property
@@ -67,7 +67,7 @@ class Place:
         if self.kind == "host":
             return HostRange(pool, count, scrub=scrub)
         driver = self.driver()
-        return CudaRange(pool, count, driver, memory_of(pool, driver, self.supply), scrub=scrub)
+        return CudaRange(pool, count, driver, open_page_source(pool, driver, self.supply), scrub=scrub)
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +99,16 @@ def test_a_place_is_memory_while_it_has_a_page_and_keeps_its_address(place: Plac
     with place.range(pool, 6) as memory:
         address = memory.address
         assert memory.bytes == 6 * PAGE
-        assert memory.back(places(1, 2, 5))
+        assert memory.map_places(places(1, 2, 5))
         for number in (1, 2, 5):
             ctypes.memset(address + number * PAGE, 40 + number, PAGE)
         assert [ctypes.string_at(address + number * PAGE, 1)[0] for number in (1, 2, 5)] == [41, 42, 45]
         pages = memory.pages_of(places(1, 2, 5))
         assert len(set(pages.tolist())) == 3
         assert memory.places_of(pages).tolist() == [1, 2, 5]
-        memory.drop(places(2))
+        memory.unmap_places(places(2))
         assert (memory.mapped, memory.address, pool.view().free) == (2, address, 6)
-        assert memory.back(places(0, 2, 3))
+        assert memory.map_places(places(0, 2, 3))
         assert [ctypes.string_at(address + number * PAGE, 1)[0] for number in (1, 5)] == [41, 45]
     assert pool.view().free == 8
     pool.close()
@@ -121,11 +121,11 @@ def test_what_the_other_tenant_wrote_is_gone_where_the_pool_scrubs(place: Place,
     serving.join("serve", "serving")
     rollout.join("roll", "rollout", budget=1)
     with place.range(serving, 3) as mine, place.range(rollout, 5, scrub=scrub) as theirs:
-        assert mine.back(places(2))
+        assert mine.map_places(places(2))
         ctypes.memmove(mine.address + 2 * PAGE, b"kv!!", 4)
-        assert not theirs.back(places(4)), "the only page is serving's"
-        mine.drop(places(2))
-        assert theirs.back(places(4))
+        assert not theirs.map_places(places(4)), "the only page is serving's"
+        mine.unmap_places(places(2))
+        assert theirs.map_places(places(4))
         assert (ctypes.string_at(theirs.address + 4 * PAGE, 4) == b"kv!!") == stays
     serving.close()
     rollout.close()
@@ -137,15 +137,15 @@ def test_what_no_correct_tenant_asks_for_is_refused_and_changes_nothing(place: P
     other.join("roll", "rollout", budget=1)
     memory = place.range(pool, 4)
     assert other.acquire(1).size == 1
-    assert memory.back(places(0, 1))
+    assert memory.map_places(places(0, 1))
     with pytest.raises(PoolError, match="still mapped"):
         pool.release(memory.pages_of(places(0, 1)))
     for wrong, says in (([0], "has a page"), ([9], "below 4"), ([3, 3], "different")):
         with pytest.raises(ValueError, match=says):
-            memory.back(places(*wrong))
+            memory.map_places(places(*wrong))
     with pytest.raises(ValueError, match="without a page"):
-        memory.drop(places(2))
-    assert not memory.back(places(2, 3)), "there is one page left"
+        memory.unmap_places(places(2))
+    assert not memory.map_places(places(2, 3)), "there is one page left"
     assert (pool.view().free, memory.mapped) == (1, 2)
     memory.close()
     memory.close()
@@ -165,11 +165,11 @@ place = Place(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
 pool = PagePool.open(place.path)
 pool.join("roll", "rollout", budget=8)
 memory = place.range(pool, 8)
-assert memory.back(np.arange(8, dtype=np.uint64))
+assert memory.map_places(np.arange(8, dtype=np.uint64))
 ctypes.memset(memory.address, 7, 8 * PAGE)
 print("in", flush=True)
 sys.stdin.readline()
-memory.drop(np.array([3], np.uint64))
+memory.unmap_places(np.array([3], np.uint64))
 ctypes.memset(memory.address + 3 * PAGE, 1, 1)
 """
 
@@ -194,9 +194,9 @@ def test_a_tenant_that_is_killed_gives_its_pages_and_their_memory_back(place: Pl
     pool.join("serve", "serving")
     with place.range(pool, 16) as memory:
         kept = pool.pages - 8
-        assert memory.back(np.arange(kept, dtype=np.uint64))
+        assert memory.map_places(np.arange(kept, dtype=np.uint64))
         child = tenant(place)
-        assert not memory.back(places(15))
+        assert not memory.map_places(places(15))
         child.kill()
         os.waitid(
             os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
@@ -204,7 +204,7 @@ def test_a_tenant_that_is_killed_gives_its_pages_and_their_memory_back(place: Pl
         pool.reap()  # its keeper may have done it
         assert [tenant.name for tenant in pool.view().tenants] == ["serve"]
         child.communicate()
-        assert memory.back(np.arange(kept, kept + 8, dtype=np.uint64)), "pages, and memory for them"
+        assert memory.map_places(np.arange(kept, kept + 8, dtype=np.uint64)), "pages, and memory for them"
         ctypes.memset(memory.address + kept * PAGE, 5, 8 * PAGE)
     pool.close()
 
@@ -240,11 +240,11 @@ class RangeMachine(RuleBasedStateMachine):
         memory, model, fresh = self.ranges[who], self.model[who], sorted(wanted - set(self.model[who]))
         if wanted & set(model):
             with pytest.raises(ValueError, match="has a page"):
-                memory.back(places(*wanted))
+                memory.map_places(places(*wanted))
         room = 12 - sum(map(len, self.model))
         if not fresh:
             return
-        assert memory.back(places(*fresh)) == (len(fresh) <= room)
+        assert memory.map_places(places(*fresh)) == (len(fresh) <= room)
         if len(fresh) <= room:
             for number in fresh:
                 self.mark = self.mark % 250 + 1
@@ -256,9 +256,9 @@ class RangeMachine(RuleBasedStateMachine):
         memory, model = self.ranges[who], self.model[who]
         if wanted - set(model):
             with pytest.raises(ValueError, match="without a page"):
-                memory.drop(places(*wanted))
+                memory.unmap_places(places(*wanted))
         if known := wanted & set(model):
-            memory.drop(places(*known))
+            memory.unmap_places(places(*known))
             for number in known:
                 del model[number]
 

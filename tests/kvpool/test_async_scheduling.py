@@ -153,9 +153,9 @@ class Rig:
             del pools._here[os.getpid()]
         self.scheduler = self.harness.scheduler
         self.pages = self.scheduler._rl_pages
-        self.pages._parking._now = lambda: self.now
-        self.pages._turns._now = lambda: self.now
-        self.pages._turns._sleep = lambda seconds: None
+        self.pages._parked._now = lambda: self.now
+        self.pages._admission._now = lambda: self.now
+        self.pages._admission._sleep = lambda seconds: None
         self.runner = LateRunner(self.pool)
         core: Any = EngineCore.__new__(EngineCore)
         core.scheduler, core.model_executor = self.scheduler, self.runner
@@ -209,14 +209,14 @@ class Rig:
 
         count = min(count, self.serving.view().free)
         places = np.arange(self.taken, self.taken + count, dtype=np.uint64)
-        if count and self.theirs.back(places):
+        if count and self.theirs.map_places(places):
             ctypes.memset(self.theirs.address + self.taken * PAGE, 0xEE, count * PAGE)
             self.taken += count
 
     def give(self) -> None:
         import numpy as np
 
-        self.theirs.drop(np.arange(self.taken, dtype=np.uint64))
+        self.theirs.unmap_places(np.arange(self.taken, dtype=np.uint64))
         self.taken = 0
 
     def check(self) -> None:
@@ -252,7 +252,7 @@ class Rig:
             if self.ended[name] != "abort":
                 assert self.got[name] == answer(prompt, tokens)
         self.check()
-        assert self.pages._parking.in_flight == 0
+        assert self.pages._parked.steps_in_flight == 0
         self.now += 6.0
         said = self.scheduler.rl_command("page_pool", {})
         assert said["pages"] == self.pool.geometry.pages_a_group, "what nobody uses went back"

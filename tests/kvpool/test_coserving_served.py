@@ -21,7 +21,7 @@ from orchestrator.api import http as wire  # noqa: E402
 from orchestrator.cli import main  # noqa: E402
 from vllm_rlplugin import command_flags  # noqa: E402
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path  # noqa: E402
-from vllm_rlplugin.kvpool.engine.single_process import UNIPROC, executor  # noqa: E402
+from vllm_rlplugin.kvpool.engine.single_process import UNIPROC, single_process_executor  # noqa: E402
 from vllm_rlplugin.server.pool_metrics import PREFIX  # noqa: E402
 
 TOKEN = "the-token-of-these-tests-0123456789"
@@ -44,7 +44,7 @@ TOKENS = 40
     ],
 )
 def test_the_worker_of_an_engine_in_a_pool_is_in_its_schedulers_process(given: Any, on_cpu: bool, wanted: Any) -> None:
-    assert executor(given, on_cpu=on_cpu) == wanted
+    assert single_process_executor(given, on_cpu=on_cpu) == wanted
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def driver(path: Path, library: Path) -> CudaDriver:
 
 def kept_pool(path: Path, driver: CudaDriver, library: Path, pages: int = PAGES, linger: float = 10.0) -> PagePool:
     pool = PagePool.create(path, pages, page_bytes=PAGE, host=False, device=f"cuda {driver.uuid} kept")
-    page_keeper.ensure(pool, driver, library=str(library), linger=linger)
+    page_keeper.ensure_keeper(pool, driver, library=str(library), linger=linger)
     return pool
 
 
@@ -154,9 +154,9 @@ def test_a_run_of_places_is_one_call_for_access_and_one_to_unmap_with_a_fake_dri
     path: Path, driver: CudaDriver, library: Path
 ) -> None:
     with created(path, driver) as memory:
-        assert memory.back(places(0, 1, 2, 3, 7, 8, 20))
+        assert memory.map_places(places(0, 1, 2, 3, 7, 8, 20))
         assert (fake_cuda.calls(library, "cuMemMap"), fake_cuda.calls(library, "cuMemSetAccess")) == (7, 3)
-        memory.drop(places(0, 1, 2, 3, 7, 8, 20))
+        memory.unmap_places(places(0, 1, 2, 3, 7, 8, 20))
         assert fake_cuda.calls(library, "cuMemUnmap") == 3
 
 
@@ -167,18 +167,18 @@ def test_what_the_driver_refuses_in_the_middle_is_undone_with_a_fake_driver(
 ) -> None:
     """Out of memory is "no page", said once; anything else is an error with the driver's words."""
     with created(path, driver) as memory:
-        assert memory.back(places(9))
+        assert memory.map_places(places(9))
         for _ in range(2):
             fake_cuda.fail(library, call, 2 if call != "cuMemSetAccess" else 1, code)
             if full:
-                assert not memory.back(places(1, 2, 3, 5))
+                assert not memory.map_places(places(1, 2, 3, 5))
             else:
                 with pytest.raises(PoolError, match=rf"{call}: an error without a name \(999\)"):
-                    memory.back(places(1, 2, 3, 5))
+                    memory.map_places(places(1, 2, 3, 5))
             assert (memory.mapped, fake_cuda.left(library)) == (1, (1, 1))
         assert sum("no memory for pages" in text for text in caplog.messages) == full
-        assert memory.back(places(1, 2, 3, 5)), "and it goes on"
-        assert not memory.back(np.arange(10, 20, dtype=np.uint64)), "the device is smaller than the pool"
+        assert memory.map_places(places(1, 2, 3, 5)), "and it goes on"
+        assert not memory.map_places(np.arange(10, 20, dtype=np.uint64)), "the device is smaller than the pool"
     assert fake_cuda.left(library) == (0, 0)
 
 
@@ -192,17 +192,17 @@ def test_pages_come_and_go_without_a_context_and_with_one_where_the_driver_asks_
         monkeypatch.setenv("FAKE_CUDA_WANTS_CONTEXT", "1")
     driver = CudaDriver(PAGE, library=str(library))
     before = fake_cuda.elsewhere(library) if elsewhere else 0
-    handles, base = driver.create(2), driver.reserve(4 * PAGE)
-    descriptor = driver.export(int(handles[0]))
-    (again,) = driver.take([descriptor])
+    handles, base = driver.create_pages(2), driver.reserve(4 * PAGE)
+    descriptor = driver.export_handle(int(handles[0]))
+    (again,) = driver.import_handles([descriptor])
     os.close(descriptor)
     driver.map(base, places(0, 2), np.array([again, handles[1]], np.uint64))
     ctypes.memset(base + 2 * PAGE, 7, PAGE)
     driver.zero(base, places(2))
     assert ctypes.string_at(base + 2 * PAGE, 4) == bytes(4)
-    driver.settle()
+    driver.synchronize()
     driver.unmap(base, places(0, 2))
-    driver.release(np.array([again, *handles], np.uint64))
+    driver.release_handles(np.array([again, *handles], np.uint64))
     driver.free(base, 4 * PAGE)
     assert (fake_cuda.left(library), fake_cuda.depth(library)) == ((0, 0), before)
     driver.close()
@@ -212,10 +212,10 @@ def test_pages_come_and_go_without_a_context_and_with_one_where_the_driver_asks_
 def test_what_can_be_released_is_even_if_the_driver_refuses_one_with_a_fake_driver(
     driver: CudaDriver, library: Path
 ) -> None:
-    handles = driver.create(3)
+    handles = driver.create_pages(3)
     fake_cuda.fail(library, "cuMemRelease", 0, 999)
     with pytest.raises(PoolError, match=r"cuMemRelease: an error without a name \(999\)"):
-        driver.release(handles)
+        driver.release_handles(handles)
     assert fake_cuda.left(library) == (1, 0)
 
 
@@ -228,29 +228,29 @@ def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fa
     with created(path, driver) as memory:
 
         class Groups:
-            def back(self, groups: list[int]) -> bool:
-                return memory.back(places(*groups))
+            def map_groups(self, groups: list[int]) -> bool:
+                return memory.map_places(places(*groups))
 
-            def drop(self, groups: list[int]) -> None:
-                memory.drop(places(*groups))
+            def unmap_groups(self, groups: list[int]) -> None:
+                memory.unmap_places(places(*groups))
 
-            def settle(self) -> None:
-                memory.settle()
+            def synchronize(self) -> None:
+                memory.synchronize()
 
-        assert memory.back(places(0))
+        assert memory.map_places(places(0))
         _, parking = parking_of(Groups(), after=1)
-        driver.settle()
+        driver.synchronize()
         assert fake_cuda.settled(library) == 0, "nothing was computed yet, and no context is made for that"
-        parking.want(6)
+        parking.ensure_free(6)
         fake_cuda.work(library)
         with pytest.raises(PoolError, match="cuMemUnmap"):
-            memory.drop(places(1))
-        parking.began()
+            memory.unmap_places(places(1))
+        parking.note_scheduled()
         parking.shrink(1)
-        parking.began()
-        parking.ended()
+        parking.note_scheduled()
+        parking.note_ended()
         assert (fake_cuda.settled(library), memory.mapped) == (0, 2), "the next step is in flight, and has not ended"
-        parking.ended()
+        parking.note_ended()
         assert (fake_cuda.settled(library), memory.mapped) == (1, 1)
         fake_cuda.work(library)
         parking.sleep()
@@ -259,7 +259,7 @@ def test_pages_go_only_when_the_device_has_done_what_it_was_told_to_do_with_a_fa
 
 def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: CudaDriver) -> None:
     """Else the tests above would say nothing."""
-    base, (one, two) = driver.reserve(4 * PAGE), driver.create(2)
+    base, (one, two) = driver.reserve(4 * PAGE), driver.create_pages(2)
     first = np.array([one], np.uint64)
     driver.map(base, places(0), first)
     for wrong in (
@@ -269,18 +269,18 @@ def test_the_fake_driver_refuses_what_the_real_one_refuses(path: Path, driver: C
         lambda: driver.unmap(base, places(1)),
         lambda: driver.free(base, 4 * PAGE),
         lambda: driver.free(base, PAGE),
-        lambda: driver.release(places(77)),
-        lambda: driver.take([0]),
+        lambda: driver.release_handles(places(77)),
+        lambda: driver.import_handles([0]),
     ):
         with pytest.raises(PoolError, match="CUDA_ERROR_INVALID_VALUE"):
             wrong()
     with pytest.raises(DeviceFull, match=rf"room for {PAGES - 2} of {PAGES} pages"):
-        driver.create(PAGES)
-    driver.release(np.array([one, two], np.uint64))
+        driver.create_pages(PAGES)
+    driver.release_handles(np.array([one, two], np.uint64))
     with pytest.raises(DeviceFull, match=f"room for {PAGES - 1} of"):
-        driver.create(PAGES)  # what is mapped is held, handle or not
+        driver.create_pages(PAGES)  # what is mapped is held, handle or not
     driver.unmap(base, places(0))
-    driver.release(driver.create(PAGES))
+    driver.release_handles(driver.create_pages(PAGES))
     driver.free(base, 4 * PAGE)
 
 
@@ -345,7 +345,7 @@ def test_pages_outlive_the_engine_that_made_the_pool_with_a_fake_driver(
     code = "import sys, os, signal; from pathlib import Path; from tests.kvpool.test_cuda_pages import *\n"
     code += "driver = Driver(PAGE, library=sys.argv[2]); pool = kept_pool(Path(sys.argv[1]), driver, sys.argv[2])\n"
     code += "pool.join('serve', 'serving'); memory = CudaRange(pool, PAGES, driver, KeptPages(pool, driver))\n"
-    code += "assert memory.back(places(3)); ctypes.memmove(memory.address + 3 * PAGE, b'kv!!', 4)\n"
+    code += "assert memory.map_places(places(3)); ctypes.memmove(memory.address + 3 * PAGE, b'kv!!', 4)\n"
     code += "os.kill(os.getpid(), signal.SIGKILL)"
     command = [sys.executable, "-c", code, str(path), str(library)]
     assert subprocess.run(command, cwd=CSRC.parent, check=False).returncode == -signal.SIGKILL
@@ -354,7 +354,7 @@ def test_pages_outlive_the_engine_that_made_the_pool_with_a_fake_driver(
     assert (pool.view().free, pool.view().tenants) == (PAGES, ())
     pool.join("again", "serving")
     with CudaRange(pool, PAGES, driver, KeptPages(pool, driver)) as memory:
-        assert memory.back(np.arange(PAGES, dtype=np.uint64))
+        assert memory.map_places(np.arange(PAGES, dtype=np.uint64))
         found = [ctypes.string_at(memory.address + at * PAGE, 4) for at in range(PAGES)]
         assert found.count(b"kv!!") == 1, "it is the same memory"
     pool.close()
@@ -376,14 +376,14 @@ def test_without_its_keeper_an_engine_keeps_what_it_had_and_no_other_gets_any_wi
     other.join("roll", "rollout", budget=PAGES)
     mine = backend.range(pool, PAGES, "serving", scrub=False)
     theirs = backend.range(other, PAGES, "rollout", scrub=False)
-    assert theirs.back(places(0, 1))
+    assert theirs.map_places(places(0, 1))
     os.kill(keeper_of(path), signal.SIGKILL)
-    while page_keeper.kept(pool):
+    while page_keeper.is_keeper_alive(pool):
         time.sleep(0.01)
     assert page_keeper.socket_path(path).with_suffix(".log").exists()
-    assert not theirs.back(places(5)), "a page that it never had"
-    theirs.drop(places(0, 1))
-    assert mine.back(np.arange(PAGES, dtype=np.uint64)), "serving needs nobody"
+    assert not theirs.map_places(places(5)), "a page that it never had"
+    theirs.unmap_places(places(0, 1))
+    assert mine.map_places(np.arange(PAGES, dtype=np.uint64)), "serving needs nobody"
     with pytest.raises(ConfigError, match=r"does not answer.*start them anew"):
         backend.range(other, PAGES, "rollout", scrub=False)
     mine.close()
@@ -397,21 +397,21 @@ def test_a_keeper_ends_with_its_pool_and_the_memory_is_free_with_a_fake_driver(
 ) -> None:
     pool = kept_pool(path, driver, library, linger=0.1)
     with pytest.raises(DeviceFull):
-        driver.create(1)
+        driver.create_pages(1)
     deadline = time.monotonic() + 10
-    while page_keeper.kept(pool):
+    while page_keeper.is_keeper_alive(pool):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not page_keeper.socket_path(path).exists()
     while page_keeper.socket_path(path).with_suffix(".log").exists():  # a clean end leaves nothing
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    driver.release(driver.create(PAGES))
+    driver.release_handles(driver.create_pages(PAGES))
     pool.close()
     again = kept_pool(path, driver, library, pages=8)
     made_anew = kept_pool(path, driver, library, pages=4)
-    assert (made_anew.made, page_keeper.kept(again)) == (True, True)
-    driver.release(driver.create(PAGES - 4))
+    assert (made_anew.made, page_keeper.is_keeper_alive(again)) == (True, True)
+    driver.release_handles(driver.create_pages(PAGES - 4))
     again.close()
     made_anew.close()
 
@@ -465,13 +465,13 @@ def test_what_is_no_request_ends_the_connection_and_nothing_else_with_a_fake_dri
             assert socket.recv_fds(client, 16, 64)[1] == []
             assert client.recv(16) == b""
     pages = KeptPages(pool, driver)
-    assert np.count_nonzero(pages.take(np.arange(PAGES, dtype=np.uint64))) == pages.imported == PAGES
+    assert np.count_nonzero(pages.acquire_handles(np.arange(PAGES, dtype=np.uint64))) == pages.imported == PAGES
     pages.close()
     path.unlink()
-    while page_keeper.kept(pool):  # its pool was removed: it ends
+    while page_keeper.is_keeper_alive(pool):  # its pool was removed: it ends
         time.sleep(0.02)
     with pytest.raises(KeeperGone):
-        pages.take(places(0))
+        pages.acquire_handles(places(0))
 
 
 # -- for an engine -----------------------------------------------------------------------------------------------------

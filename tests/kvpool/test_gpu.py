@@ -64,14 +64,14 @@ def test_a_tensor_keeps_its_address_while_its_pages_come_and_go_on_a_gpu(path: P
     pool = backend.pool(path, 64)
     pool.join("serve", "serving")
     with backend.range(pool, 64, "serving", scrub=True) as memory:
-        assert memory.back(pages(8))
+        assert memory.map_places(pages(8))
         tensor = backend.tensor(memory.address, memory.bytes).view(64, PAGE_BYTES)
         assert (tensor.data_ptr(), tensor.device.type) == (memory.address, "cuda")
         for number in range(8):
             tensor[number].fill_(number)
         torch.cuda.synchronize()
-        memory.drop(pages(4))
-        assert memory.back(pages(8, 20))
+        memory.unmap_places(pages(4))
+        assert memory.map_places(pages(8, 20))
         assert int(tensor[20:28].abs().max()) == 0, "scrubbed"
         assert [int(tensor[number].max()) for number in range(4, 8)] == [4, 5, 6, 7]
         tensor[20:28].fill_(9)
@@ -92,7 +92,7 @@ backend = CudaBackend(PAGE_BYTES, 0, sys.argv[2])
 pool = backend.pool(Path(sys.argv[1]), 0)
 pool.join("roll", "rollout", budget=256)
 memory = backend.range(pool, 256, "rollout", scrub=False)
-assert memory.back(np.arange(256, dtype=np.uint64))
+assert memory.map_places(np.arange(256, dtype=np.uint64))
 tensor = backend.tensor(memory.address, memory.bytes)
 print("in", flush=True)
 while True:  # its kernels run when it is killed
@@ -113,11 +113,11 @@ def test_a_tenant_that_is_killed_gives_its_pages_and_their_memory_back_on_a_gpu(
             child = subprocess.Popen([sys.executable, "-c", _TENANT, str(path), supply], stdout=subprocess.PIPE)
             assert child.stdout is not None
             assert child.stdout.readline() == b"in\n"
-            assert not memory.back(pages(1))
+            assert not memory.map_places(pages(1))
             time.sleep(0.2)
             child.send_signal(signal.SIGKILL)
             deadline = time.monotonic() + 10
-            while not memory.back(pages(256)):
+            while not memory.map_places(pages(256)):
                 pool.reap()
                 assert time.monotonic() < deadline
             child.communicate()
@@ -126,7 +126,7 @@ def test_a_tenant_that_is_killed_gives_its_pages_and_their_memory_back_on_a_gpu(
             for _ in range(20):
                 assert int(tensor.max()) == 1, "somebody else's kernel wrote here"
             torch.cuda.synchronize()
-            memory.drop(pages(256))
+            memory.unmap_places(pages(256))
     pool.close()
 
 

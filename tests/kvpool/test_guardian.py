@@ -117,10 +117,10 @@ def test_a_burst_halves_the_budget_and_a_step_that_begins_gives_it_back(setup: S
         setup.tick()
     assert setup.tenant("roll").budget == 40, "calm does not give it back"
     assert setup.guardian.cuts == 1
-    assert setup.guardian.open().pages == 70, "what serving had at its peak a moment ago stays free"
+    assert setup.guardian.open_budget().pages == 70, "what serving had at its peak a moment ago stays free"
     assert setup.tenant("roll").budget == 70
     setup.tick(100.0)
-    assert setup.guardian.open().pages == 80, "a peak of long ago is forgotten"
+    assert setup.guardian.open_budget().pages == 80, "a peak of long ago is forgotten"
 
 
 def test_in_a_static_partition_each_keeps_its_part_whatever_serving_needs_until_it_ends(setup: Setup) -> None:
@@ -136,7 +136,7 @@ def test_in_a_static_partition_each_keeps_its_part_whatever_serving_needs_until_
     setup.pool.release(burst)
     assert setup.guardian.partition(0.0) == 100
     setup.tick(100.0)
-    assert setup.guardian.open().pages == 80, "the rules again"
+    assert setup.guardian.open_budget().pages == 80, "the rules again"
     assert setup.pool.view().headroom == 20
 
 
@@ -186,7 +186,7 @@ def test_several_rollout_engines_share_what_there_is(setup: Setup) -> None:
     for name in ("one", "two"):
         setup.rollout(name, polite if name == "two" else greedy)
         setup.tick()
-    setup.guardian.open()
+    setup.guardian.open_budget()
     assert setup.tenant("one").budget == setup.tenant("two").budget == 40
 
 

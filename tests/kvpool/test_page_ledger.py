@@ -231,11 +231,11 @@ def test_a_page_moves_to_another_range_with_its_content_unless_it_is_scrubbed(
     serving.join("serve", "serving")
     rollout.join("roll", "rollout", budget=1)
     with HostRange(serving, 3) as mine, HostRange(rollout, 5, scrub=scrub) as theirs:
-        assert mine.back(np.array([2], np.uint64))
+        assert mine.map_places(np.array([2], np.uint64))
         ctypes.memmove(mine.address + 2 * PAGE, b"kv!!", 4)
-        assert not theirs.back(np.array([4], np.uint64)), "the only page is serving's"
-        mine.drop(np.array([2], np.uint64))
-        assert theirs.back(np.array([4], np.uint64))
+        assert not theirs.map_places(np.array([4], np.uint64)), "the only page is serving's"
+        mine.unmap_places(np.array([2], np.uint64))
+        assert theirs.map_places(np.array([4], np.uint64))
         assert ctypes.string_at(theirs.address + 4 * PAGE, 4) == expected
 
 
@@ -245,14 +245,14 @@ def test_what_a_dead_tenant_left_is_scrubbed_too_whoever_gets_its_slot(path: Pat
     if not child:
         first = PagePool.open(path)
         memory = HostRange(first, 1)
-        if first.join("first", "rollout", budget=1) == 0 and memory.back(np.array([0], np.uint64)):
+        if first.join("first", "rollout", budget=1) == 0 and memory.map_places(np.array([0], np.uint64)):
             ctypes.memmove(memory.address, b"kv!!", 4)
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert second.join("second", "rollout", budget=1) == 0
     with HostRange(second, 1, scrub=True) as again:
-        assert again.back(np.array([0], np.uint64))
+        assert again.map_places(np.array([0], np.uint64))
         assert ctypes.string_at(again.address, 4) == b"\0\0\0\0"
 
 
@@ -261,7 +261,7 @@ def test_a_tenant_that_closed_its_pool_lives_until_its_last_page_is_unmapped(pat
     first, second = pool_of(path, 1), PagePool.open(path)
     first.join("first", "rollout", budget=1)
     memory = HostRange(first, 1)
-    memory.back(np.array([0], np.uint64))
+    memory.map_places(np.array([0], np.uint64))
     first.close()
     assert second.reap() == 0
     native_pages.library().rlc_range_free(memory.address, memory.bytes)
@@ -275,17 +275,17 @@ def test_a_mapped_page_cannot_be_released_and_a_place_without_one_faults(path: P
     other = PagePool.open(path)
     other.join("roll", "rollout", budget=1)
     assert other.acquire(1).size == 1
-    assert memory.back(np.array([0, 1], np.uint64))
+    assert memory.map_places(np.array([0, 1], np.uint64))
     pages = memory.pages_of(np.array([0, 1], np.uint64))
     assert sorted(ints(memory.places_of(pages))) == [0, 1]
     with pytest.raises(PoolError, match="still mapped"):
         pool.release(pages)
     for wrong, says in (([0], "has a page"), ([9], "below 4"), ([3, 3], "different")):
         with pytest.raises(ValueError, match=says):
-            memory.back(np.array(wrong, np.uint64))
+            memory.map_places(np.array(wrong, np.uint64))
     with pytest.raises(ValueError, match="without a page"):
-        memory.drop(np.array([2], np.uint64))
-    assert not memory.back(np.array([2, 3], np.uint64)), "there is one page left"
+        memory.unmap_places(np.array([2], np.uint64))
+    assert not memory.map_places(np.array([2, 3], np.uint64)), "there is one page left"
     assert pool.view().free == 1, "and it is still there"
     memory.close()
     other.close()
@@ -295,8 +295,10 @@ def test_a_mapped_page_cannot_be_released_and_a_place_without_one_faults(path: P
     code += "from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool\n"
     code += "from vllm_rlplugin.kvpool.pages.host_pages import HostRange\n"
     code += "p = PagePool.open(Path(sys.argv[1])); p.join('x', 'rollout', budget=4); m = HostRange(p, 2)\n"
-    code += "m.back(np.array([1], np.uint64)); ctypes.memset(m.address + 4096, 1, 4096); print('in', flush=True)\n"
-    code += "m.drop(np.array([1], np.uint64)); ctypes.memset(m.address + 4096, 1, 1)"
+    code += (
+        "m.map_places(np.array([1], np.uint64)); ctypes.memset(m.address + 4096, 1, 4096); print('in', flush=True)\n"
+    )
+    code += "m.unmap_places(np.array([1], np.uint64)); ctypes.memset(m.address + 4096, 1, 1)"
     child = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
     assert child.stdout == b"in\n"
     assert child.returncode == -signal.SIGSEGV
@@ -307,10 +309,10 @@ def test_free_memory_goes_back_to_the_system_and_reads_as_zeros(path: Path) -> N
     pool.join("serve", "serving")
     place = np.array([0], np.uint64)
     with HostRange(pool, 1) as memory:
-        memory.back(place)
+        memory.map_places(place)
         ctypes.memset(memory.address, 7, PAGE)
         held = path.stat().st_blocks
-        memory.drop(place)
+        memory.unmap_places(place)
         assert pool.trim(10) == 1
         assert path.stat().st_blocks < held
         assert pool.trim(10) == 0
@@ -327,10 +329,10 @@ def churn(path: Path, name: str) -> None:
     while True:
         if rng.random() < 0.6:
             places = [place for place in range(64) if place not in held][: rng.randrange(1, 9)]
-            if memory.back(np.array(places, np.uint64)):
+            if memory.map_places(np.array(places, np.uint64)):
                 held += places
         else:
-            memory.drop(np.array(held[:4], np.uint64))
+            memory.unmap_places(np.array(held[:4], np.uint64))
             held = held[4:]
 
 

@@ -31,11 +31,11 @@ DRIVER = Path(__file__).parents[1] / "support" / "kvpool_engine.py"
 
 
 def test_a_group_is_the_least_run_of_blocks_that_lies_in_whole_pages_of_every_layer() -> None:
-    layers = PageGeometry.of(16, [(0, 3072), (16 * 3072, 3072)], 4096)
+    layers = PageGeometry.from_regions(16, [(0, 3072), (16 * 3072, 3072)], 4096)
     assert (layers.group_blocks, layers.groups, layers.pages_a_group) == (4, 4, 6)
     assert [int(place) for place in layers.places([1])] == [3, 4, 5, 15, 16, 17]
     assert list(layers.blocks_of(1)) == [4, 5, 6, 7]
-    together = PageGeometry.of(6, [(0, 8192)], 4096)
+    together = PageGeometry.from_regions(6, [(0, 8192)], 4096)
     assert [int(place) for place in together.places([0, 2])] == [0, 1, 4, 5]
     every = layers.places(range(4))
     assert sorted(int(place) for place in every) == list(range(24))
@@ -45,9 +45,9 @@ def test_a_group_is_the_least_run_of_blocks_that_lies_in_whole_pages_of_every_la
 
 def test_blocks_that_do_not_lie_in_pages_say_how_many_would() -> None:
     with pytest.raises(ValueError, match=r"--num-gpu-blocks-override 16 \(a multiple of 4\)"):
-        PageGeometry.of(18, [(0, 3072), (18 * 3072, 3072)], 4096)
+        PageGeometry.from_regions(18, [(0, 3072), (18 * 3072, 3072)], 4096)
     with pytest.raises(ValueError, match="one group of pages"):
-        PageGeometry.of(4, [(0, 3072)], 4096)
+        PageGeometry.from_regions(4, [(0, 3072)], 4096)
 
 
 def test_the_runs_of_blocks_are_those_of_vllms_layouts_and_one_that_has_none_is_refused() -> None:
@@ -75,18 +75,18 @@ class Pages:
         self.free = groups
         self.mapped: set[int] = {0}
 
-    def back(self, groups: list[int]) -> bool:
+    def map_groups(self, groups: list[int]) -> bool:
         if len(groups) > self.free:
             return False
         self.free -= len(groups)
         self.mapped |= set(groups)
         return True
 
-    def drop(self, groups: list[int]) -> None:
+    def unmap_groups(self, groups: list[int]) -> None:
         self.mapped -= set(groups)
         self.free += len(groups)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing runs on a device."""
 
 
@@ -95,7 +95,7 @@ def parking_of(pages: Any, clock: list[float] | None = None, **options: Any) -> 
 
     pool = BlockPool(32, enable_caching=True, hash_block_size=16)
     at = clock if clock is not None else [0.0]
-    geometry = PageGeometry.of(32, [(0, 1024)], 4096)
+    geometry = PageGeometry.from_regions(32, [(0, 1024)], 4096)
     return pool, ParkedBlocks(pool, geometry, pages, backed=[0], now=lambda: at[0], keep=10.0, **options)
 
 
@@ -112,7 +112,7 @@ def test_only_blocks_with_pages_are_ever_handed_out() -> None:
             what = rng.random()
             if what < 0.4:
                 count = rng.randrange(1, 9)
-                if parking.want(count):
+                if parking.ensure_free(count):
                     held += pool.get_new_blocks(count)
             elif what < 0.7 and held:
                 rng.shuffle(held)
@@ -121,15 +121,15 @@ def test_only_blocks_with_pages_are_ever_handed_out() -> None:
             elif what < 0.8:
                 parking.shrink(rng.randrange(3))
             elif what < 0.9:
-                parking.look()
-            parking.began()
-            if parking.in_flight > ahead:
-                parking.ended()
+                parking.park_idle()
+            parking.note_scheduled()
+            if parking.steps_in_flight > ahead:
+                parking.note_ended()
             assert {block.block_id // 4 for block in held} <= pages.mapped
             assert 0 in pages.mapped
-            assert pool.num_gpu_blocks == 4 * parking.backed
-            assert pool.get_num_free_blocks() == 4 * parking.backed - len(held) - 1
-            assert parking.held == len(pages.mapped)
+            assert pool.num_gpu_blocks == 4 * parking.backed_groups
+            assert pool.get_num_free_blocks() == 4 * parking.backed_groups - len(held) - 1
+            assert parking.held_groups == len(pages.mapped)
         pool.free_blocks(held)
         assert pool.reset_prefix_cache()
 
@@ -138,53 +138,53 @@ def test_of_a_static_partition_no_more_groups_get_pages_than_belong_to_it() -> N
     pages = Pages(8)
     pool, parking = parking_of(pages)
     parking.most = 3
-    assert not parking.want(20)
-    assert (parking.backed, pool.get_num_free_blocks()) == (3, 11)
+    assert not parking.ensure_free(20)
+    assert (parking.backed_groups, pool.get_num_free_blocks()) == (3, 11)
     parking.most = 8
-    assert parking.want(20)
-    assert parking.backed == 6
+    assert parking.ensure_free(20)
+    assert parking.backed_groups == 6
 
 
 def test_pages_are_dropped_only_after_the_steps_that_were_in_flight() -> None:
     pages = Pages(5)
     _, parking = parking_of(pages)
-    assert parking.want(8)
-    parking.began()
-    parking.began()
+    assert parking.ensure_free(8)
+    parking.note_scheduled()
+    parking.note_scheduled()
     assert parking.shrink(1) == 1
     before = set(pages.mapped)
-    parking.began()
-    parking.look()
-    parking.ended()
+    parking.note_scheduled()
+    parking.park_idle()
+    parking.note_ended()
     assert pages.mapped == before, "a step that was scheduled before may still write there"
     with pytest.raises(RuntimeError, match="2 steps are in flight"):
         parking.sleep()
-    parking.ended()
+    parking.note_ended()
     assert len(pages.mapped) == len(before) - 1, "and not a step later"
 
 
 def test_pages_on_their_way_are_used_again_only_as_far_as_the_budget_goes() -> None:
     pages = Pages(5)
     _, parking = parking_of(pages)
-    assert parking.want(15)
-    parking.began()
+    assert parking.ensure_free(15)
+    parking.note_scheduled()
     assert parking.shrink(4) == 3
-    assert not parking.want(15, 2), "else what was cut would never be given back"
-    assert (parking.backed, parking.held) == (2, 4)
-    parking.ended()
-    assert (parking.backed, parking.held) == (2, 2)
+    assert not parking.ensure_free(15, 2), "else what was cut would never be given back"
+    assert (parking.backed_groups, parking.held_groups) == (2, 4)
+    parking.note_ended()
+    assert (parking.backed_groups, parking.held_groups) == (2, 2)
 
 
 def test_a_group_nobody_used_for_long_goes_back_and_a_used_one_stays() -> None:
     pages, clock = Pages(5), [0.0]
     pool, parking = parking_of(pages, clock=clock)
-    assert parking.want(9)
+    assert parking.ensure_free(9)
     blocks = pool.get_new_blocks(4)
     clock[0] = 9.0
-    parking.look()
-    assert parking.backed == 3
+    parking.park_idle()
+    assert parking.backed_groups == 3
     clock[0] = 11.0
-    parking.look()
+    parking.park_idle()
     used = {block.block_id // 4 for block in blocks}
     assert pages.mapped == used | {0}
 

@@ -105,7 +105,7 @@ def test_an_idle_serving_engine_lends_what_the_team_says_and_takes_it_back(
     wait_for(lambda: setup.used() == 32)
     code, found = said(capsys, "reclaim", "--pool", setup.name)
     assert (code, found) == (0, {"out": 2, "kept": 2, "killed": []})
-    guardian.open()
+    guardian.open_budget()
     time.sleep(0.1)
     assert setup.used() == 2, "the next RL step gives nothing of what was taken back"
     assert said(capsys, "lend", "--pool", setup.name, "--max", "0.5")[0] == 0
@@ -151,7 +151,7 @@ def test_the_status_says_what_is_lent_to_whom_and_what_became_of_the_slos(
     assert (found["rollouts"][0]["pid"], found["rollouts"][0]["tokens"]) == (child, 7)
     assert (found["slo"]["late_first"], found["slo"]["state"]["tpot_slack"]) == (2, None)
     assert found["lease"] is None
-    LeaseBook("a server", lease_path(setup.path)).take("run-007", "/its/metadata", "its key", 60)
+    LeaseBook("a server", lease_path(setup.path)).grant("run-007", "/its/metadata", "its key", 60)
     assert main(["lend", "--pool", setup.name, "--status"]) == 0
     text = capsys.readouterr().out
     for file in setup.path.parent.glob(f"{lease_path(setup.path).name}*"):
@@ -176,8 +176,8 @@ def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup)
     setup.pool.publish(ServingWords(ServingState(1.0, 0.07, busy=True), "dual", 9, 2, 1, 30, 4, 0).pack())
     metrics.refresh()
     metrics.refresh()
-    assert metrics.recent["lends"] is True
-    assert 0 <= metrics.recent["serving_now"] <= 1
+    assert metrics.recent_use["lends"] is True
+    assert 0 <= metrics.recent_use["serving_now"] <= 1
     found = registry.get_sample_value
     assert found(PREFIX + "admitted_tokens_total") == 7
     assert found(PREFIX + "late_first_tokens_by_rollouts_total") == 1
@@ -188,9 +188,9 @@ def test_the_metrics_are_those_of_the_pool_and_counters_never_fall(setup: Setup)
     os.waitpid(child, 0)
     setup.children.remove(child)
     setup.pool.reap()
-    pool_lending.lend(setup.pool, 0.0, None)
+    pool_lending.set_lent(setup.pool, 0.0, None)
     metrics.refresh()
-    assert metrics.recent["lends"] is False, "nothing for a run to borrow"
+    assert metrics.recent_use["lends"] is False, "nothing for a run to borrow"
     assert found(PREFIX + "admitted_tokens_total") == 7
     assert found(PREFIX + "pages_rollout") == 0
 

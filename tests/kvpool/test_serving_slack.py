@@ -19,10 +19,10 @@ from orchestrator.api import ConfigError, SharedDevice, WorkerStats
 from orchestrator.api.http import stats_from_json
 from orchestrator.policies.parallelism.learned_costs import LearnedCosts
 from orchestrator.policies.serving.admission import ServingState, Slo
-from vllm_rlplugin.kvpool.engine.step_costs import costs_of
+from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
-from vllm_rlplugin.kvpool.serving.neighbour_status import shared
+from vllm_rlplugin.kvpool.serving.neighbour_status import device_status
 from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
@@ -133,30 +133,30 @@ def test_what_is_said_comes_out_as_it_went_in_and_is_not_taken_for_something_els
 
 def test_an_arrival_is_published_at_once_with_the_slack_of_equation_1(setup: Setup) -> None:
     setup.at = 100.02
-    setup.meter.arrived(request("a", 400, arrival=100.0))
+    setup.meter.request_added(request("a", 400, arrival=100.0))
     found = setup.said()
     assert found.busy
     assert found.ttft_slack == pytest.approx(0.2 - 0.02 - 0.05)
     assert found.tpot_slack == math.inf
     assert found.arriving == pytest.approx(0.2 - 0.05 - 0.05), "one that comes now waits for this one"
-    setup.meter.arrived(request("b", 400, arrival=100.02))
+    setup.meter.request_added(request("b", 400, arrival=100.02))
     assert setup.said().ttft_slack == pytest.approx(min(0.13, 0.2 - 0.1))
 
 
 def test_a_step_is_published_with_its_end_and_a_token_with_the_slack_of_equation_2(setup: Setup) -> None:
     first = request("a", 400, arrival=100.0)
-    setup.meter.arrived(first)
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.request_added(first)
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
     first.num_computed_tokens = 400
     assert setup.said().step_end == pytest.approx(100.05)
     setup.at = 100.06
     first.num_output_tokens, first.num_tokens = 1, 401
-    setup.meter.ended()
+    setup.meter.step_ended()
     found = setup.said()
     assert found.step_end == 0.0
     assert found.ttft_slack == math.inf
     assert found.tpot_slack == pytest.approx(0.05 - 0.006)
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     assert setup.said().tpot_slack == pytest.approx(0.05 - 0.006), "it stands while the step runs"
     assert (setup.meter.latest.firsts, setup.meter.latest.late_first) == (1, 0)
 
@@ -164,23 +164,23 @@ def test_a_step_is_published_with_its_end_and_a_token_with_the_slack_of_equation
 def test_of_two_steps_under_way_each_token_has_the_slack_of_the_step_that_makes_it(setup: Setup) -> None:
     """Async scheduling: the second step is scheduled before the first is over."""
     first = request("a", 400, arrival=100.0)
-    setup.meter.arrived(first)
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.request_added(first)
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
     setup.at = 100.06
     first.num_output_tokens, first.num_tokens, first.num_computed_tokens = 1, 401, 400
-    setup.meter.ended()
+    setup.meter.step_ended()
     first.num_output_placeholders = 1
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     alone = setup.said().tpot_slack
     assert alone == pytest.approx(0.05 - 0.006)
     first.num_output_placeholders = 2
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     assert setup.said().step_end == pytest.approx(100.072), "one after the other"
     assert setup.said().tpot_slack == pytest.approx(alone), "the next token does not wait for the second step"
     late = request("b", 1000, arrival=100.06)
-    setup.meter.arrived(late)
+    setup.meter.request_added(late)
     setup.meter._steps.pop()
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1000}))
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1000}))
     assert setup.said().tpot_slack == pytest.approx(0.1 - 0.006 - 0.116), "the second takes longer than the SLO"
 
 
@@ -192,38 +192,38 @@ def test_a_step_costs_what_it_ran_and_not_what_it_waited_for_the_one_before(setu
         setup.pool, costs, Slo(0.2, 0.05), "dual", rollouts=lambda: (setup.slot,), now=lambda: setup.at
     )
     first = request("a", 400, arrival=100.0)
-    meter.arrived(first)
+    meter.request_added(first)
     setup.other.publish(RolloutWords(busy=0.0).pack())
-    meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
     first.num_output_placeholders = 2  # as vLLM counts when the next step is scheduled before the first token is there
     setup.at = 100.01
-    meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     setup.other.publish(RolloutWords(busy=0.02).pack())
     setup.at = 100.05
     first.num_output_tokens = 1
-    meter.ended()
+    meter.step_ended()
     setup.at = 100.056
-    meter.ended()
+    meter.step_ended()
     assert [(tokens, batch, shared) for tokens, batch, _, shared in seen] == [(400, 0, True), (0, 1, False)]
     assert [seconds for _, _, seconds, _ in seen] == pytest.approx([0.05, 0.006])
 
 
 def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_without(setup: Setup) -> None:
     first = request("a", 400, outputs=0, arrival=100.0)
-    setup.meter.arrived(first)
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.request_added(first)
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
     setup.other.publish(RolloutWords(running=True, begun=100.0).pack())
     setup.at = 100.25
     setup.other.publish(RolloutWords(busy=0.08).pack())
     first.num_output_tokens = 1
-    setup.meter.ended()
+    setup.meter.step_ended()
     latest = setup.meter.latest
     assert (latest.firsts, latest.late_first, latest.blamed_first) == (1, 1, 1)
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     setup.at = 100.40
     setup.other.publish(RolloutWords(busy=0.10).pack())
     first.num_output_tokens = 2
-    setup.meter.ended()
+    setup.meter.step_ended()
     latest = setup.meter.latest
     assert (latest.nexts, latest.late_next, latest.blamed_next) == (1, 1, 0), "100 ms late, rollouts ran 20 ms of it"
 
@@ -231,17 +231,17 @@ def test_a_late_token_is_blamed_on_rollouts_only_if_it_would_have_been_in_time_w
 def test_a_run_is_told_what_its_worker_has_of_the_device_and_what_serving_can_spare(setup: Setup) -> None:
     lent = {"pages": 0, "budget": 8, "page_bytes": 4096, "serving_pages": 0, "pool_pages": 16}
     setup.pool.set_budget(setup.slot, 8, 1)
-    assert shared(setup.other, setup.slot) == lent, "serving has not said anything yet"
+    assert device_status(setup.other, setup.slot) == lent, "serving has not said anything yet"
     assert setup.other.acquire(3).size == 3
-    setup.meter.arrived(request("a", 400, arrival=100.0))
-    busy = shared(setup.other, setup.slot)
+    setup.meter.request_added(request("a", 400, arrival=100.0))
+    busy = device_status(setup.other, setup.slot)
     assert busy is not None
     assert (busy["pages"], busy["tpot_slack"]) == (3, None)
     assert busy["ttft_slack"] == pytest.approx(0.2 - 0.05)
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 400}))
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 400}))
     setup.at = 100.25
-    setup.meter.ended()
-    late = shared(setup.other, setup.slot)
+    setup.meter.step_ended()
+    late = device_status(setup.other, setup.slot)
     assert late is not None
     assert late["ttft_slack"] < 0
     read = stats_from_json(
@@ -250,7 +250,7 @@ def test_a_run_is_told_what_its_worker_has_of_the_device_and_what_serving_can_sp
     assert read.shared == SharedDevice(**late)
     setup.other.release(np.flatnonzero(setup.other.owners() == setup.slot).astype(np.uint64))
     setup.other.leave()
-    assert shared(setup.pool, setup.slot) is None
+    assert device_status(setup.pool, setup.slot) is None
 
 
 def test_a_prefiller_counts_no_decodes_and_a_decoder_no_first_tokens(setup: Setup) -> None:
@@ -258,36 +258,36 @@ def test_a_prefiller_counts_no_decodes_and_a_decoder_no_first_tokens(setup: Setu
         meter = ServingMeter(
             setup.pool, Known(), Slo(0.2, 0.05), "dual", phase=phase, rollouts=lambda: (1,), now=lambda: setup.at
         )
-        meter.arrived(request("a", 100, arrival=setup.at))
+        meter.request_added(request("a", 100, arrival=setup.at))
         decoding = request("b", 100, arrival=setup.at)
-        meter.arrived(decoding)
-        meter.began(SimpleNamespace(num_scheduled_tokens={"b": 100}))
+        meter.request_added(decoding)
+        meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"b": 100}))
         decoding.num_output_tokens = 1
-        meter.ended()
-        state = meter.state(setup.at)
+        meter.step_ended()
+        state = meter.serving_state(setup.at)
         assert (state.ttft_slack < math.inf, state.tpot_slack < math.inf) == (ttft, tpot)
         assert state.waiting == ttft, "a decoder's prompts have their first tokens from elsewhere"
 
 
 def test_nothing_is_lent_of_what_was_never_measured(setup: Setup) -> None:
     meter = ServingMeter(setup.pool, LearnedCosts(math.inf), Slo(), "dual", rollouts=lambda: (1,), now=lambda: setup.at)
-    meter.arrived(request("a", 100, arrival=setup.at))
-    assert meter.state(setup.at).ttft_slack == -math.inf
+    meter.request_added(request("a", 100, arrival=setup.at))
+    assert meter.serving_state(setup.at).ttft_slack == -math.inf
 
 
 def test_an_idle_engine_says_so_by_itself(setup: Setup) -> None:
-    setup.meter.idle()
+    setup.meter.publish_idle()
     assert not setup.said().busy
     assert setup.said().arriving == pytest.approx(0.1), "half of the SLO while no prompt was ever seen"
 
 
 def test_a_prompt_that_is_aborted_before_its_first_token_is_not_waited_for(setup: Setup) -> None:
     prompt = request("a", 400, arrival=setup.at)
-    setup.meter.arrived(prompt)
-    setup.meter.idle()
+    setup.meter.request_added(prompt)
+    setup.meter.publish_idle()
     assert setup.said().waiting, "it is still there"
     prompt.is_finished = lambda: True
-    setup.meter.idle()
+    setup.meter.publish_idle()
     assert (setup.said().busy, setup.said().waiting) == (False, False)
 
 
@@ -298,20 +298,20 @@ def test_no_step_runs_before_serving_has_said_anything_and_each_is_cut_to_what_i
     setup.stock.add("r", 10_000)
     assert setup.step().total_num_scheduled_tokens == 0
     assert setup.slept > 0
-    setup.meter.idle()
+    setup.meter.publish_idle()
     output = setup.step()
     assert output.total_num_scheduled_tokens == 512
     assert setup.step().total_num_scheduled_tokens == 0, "one at a time"
     setup.at += 0.07
-    setup.turns.ended(output)
+    setup.turns.step_ended(output)
     prompt = request("a", 800, arrival=setup.at)
-    setup.meter.arrived(prompt)
+    setup.meter.request_added(prompt)
     assert setup.step().total_num_scheduled_tokens == 0
     assert setup.turns.reason == "a prompt of serving waits"
-    setup.meter.began(SimpleNamespace(num_scheduled_tokens={"a": 800}))
+    setup.meter.step_scheduled(SimpleNamespace(num_scheduled_tokens={"a": 800}))
     assert setup.step().total_num_scheduled_tokens == 0, "it is prefilled, and has no token yet"
     prompt.num_computed_tokens, prompt.num_output_tokens = 800, 1
-    setup.meter.ended()
+    setup.meter.step_ended()
     expected = 0.05 - 0.006 - 0.002
     output = setup.step()
     assert 0 < output.total_num_scheduled_tokens < 512
@@ -337,10 +337,10 @@ def test_a_serving_engine_that_comes_while_a_batch_is_in_flight_waits_for_that_o
     setup.pool.publish(ServingWords(ServingState(setup.at), "none").pack())
     first, second = setup.step(), setup.step()
     assert (first.total_num_scheduled_tokens, second.total_num_scheduled_tokens) == (2048, 2048)
-    setup.turns.ended(first)
-    setup.meter.idle()
+    setup.turns.step_ended(first)
+    setup.meter.publish_idle()
     assert setup.step().total_num_scheduled_tokens == 0, "one is in flight still"
-    setup.turns.ended(second)
+    setup.turns.step_ended(second)
     assert setup.step().total_num_scheduled_tokens == 512
 
 
@@ -357,13 +357,13 @@ def test_mode_none_is_stock(setup: Setup) -> None:
 
 
 def test_a_dry_run_computes_nothing_and_counts_what_it_would_have(setup: Setup) -> None:
-    setup.meter.idle()
+    setup.meter.publish_idle()
     setup.pool.control(ControlWord.DRY, 1)
     setup.stock.add("r", 10_000)
     for _ in range(100):
         setup.at += 0.001
         assert setup.step().total_num_scheduled_tokens == 0
-    told = setup.turns.told()
+    told = setup.turns.words()
     assert told.dry
     assert told.tokens == 0
     assert told.would == 2 * 512, "a chunk takes 61 ms"
@@ -379,20 +379,20 @@ def test_what_makes_no_progress_for_two_seconds_is_handed_back_once(setup: Setup
     for _ in range(30):
         setup.at += 0.1
         moving.num_output_tokens += 1
-        handed += setup.turns.to_hand_back(set())
+        handed += setup.turns.requests_to_hand_back(set())
         for name in handed:
             setup.stock.requests.pop(name, None)
     assert handed == ["slow"]
-    assert setup.turns.told().stalls == 1
-    assert setup.turns.to_hand_back({"moving"}) == ["moving"], "its pages were taken: at once"
+    assert setup.turns.words().stalls == 1
+    assert setup.turns.requests_to_hand_back({"moving"}) == ["moving"], "its pages were taken: at once"
 
 
 def test_after_a_pause_nothing_counts_as_stalled(setup: Setup) -> None:
     setup.stock.add("r", 100, outputs=5)
     setup.step()
-    assert setup.turns.to_hand_back(set()) == []
+    assert setup.turns.requests_to_hand_back(set()) == []
     setup.at += 10.0
-    assert setup.turns.to_hand_back(set()) == []
+    assert setup.turns.requests_to_hand_back(set()) == []
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
@@ -440,15 +440,15 @@ def write_profile(path: Path, **key: str) -> str:
 def test_a_profile_of_this_engine_is_used_and_one_of_another_device_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     options = PluginOptions(kv_pool="a", kv_pool_profile=write_profile(path))
-    costs = costs_of(config_of(), options, unknown=1.0, slo=Slo(0.1, 0.05))
+    costs = load_costs(config_of(), options, unknown=1.0, slo=Slo(0.1, 0.05))
     assert costs.prefill(100) == pytest.approx(0.03)
     with pytest.raises(ConfigError, match="cannot be kept even alone: a prompt of 1 tokens"):
-        costs_of(config_of(), options, unknown=1.0, slo=Slo(0.02, 0.05))
+        load_costs(config_of(), options, unknown=1.0, slo=Slo(0.02, 0.05))
     with pytest.raises(ConfigError, match=r"its model is .*, here it is 'Other"):
-        costs_of(config_of("Other"), options, unknown=1.0)
+        load_costs(config_of("Other"), options, unknown=1.0)
     write_profile(path, device="H100")
     with pytest.raises(ConfigError, match="its device is 'H100', here it is"):
-        costs_of(config_of(), options, unknown=1.0)
+        load_costs(config_of(), options, unknown=1.0)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no profile that can be read"):
-        costs_of(config_of(), options, unknown=1.0)
+        load_costs(config_of(), options, unknown=1.0)

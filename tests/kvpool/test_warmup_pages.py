@@ -25,11 +25,11 @@ def test_the_small_cache_that_graphs_are_measured_with_is_vllms_own(monkeypatch:
     found = SimpleNamespace(additional_config={KEY: {"kv_pool": "measured"}}, cache_config=cache)
     monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: found)
     asked: list[Any] = []
-    answer = pool_engine.allocate(
+    answer = pool_engine.allocate_kv_cache(
         lambda *given: asked.append(given) or "stock", "config", torch.device("cuda", 0), "layout", [16]
     )
     assert (answer, asked) == ("stock", [("config", torch.device("cuda", 0), "layout", [16])])
-    assert pool_engine.current() is None
+    assert pool_engine.current_pool() is None
 
 
 @pytest.mark.engine

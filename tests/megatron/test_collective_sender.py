@@ -83,13 +83,13 @@ class Taken:
 
     def _run(self, version: int, meetings: list[Meeting], place: int, limit: float) -> None:
         try:
-            coming = self.receiver.open(version, meetings, place, limit)
+            coming = self.receiver.join_version(version, meetings, place, limit)
             names = [f"{key.tensor}:{key.start}" for key in coming.shards]
 
             def use(number: int, data: Any) -> None:
                 self.shards[names[number]] = data.tobytes()
 
-            self.content = f"{coming.receive(use):016x}"
+            self.content = f"{coming.receive_shards(use):016x}"
         except Exception as error:  # noqa: BLE001  the test looks at it
             self.error = error
 
@@ -169,13 +169,13 @@ import os, signal, sys
 sys.path[:0] = {path!r}
 import torch
 from orchestrator.api import Meeting
-from vllm_rlplugin.weights.collective_receiver import Receiver
-coming = Receiver(torch.device("cpu"), 0).open(1, [Meeting(*{meeting!r})], {place}, 20.0)
+from vllm_rlplugin.weights.collective_receiver import CollectiveReceiver
+coming = CollectiveReceiver(torch.device("cpu"), 0).join_version(1, [Meeting(*{meeting!r})], {place}, 20.0)
 print("joined", flush=True)
 def use(place, data):
     if place == 3:
         os.kill(os.getpid(), {fate})
-coming.receive(use)
+coming.receive_shards(use)
 """
 
 
@@ -292,8 +292,8 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
 
     def received(version: int, limit: float = LIMIT) -> dict[str, Any]:
         meeting = source.begin(version, 1, limit, True)
-        fetcher.receive(version, plan, [meeting], 1, limit)
-        while (state := fetcher.state())["state"] == "fetching":
+        fetcher.start_receive(version, plan, [meeting], 1, limit)
+        while (state := fetcher.fetch_state())["state"] == "fetching":
             time.sleep(0.01)
         source.finish()
         return state
@@ -304,14 +304,14 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
 
     state = received(4)
     assert (state["state"], state["version"], state["checksum"]) == ("ready", 4, as_published(shards))
-    fetcher.receive(
+    fetcher.start_receive(
         4, plan, [Meeting("gone", "gloo", "127.0.0.1:1", 1)], 1, LIMIT
     )  # told twice: nothing more is awaited
-    fetcher.begin(4, plan)  # as UPDATE does: it is at hand, though the relay has nothing yet
-    sent = fetcher.take(4, plan)
+    fetcher.start_fetch(4, plan)  # as UPDATE does: it is at hand, though the relay has nothing yet
+    sent = fetcher.take_staged(4, plan)
     assert isinstance(sent, StagedVersion)
     publish(5)
-    relayed = fetcher.take(5, plan)
+    relayed = fetcher.take_staged(5, plan)
     assert isinstance(relayed, StagedVersion)
     assert (sent.checksum, sent.bytes) == (relayed.checksum, relayed.bytes)
     assert sent.tensors.keys() == relayed.tensors.keys() == {"w", "norm"}
@@ -325,11 +325,11 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
     assert state["state"] == "failed"
     assert "the group with the trainer failed" in state["error"]
     assert source.error == "version 6: norm was announced, and is not there"
-    refused = fetcher.take(6, plan)
+    refused = fetcher.take_staged(6, plan)
     assert isinstance(refused, FetchRefusal)
     assert refused.retryable
     publish(6)
-    assert isinstance(fetcher.take(6, plan), StagedVersion)
+    assert isinstance(fetcher.take_staged(6, plan), StagedVersion)
     # Weights of another model are refused before any of them is staged, and the sender is not left waiting.
     source._shards = lambda: iter(shards)
     from vllm_rlplugin.weights.checkpoint_mapping import TensorSpec

@@ -53,7 +53,7 @@ from orchestrator.api import CommandError, GenerationRequest, Meeting, Retryable
 lines = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 order = json.loads(sys.argv[1])
-stock = staging.Staging._add
+stock = staging.VersionStaging._add_tensor
 dying = []
 
 def add(self, region, data):
@@ -61,7 +61,7 @@ def add(self, region, data):
         os.kill(os.getpid(), signal.SIGKILL)
     stock(self, region, data)
 
-staging.Staging._add = add
+staging.VersionStaging._add_tensor = add
 
 async def main():
     worker = EngineWorker(**order)
@@ -497,8 +497,10 @@ def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: 
             time.sleep(0.1)
         told = [json.loads(file.read_text()) for file in files]
         received: dict[str, bytes] = {}
-        coming = CollectiveReceiver(torch.device("cpu"), 0).open(0, [Meeting(*place) for _, place in told], 1, 60.0)
-        content = coming.receive(lambda n, data: received.__setitem__(label(coming.shards[n]), data.tobytes()))
+        coming = CollectiveReceiver(torch.device("cpu"), 0).join_version(
+            0, [Meeting(*place) for _, place in told], 1, 60.0
+        )
+        content = coming.receive_shards(lambda n, data: received.__setitem__(label(coming.shards[n]), data.tobytes()))
         assert [f"{content:016x}"] * 2 == [published for published, _ in told]
         subscriber = Subscriber(endpoint)
         manifest = subscriber.manifest(0)

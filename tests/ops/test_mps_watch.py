@@ -45,7 +45,7 @@ def control(folder: Path, tmp_path: Path) -> MpsControl:
 
 def enter(percentage: int = 30, library: str = A_LIBRARY) -> dict[str, str]:
     environment: dict[str, str] = {}
-    mps_client.enter(POOL, percentage, environment, library=library)
+    mps_client.join_mps(POOL, percentage, environment, library=library)
     return environment
 
 
@@ -92,13 +92,13 @@ def test_what_cannot_be_under_mps_is_one_error_that_says_why(folder: Path, contr
     with pytest.raises(ConfigError, match=r"there is no driver here \(libcuda-not-here\.so") as caught:
         enter(library="libcuda-not-here.so")
     assert caught.value.field == "kv_pool_mps"
-    mps_client.check(0, "cpu", {})
+    mps_client.check_mps(0, "cpu", {})
     assert enter(0, "libcuda-not-here.so") == {}
     with pytest.raises(ConfigError, match="this engine computes on cpu"):
-        mps_client.check(30, "cpu", {})
+        mps_client.check_mps(30, "cpu", {})
     with pytest.raises(ConfigError, match="CUDA started without it"):
-        mps_client.check(30, "cuda", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "40"})
-    mps_client.check(30, "cuda", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30"})
+        mps_client.check_mps(30, "cuda", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "40"})
+    mps_client.check_mps(30, "cuda", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30"})
     for percentage in (-1, 101):
         with pytest.raises(ConfigError, match="from 1 to 100 per cent"):
             PluginOptions(kv_pool=POOL, kv_pool_mps=percentage)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.policies.serving.judge_residency import JudgeMemory, pass_seconds, plan, spread
 from vllm_rlplugin.judge import streamed_model
-from vllm_rlplugin.judge.layer_store import ALIGN, HostLayers, ThreadMover, layout
+from vllm_rlplugin.judge.layer_store import ALIGN, HostLayers, ThreadMover, make_layout
 from vllm_rlplugin.judge.streamed_model import StreamedModel
 
 LAYERS, VOCABULARY = 6, 97
@@ -153,7 +153,7 @@ def test_the_next_layers_are_on_their_way_while_one_computes(monkeypatch: pytest
         made.append(SlowMover(count, size))
         return made[-1]
 
-    monkeypatch.setattr(streamed_model, "mover", mover)
+    monkeypatch.setattr(streamed_model, "make_mover", mover)
     judge = StreamedModel(qwen(), buffers=2)
     judge.arrange(spread(judge.memory, 10, 0, 2))
     assert torch.equal(judge.forward(torch.tensor([PROMPT])).logits, expected[0])
@@ -166,7 +166,7 @@ def test_a_layers_tensors_are_laid_out_without_overlap(tmp_path: Path) -> None:
         "b": torch.ones(3, 7, dtype=torch.bfloat16),
         "c": torch.zeros(1),
     }
-    slots, size = layout(tensors)
+    slots, size = make_layout(tensors)
     assert [slot.offset for slot in slots.values()] == [0, ALIGN, 2 * ALIGN]
     assert size == 3 * ALIGN
     for file in (None, tmp_path / "shared"):

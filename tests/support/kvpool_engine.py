@@ -29,7 +29,7 @@ def main() -> None:
     plugin = settings.pop("plugin")
     if "fake_driver" in plugin:
         on_fake_driver(plugin.pop("fake_driver"))
-    mps_client.enter(plugin.get("kv_pool", ""), plugin.get("kv_pool_mps", 0), os.environ)
+    mps_client.join_mps(plugin.get("kv_pool", ""), plugin.get("kv_pool_mps", 0), os.environ)
     prepare_process(1, bool(plugin.get("kv_pool")))
     if settings.pop("run_ahead", False):
         sys.path.insert(0, os.path.dirname(__file__))

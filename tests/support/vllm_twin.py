@@ -326,8 +326,8 @@ class TwinServer:
             self.client,
             LIMITS,
             translate=translate,
-            observe_completion=metrics.completion,
-            observe_update=metrics.phase,
+            observe_completion=metrics.observe_completion,
+            observe_update=metrics.observe_phase,
         )
         self.metrics = metrics
         await self.worker.open(ENDPOINT if relay else None)

@@ -253,9 +253,9 @@ def test_movers_of_two_workers_speak_tls_in_a_network_and_plainly_on_loopback(go
 
     async def moved(source: KvMover, target: KvMover) -> tuple[str, str, int]:
         try:
-            source.load()
-            target.load()
-            place = source.open()
+            source.load_carrier()
+            target.load_carrier()
+            place = source.start_listener()
             found = await target.fetch(KvMove("t", tuple(range(320)), place, 5.0))
             return place, found.why, found.moved
         finally:
@@ -271,9 +271,9 @@ def test_movers_of_two_workers_speak_tls_in_a_network_and_plainly_on_loopback(go
     allowed = mover(SYSTEM, host=OWN, allow_plain=True)
     assert asyncio.run(moved(allowed, mover(SYSTEM)))[1].startswith("plain")
     with pytest.raises(ConfigError, match=r"kv_transfer\.host"):
-        mover(SYSTEM, host=OWN).load()
+        mover(SYSTEM, host=OWN).load_carrier()
     with pytest.raises(ConfigError, match=r"tls\.authority"):
-        mover(Tls(authority=str(tmp_path / "none"))).load()
+        mover(Tls(authority=str(tmp_path / "none"))).load_carrier()
 
 
 def test_a_config_says_it_before_anything_starts(good: Tls) -> None:
@@ -310,7 +310,7 @@ def test_a_server_takes_the_certificate_of_its_own_https(good: Tls) -> None:
 
     for host, plain, fine in (("127.0.0.1", False, True), ("10.0.0.5", False, False), ("10.0.0.5", True, True)):
         args = flags(rl_kv_host=host, rl_kv_allow_plain=plain)
-        options = FrontendOptions.of(args)
+        options = FrontendOptions.from_args(args)
         if fine:
             options.check_kv(args)
             continue

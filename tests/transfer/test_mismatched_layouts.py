@@ -91,7 +91,7 @@ def main():
     from vllm.inputs import tokens_input
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm_rlplugin.weights.version_agreement import agree
+    from vllm_rlplugin.weights.version_agreement import find_disagreement
 
     name, tp = sys.argv[3], int(sys.argv[4])
     vllm_rlplugin.register_backend()
@@ -127,7 +127,8 @@ def main():
         reports = rpc("rl_report")
         verified = rpc("rl_verify")
         say(f"{name}-{version}", json.dumps({
-            "reports": reports, "agree": agree(reports), "verified": [[part["state"], part["mismatches"]] for part in verified],
+            "reports": reports, "agree": find_disagreement(reports),
+            "verified": [[part["state"], part["mismatches"]] for part in verified],
             "slices": [part["slices"] for part in verified], "before": while_fetching, "after": answers()}))
     made.engine_core.shutdown()
 

@@ -208,13 +208,13 @@ def test_a_run_activates_its_servers_and_leaves_them_inactive_at_the_end_if_told
             await activation.deactivate()
             (worker,) = served_workers.workers(config, endpoint)
             await served_workers.start([worker], EventLog(sink, asyncio.get_running_loop().time))
-            assert activation.told()["state"] == "active"
+            assert activation.status()["state"] == "active"
             (event,) = [row for row in map(json.loads, sink.lines[life:]) if row["kind"] == "activated"]
             assert (event["worker"], event["weights_bytes"]) == (server.url, 1000)
             assert event["activation_seconds"] >= 0
             await worker.add([turn("unfinished", 500)])
             await worker.close()
-            assert activation.told()["state"] == "inactive"
+            assert activation.status()["state"] == "inactive"
             assert not server.worker.busy
         await activation.deactivate()
         server.client.pages = False
@@ -233,7 +233,7 @@ import json, os, sys
 from pathlib import Path
 folder, name = Path(sys.argv[1]), sys.argv[2]
 from orchestrator.transfer import Publisher, RelayEndpoint
-from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
+from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 from scripts.bench.probes.vllm.recompute_probe import publish, write_tiny_qwen3
 from orchestrator.api import GenerationRequest, Sampling
 from vllm_rlplugin.sleep import host_offload as away
@@ -247,7 +247,7 @@ publisher.reset()
 for version, tensors in ((1, second), (2, first)):
     publish(publisher, version, tensors)
 plugin = {"kv_pool": name, "kv_pool_mib": 4, "kv_pool_page_kib": 32, "kv_pool_budget_mib": 4}
-engine = Engine(EngineOptions(model=str(folder / "model1"), kv_cache_mb=2, relay=endpoint.to_dict(), plugin=plugin),
+engine = InprocessEngine(EngineOptions(model=str(folder / "model1"), kv_cache_mb=2, relay=endpoint.to_dict(), plugin=plugin),
                 time.monotonic)
 core = engine._core
 

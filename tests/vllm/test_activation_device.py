@@ -45,7 +45,7 @@ ROLLOUT = PluginOptions(kv_pool="p")
 def test_a_rollout_engine_of_a_pool_on_a_gpu_is_started_with_sleep_mode_and_no_other(
     options: PluginOptions, on_cpu: bool, expected: dict[str, Any]
 ) -> None:
-    assert sleep_options.engine_arguments(options, {}, on_cpu=on_cpu) == expected
+    assert sleep_options.sleep_mode_arguments(options, {}, on_cpu=on_cpu) == expected
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -53,14 +53,14 @@ def test_expandable_segments_end_its_start_with_the_variable_named(name: str) ->
     value = "max_split_size_mb:512,expandable_segments:True"
     model = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
     for start in (
-        lambda: sleep_options.engine_arguments(ROLLOUT, {name: value}, on_cpu=False),
-        lambda: sleep_options.check(ROLLOUT, model, {name: value}),
+        lambda: sleep_options.sleep_mode_arguments(ROLLOUT, {name: value}, on_cpu=False),
+        lambda: sleep_options.check_sleep_mode(ROLLOUT, model, {name: value}),
     ):
         with pytest.raises(ConfigError, match="take expandable_segments out") as caught:
             start()
         assert (caught.value.field, caught.value.value) == (name, value)
-    assert sleep_options.engine_arguments(ROLLOUT, {name: "max_split_size_mb:512"}, on_cpu=False)
-    sleep_options.check(PluginOptions(kv_pool="p", kv_pool_role="serving"), model, {name: value})
+    assert sleep_options.sleep_mode_arguments(ROLLOUT, {name: "max_split_size_mb:512"}, on_cpu=False)
+    sleep_options.check_sleep_mode(PluginOptions(kv_pool="p", kv_pool_role="serving"), model, {name: value})
 
 
 def test_vllm_serve_sets_it_for_a_cuda_build_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +85,9 @@ def test_an_engine_without_sleep_mode_or_with_another_kind_says_why_its_weights_
         found = {"enable_sleep_mode": True, "sleep_mode_backend": "cumem", **config}
         return SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(**found)))
 
-    assert cuda_sleep.why_not(worker()) == ""
-    assert "--enable-sleep-mode" in cuda_sleep.why_not(worker(enable_sleep_mode=False))
-    assert "--sleep-mode-backend criu" in cuda_sleep.why_not(worker(sleep_mode_backend="criu"))
+    assert cuda_sleep.sleep_mode_obstacle(worker()) == ""
+    assert "--enable-sleep-mode" in cuda_sleep.sleep_mode_obstacle(worker(enable_sleep_mode=False))
+    assert "--sleep-mode-backend criu" in cuda_sleep.sleep_mode_obstacle(worker(sleep_mode_backend="criu"))
 
 
 # -- the front end -----------------------------------------------------------------------------------------------------
@@ -127,10 +127,10 @@ class Weights:
         live = zip(self._model.parameters(), self.expected, strict=True)
         return ["a weight"] if not all(torch.equal(one, other) for one, other in live) else []
 
-    def plan(self) -> Any:
+    def make_plan(self) -> Any:
         return SimpleNamespace(mapping=object() if self.mapped else None)
 
-    def leave(self, *, dropped: bool) -> None:
+    def stop_reading(self, *, dropped: bool) -> None:
         self.dropped = dropped
 
 
@@ -185,16 +185,16 @@ def test_all_of_a_worker_leaves_and_comes_back_even_when_there_is_no_room_at_fir
 ) -> None:
     away, weights = held.away(kept=kept, mapped=mapped)
     rope, places = held.model.rope.clone(), [item.data_ptr() for item in held.model.parameters()]
-    away.go()
+    away.offload()
     assert (away.level, away.left, away.freed, held.device.used) == (level, 0, held.total, 0)
     assert away.bytes == sum(item.nbytes for item in held.model.parameters())
     assert weights.dropped is not kept
     held.device.others = held.device.room - held.total // 2
     with pytest.raises(cuda_sleep.NoDeviceRoom, match="out of memory"):
-        away.come_back()
+        away.restore()
     assert held.device.used == 0, "all of it is away, not a part"
     held.device.others = 0
-    away.come_back()
+    away.restore()
     assert held.device.used == held.total
     assert [item.data_ptr() for item in held.model.parameters()] == places
     assert held.model.rope.equal(rope)
@@ -206,7 +206,7 @@ def test_what_others_take_of_the_device_meanwhile_is_no_failure_on_a_stand_in(he
     """vLLM's own last look is at the free memory of the whole device, and raises AssertionError."""
     away, _ = held.away(kept=True)
     held.device.greedy = 1 << 20
-    away.go()
+    away.offload()
     assert (away.left, away.freed, held.device.used) == (0, 0, 0)
 
 
@@ -216,7 +216,7 @@ def test_an_error_of_the_driver_that_is_no_lack_of_room_is_raised_as_it_is_on_a_
     from vllm.device_allocator import cumem
 
     away, _ = held.away(kept=True)
-    away.go()
+    away.offload()
 
     def broken(*_: int) -> None:
         raise RuntimeError("CUDA Error: an illegal memory access was encountered")
@@ -224,16 +224,16 @@ def test_an_error_of_the_driver_that_is_no_lack_of_room_is_raised_as_it_is_on_a_
     with monkeypatch.context() as patch:
         patch.setattr(cumem, "python_create_and_map", broken)
         with pytest.raises(RuntimeError, match="illegal"):
-            away.come_back()
+            away.restore()
 
 
 def test_a_buffer_that_changed_meanwhile_is_noticed_on_a_stand_in(held: Held) -> None:
     away, _ = held.away(kept=True)
-    away.go()
+    away.offload()
     of = held.model.rope.data_ptr()
     held.allocator.pointer_to_data[of].cpu_backup_tensor[0] ^= 1
     with pytest.raises(RunError, match=r"not what they were: \['rope'\]"):
-        away.come_back()
+        away.restore()
 
 
 def test_tensors_that_no_update_brings_back_are_kept_and_a_kv_cache_in_vllms_memory_is_refused_on_a_stand_in(
@@ -272,7 +272,7 @@ from orchestrator.api import GenerationRequest, Sampling
 from orchestrator.transfer import Publisher, RelayEndpoint
 from tests.support import sleep_twins
 from vllm_rlplugin.sleep import cuda_sleep as asleep
-from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
+from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 from scripts.bench.probes.vllm.recompute_probe import publish, write_tiny_qwen3
 
 first, second = (write_tiny_qwen3(folder / f"model{seed}", seed) for seed in (1, 2))
@@ -283,7 +283,7 @@ publisher.reset()
 for version, tensors in ((1, second), (2, first)):
     publish(publisher, version, tensors)
 plugin = {"kv_pool": name, "kv_pool_mib": 4, "kv_pool_page_kib": 32, "kv_pool_budget_mib": 4}
-engine = Engine(EngineOptions(model=str(folder / "model1"), kv_cache_mb=2, relay=endpoint.to_dict(), plugin=plugin),
+engine = InprocessEngine(EngineOptions(model=str(folder / "model1"), kv_cache_mb=2, relay=endpoint.to_dict(), plugin=plugin),
                 time.monotonic)
 core = engine._core
 worker = core.model_executor.driver_worker.worker

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from megatron_rlplugin.tiny_model import create_qwen3
 from orchestrator.api import GenerationRequest, Sampling
 from orchestrator.transfer import Publisher, RelayEndpoint
-from vllm_rlplugin.worker.inprocess_engine import Engine, EngineOptions
+from vllm_rlplugin.worker.inprocess_engine import EngineOptions, InprocessEngine
 from scripts.bench.probes.vllm.recompute_probe import publish
 
 shape = {"intermediate_size": 512, "head_dim": 64, "hidden_size": 256, "layers": 2, "heads": 4, "kv_heads": 2,
@@ -43,8 +43,8 @@ publisher.reset()
 for version, model in ((1, models[1]), (2, models[0])):
     publish(publisher, version, {key: part for file in model.glob("*.safetensors") for key, part in load_file(file).items()})
 plugin = {"kv_pool": name, "kv_pool_mib": 32, "kv_pool_budget_mib": 32, "kv_pool_supply": "created"}
-engine = Engine(EngineOptions(model=str(models[0]), dtype="bfloat16", kv_cache_mb=16, relay=endpoint.to_dict(), plugin=plugin,
-                              max_num_seqs=8, sleep_mode=True), time.monotonic)
+engine = InprocessEngine(EngineOptions(model=str(models[0]), dtype="bfloat16", kv_cache_mb=16, relay=endpoint.to_dict(),
+                              plugin=plugin, max_num_seqs=8, sleep_mode=True), time.monotonic)
 core = engine._core
 
 def answers(tag):

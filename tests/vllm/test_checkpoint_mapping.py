@@ -61,12 +61,12 @@ def layout(mapping: Any) -> Any:
 
 def test_applying_a_mapping_is_what_the_loader_does(mapping: Any) -> None:
     model, twin = Model(plain), Model(plain)
-    found = mapping.discover(model, layout(mapping))
+    found = mapping.discover_mapping(model, layout(mapping))
     assert not any(parameter.any() for parameter in model.parameters())  # discovery wrote nothing
     tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     twin.load_weights(iter(tensors.items()))
     for item in found.slices:
-        item.target.copy_(item.cut(tensors[item.tensor]))
+        item.target.copy_(item.cut_from(tensors[item.tensor]))
     for left, right in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(left, right)
     assert [(item.tensor, item.offset, item.size, item.stride, item.parameter) for item in found.slices] == [
@@ -82,7 +82,7 @@ def test_applying_a_mapping_is_what_the_loader_does(mapping: Any) -> None:
 
 def test_a_parameter_that_moved_or_changed_ends_the_mapping(mapping: Any) -> None:
     model = Model(plain)
-    found = mapping.discover(model, layout(mapping))
+    found = mapping.discover_mapping(model, layout(mapping))
     assert found.holds_for(model)
     model.norm.data = model.norm.data.clone()
     assert not found.holds_for(model)
@@ -95,7 +95,7 @@ def test_tied_weights_are_counted_once_and_may_be_transposed_targets(mapping: An
     model = Model(tied)
     model.head = torch.nn.Module()
     model.head.weight = model.table
-    assert mapping.discover(model, layout(mapping)).elements == 24 + 4 + 32
+    assert mapping.discover_mapping(model, layout(mapping)).elements == 24 + 4 + 32
 
     def transposed(model: Any, weights: Weights) -> None:
         for name, tensor in weights:
@@ -106,11 +106,11 @@ def test_tied_weights_are_counted_once_and_may_be_transposed_targets(mapping: An
                 plain(model, [(name, tensor)])
 
     model = Model(transposed)
-    found = mapping.discover(model, layout(mapping))
+    found = mapping.discover_mapping(model, layout(mapping))
     source = torch.randn(8, 4)
     for item in found.slices:
         if item.tensor == "b":
-            item.target.copy_(item.cut(source))
+            item.target.copy_(item.cut_from(source))
     assert torch.equal(model.fused.t(), torch.cat([source[:4, :3], source[4:, :3]], dim=1))
 
 
@@ -148,7 +148,7 @@ def test_a_loader_that_does_more_than_copy_views_is_refused(mapping: Any, kind: 
     model.fused.data.fill_(7.0)
     model.norm.data.fill_(7.0)
     with pytest.raises(mapping.NoMappingError):
-        mapping.discover(model, layout(mapping))
+        mapping.discover_mapping(model, layout(mapping))
     assert bool((model.fused == 7.0).all())
     assert bool((model.norm == 7.0).all())
 
@@ -160,12 +160,12 @@ def test_layers_that_change_their_weights_after_loading_are_refused(mapping: Any
     model = Model(plain)
     model.quant_method = Quantised()
     with pytest.raises(mapping.NoMappingError, match="Quantised changes after loading"):
-        mapping.discover(model, layout(mapping))
+        mapping.discover_mapping(model, layout(mapping))
     model = Model(plain)
     model.process_weights_after_loading = lambda: None
     with pytest.raises(mapping.NoMappingError, match="changes its weights"):
-        mapping.discover(model, layout(mapping))
+        mapping.discover_mapping(model, layout(mapping))
     model = Model(plain)
     model.dropped = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     with pytest.raises(mapping.NoMappingError, match="empty"):
-        mapping.discover(model, layout(mapping))
+        mapping.discover_mapping(model, layout(mapping))

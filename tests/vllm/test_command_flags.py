@@ -392,9 +392,10 @@ def test_engine_arguments_activate_all_and_carry_the_options() -> None:
         "additional_config": {KEY: options.to_dict()},
     }
     assert (
-        PluginOptions.of(SimpleNamespace(additional_config=engine_arguments(options)["additional_config"])) == options
+        PluginOptions.from_config(SimpleNamespace(additional_config=engine_arguments(options)["additional_config"]))
+        == options
     )
-    assert PluginOptions.of(SimpleNamespace(additional_config={})) == PluginOptions()
+    assert PluginOptions.from_config(SimpleNamespace(additional_config={})) == PluginOptions()
 
 
 def test_every_option_has_a_help_text() -> None:
@@ -404,16 +405,16 @@ def test_every_option_has_a_help_text() -> None:
 
 
 def test_front_end_options_are_read_from_a_parsed_command_line(tmp_path: Path) -> None:
-    assert FrontendOptions.of(SimpleNamespace()) == FrontendOptions()
+    assert FrontendOptions.from_args(SimpleNamespace()) == FrontendOptions()
     assert [str(network) for network in FrontendOptions().networks()] == ["127.0.0.0/8", "::1/128"]
     relay = {"job": "j", "kind": "memory", "master": "m"}
     file = tmp_path / "relay.json"
     file.write_text(json.dumps(relay))
     for given in (json.dumps(relay), str(file)):
-        endpoint = FrontendOptions.of(SimpleNamespace(rl_relay=given)).relay_endpoint()
+        endpoint = FrontendOptions.from_args(SimpleNamespace(rl_relay=given)).relay_endpoint()
         assert endpoint is not None
         assert endpoint.to_dict().items() >= relay.items()
     assert FrontendOptions().relay_endpoint() is None
     for wrong in ({"rl_max_body_mb": 0}, {"rl_allow_clients": ""}, {"rl_relay": "[1]"}, {"rl_relay": str(tmp_path)}):
         with pytest.raises(ConfigError, match="--rl-"):
-            FrontendOptions.of(SimpleNamespace(**wrong))
+            FrontendOptions.from_args(SimpleNamespace(**wrong))

@@ -106,10 +106,10 @@ def test_addresses_are_judged_as_networks_and_a_unix_socket_is_local() -> None:
     guard = bearer_auth.BearerGuard(TOKEN, FrontendOptions().networks())
     good = f"bearer {TOKEN}"
     for client in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", None):
-        guard.check(good, client)
+        guard.check_caller(good, client)
     for client in ("10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "testclient", ""):
         with pytest.raises(bearer_auth.AccessDenied):
-            guard.check(good, client)
+            guard.check_caller(good, client)
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read_whole() -> None:

@@ -91,7 +91,7 @@ class Rank:
     def take(self, version: int) -> Any:
         from vllm_rlplugin.weights.version_staging import StagedVersion
 
-        found = self.fetcher.take(version, self.plan, self.base)
+        found = self.fetcher.take_staged(version, self.plan, self.base)
         assert isinstance(found, StagedVersion), found
         return found
 
@@ -110,7 +110,7 @@ class Rank:
         """Whether what is live is, bit for bit, what a whole load of this version would make it."""
         for item in self.slices:
             whole = torch.from_numpy(np.ascontiguousarray(model[item.tensor]).view(np.int16)).view(BF16)
-            expected = item.cut(whole).to(item.target.dtype)
+            expected = item.cut_from(whole).to(item.target.dtype)
             if not np.array_equal(bits(expected), bits(item.target)):
                 return False
         return True
@@ -196,7 +196,7 @@ def test_whatever_the_layouts_differences_end_in_the_published_bits(seed: int) -
     ranks = 1 + seed % 2
     engines = [Rank(trainer.endpoint, rank, ranks, odd=seed % 3 == 2) for rank in range(ranks)]
     for engine in engines:
-        assert engine.update(0).followed is None
+        assert engine.update(0).delta is None
         assert engine.holds(trainer.models[0])
     for tensors, share, skip in ((None, 0.01, 0), (["q", "o", "fused"], 0.3, 0), (None, 0.002, 3), (["norm"], 1.0, 0)):
         for _ in range(skip):
@@ -204,7 +204,7 @@ def test_whatever_the_layouts_differences_end_in_the_published_bits(seed: int) -
         version = trainer.step(tensors, share)
         for engine in engines:
             staged = engine.update(version)
-            assert staged.followed is not None
+            assert staged.delta is not None
             assert engine.holds(trainer.models[version])
             assert not engine.loaded.mismatches()
             known = engine.loaded.digests
@@ -230,7 +230,7 @@ def test_the_operations_of_a_gpu_run_on_a_cpu_give_the_same_bits(monkeypatch: py
     rank = Rank(trainer.endpoint, 1, 2)
     rank.update(0)
     for version in (trainer.step(), trainer.step()):
-        assert rank.update(version).followed is not None
+        assert rank.update(version).delta is not None
         assert rank.holds(trainer.models[version])
         assert not rank.loaded.mismatches()
     before = rank.bits()
@@ -249,9 +249,9 @@ def test_what_is_staged_is_as_large_as_the_change_and_no_copy_of_the_weights_sta
     assert not staged.pieces
     assert not staged.tensors
     assert not staged.packed
-    assert staged.followed.positions == changed
-    assert staged.staged_bytes == staged.followed.bytes == 8 * changed  # a place, the old and the new value
-    assert {item.slice.tensor for item in staged.followed.touched} == {"q", "embed"}
+    assert staged.delta.positions == changed
+    assert staged.staged_bytes == staged.delta.bytes == 8 * changed  # a place, the old and the new value
+    assert {item.slice.tensor for item in staged.delta.edits} == {"q", "embed"}
     assert staged.bytes < 8 * changed + 2000
     assert kept(rank) == ["fused"]
 
@@ -267,8 +267,8 @@ def test_a_chain_sees_what_the_difference_before_it_did(made: tuple[Trainer, Ran
         trainer.publish(len(trainer.models) - 1, len(trainer.models) - 2)
     staged = rank.update(3)
     assert rank.holds(trainer.models[3])
-    assert {item.slice.tensor for item in staged.followed.touched} == {"k"}
-    assert staged.followed.positions == 2 * 40  # in both parameters that have it
+    assert {item.slice.tensor for item in staged.delta.edits} == {"k"}
+    assert staged.delta.positions == 2 * 40  # in both parameters that have it
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -287,7 +287,7 @@ def test_a_bad_digest_after_writing_takes_everything_back_bit_for_bit(
 
         monkeypatch.setattr(live_weights.MappedWeights, "_pack_again", fail)
     else:
-        staged.followed.touched[-1].new[0] ^= 1
+        staged.delta.edits[-1].new[0] ^= 1
     with pytest.raises((live_weights.WeightMismatch, RuntimeError)):
         rank.loaded.load(staged)
     assert rank.bits() != before
@@ -295,7 +295,7 @@ def test_a_bad_digest_after_writing_takes_everything_back_bit_for_bit(
     assert rank.loaded.undo(staged) == []
     assert rank.bits() == before
     assert rank.loaded.digests == digests
-    assert rank.update(1).followed is not None
+    assert rank.update(1).delta is not None
     assert rank.holds(trainer.models[1])
 
 
@@ -303,7 +303,7 @@ def test_what_cannot_be_taken_back_is_named(made: tuple[Trainer, Rank]) -> None:
     trainer, rank = made
     staged = rank.take(trainer.step())
     rank.loaded.load(staged)
-    untouched = np.setdiff1d(np.arange(40), staged.followed.touched[-1].index)
+    untouched = np.setdiff1d(np.arange(40), staged.delta.edits[-1].index)
     rank.live["norm"].view(torch.int16)[
         int(np.flatnonzero(trainer.models[0]["norm"] == trainer.models[1]["norm"])[0])
     ] ^= 1
@@ -316,7 +316,7 @@ def test_weights_that_are_not_what_was_loaded_are_taken_whole(made: tuple[Traine
     version = trainer.step()
     rank.live["qkv"].view(torch.int16)[7, 7] ^= 1
     staged = rank.take(version)
-    assert staged.followed is None
+    assert staged.delta is None
     rank.loaded.load(staged)
     assert rank.holds(trainer.models[version])
     assert kept(rank) == ["fused"]
@@ -332,11 +332,11 @@ def test_a_shard_that_is_here_only_in_part_needs_what_was_loaded_to_be_live() ->
     rank.update(0)
     version = trainer.step()
     staged = rank.take(version)
-    assert staged.followed is not None
+    assert staged.delta is not None
     rank.live["down"].view(torch.int16)[7, 7] ^= 1
-    rank.fetcher.drop()
+    rank.fetcher.drop_staged()
     staged = rank.take(version)
-    assert staged.followed is None
+    assert staged.delta is None
     rank.loaded.load(staged)
     assert rank.holds(trainer.models[version])
     rank.fetcher.close()
@@ -355,33 +355,33 @@ def test_a_damaged_difference_changes_nothing_and_a_chain_that_is_gone_ends_in_t
     intact = bytearray(trainer.relay.size(bucket))
     trainer.relay.get_into(bucket, memoryview(intact))
     trainer.relay.tamper(bucket, bytes([*intact[:-1], intact[-1] ^ 1]))
-    refused = rank.fetcher.take(version, rank.plan, rank.base)
+    refused = rank.fetcher.take_staged(version, rank.plan, rank.base)
     assert isinstance(refused, FetchRefusal)
     assert refused.retryable
     assert rank.bits() == before
     trainer.publish(version, FULL)
     staged = rank.update(version)
-    assert staged.followed is None
+    assert staged.delta is None
     assert rank.holds(trainer.models[version])
-    assert rank.update(trainer.step()).followed is not None  # and on from there
+    assert rank.update(trainer.step()).delta is not None  # and on from there
 
 
 def test_what_was_prepared_for_other_weights_is_prepared_again(made: tuple[Trainer, Rank]) -> None:
     trainer, rank = made
     trainer.step()
     version = trainer.step()
-    rank.fetcher.begin(version, rank.plan, rank.base)
+    rank.fetcher.start_fetch(version, rank.plan, rank.base)
     staged = rank.take(1)
     rank.loaded.load(staged)
     rank.note(staged)
-    rank.fetcher.begin(version, rank.plan, rank.base)
+    rank.fetcher.start_fetch(version, rank.plan, rank.base)
     staged = rank.take(version)
-    assert staged.follows(rank.base)
+    assert staged.can_follow(rank.base)
     old = rank.base
     rank.loaded.load(staged)
     rank.note(staged)
-    assert not staged.follows(rank.base)
-    assert staged.follows(old)
+    assert not staged.can_follow(rank.base)
+    assert staged.can_follow(old)
     assert rank.holds(trainer.models[version])
 
 
@@ -397,15 +397,15 @@ def test_nothing_reads_the_live_weights_once_the_fetch_was_settled(
         return stock(relay, key, buffer)
 
     monkeypatch.setattr(MemoryRelay, "get_into", get_into)
-    rank.fetcher.begin(version, rank.plan, rank.base)
+    rank.fetcher.start_fetch(version, rank.plan, rank.base)
     threading.Timer(0.2, gate.set).start()
-    rank.fetcher.settle()
+    rank.fetcher.stop_reading()
     assert gate.is_set()
-    state = rank.fetcher.state()
+    state = rank.fetcher.fetch_state()
     assert (state["state"], "given up" in state["error"]) == ("failed", True)
-    rank.fetcher.begin(version, rank.plan, rank.base)
-    assert rank.update(version).followed is not None
-    rank.fetcher.settle()
+    rank.fetcher.start_fetch(version, rank.plan, rank.base)
+    assert rank.update(version).delta is not None
+    rank.fetcher.stop_reading()
     assert rank.holds(trainer.models[version])
 
 
@@ -413,7 +413,7 @@ def test_boxes_and_places_are_those_that_torch_finds() -> None:
     """Any view: its places in the tensor, one by one, against as_strided itself."""
     prepare_process(1)
     from vllm_rlplugin.weights.checkpoint_mapping import Slice
-    from vllm_rlplugin.weights.element_places import _spot, inside, merged, nested
+    from vllm_rlplugin.weights.element_places import _spot, locate_inside, merge_dims, sort_nested
 
     shape = (6, 8, 4)
     whole = torch.arange(6 * 8 * 4).reshape(shape)
@@ -429,7 +429,7 @@ def test_boxes_and_places_are_those_that_torch_finds() -> None:
         box = tuple(slice(*bounds) for bounds in spot.box)
         assert torch.equal(spot.view, whole[box].to(spot.view.dtype))
         positions = np.arange(whole.numel())
-        chosen, index = inside(positions, item.offset, spot.dims)
+        chosen, index = locate_inside(positions, item.offset, spot.dims)
         memory = item.target.as_strided((item.target.numel(),), (1,))
         assert np.array_equal(memory[torch.from_numpy(index)].numpy(), positions[chosen])
         assert len(index) == view.numel()
@@ -437,4 +437,4 @@ def test_boxes_and_places_are_those_that_torch_finds() -> None:
         item = Slice("t", view.storage_offset(), tuple(view.shape), view.stride(), "p", torch.empty(view.shape))
         spot = _spot(item, shape)
         assert spot is None
-    assert nested(merged((3, 4), (1, 2), (4, 1)), 1) is None  # overlapping
+    assert sort_nested(merge_dims((3, 4), (1, 2), (4, 1)), 1) is None  # overlapping

@@ -31,7 +31,7 @@ def cut(whole: dict[str, torch.Tensor], tp: int, pp: int) -> tuple[KvLayout, lis
         cache = RankCache({name: whole[name][:, head : head + heads].clone() for name in mine}, TOKENS)
         parts.append(RankPart(cache.layers, cache.parts, head, heads, HEADS, cache.tokens, cache.width))
         caches.append(cache)
-    return KvLayout.of(parts), caches
+    return KvLayout.from_ranks(parts), caches
 
 
 @pytest.mark.parametrize("source", [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (1, 4)])
@@ -41,9 +41,9 @@ def test_any_layout_reads_what_any_other_wrote(source: tuple[int, int], target: 
     theirs, from_ranks = cut(whole, *source)
     ours, to_ranks = cut({name: torch.zeros_like(cache) for name, cache in whole.items()}, *target)
     assert theirs.facts == ours.facts
-    rows = theirs.join([cache.read([4, 1, 3]) for cache in from_ranks])
+    rows = theirs.join_parts([cache.read([4, 1, 3]) for cache in from_ranks])
     assert rows.shape == (3, ours.block_bytes)
-    for cache, data in zip(to_ranks, ours.cut(rows), strict=True):
+    for cache, data in zip(to_ranks, ours.cut_rows(rows), strict=True):
         cache.write([0, 5, 2], list(np.frombuffer(data, np.uint8).reshape(3, -1)))
     _, expected = cut(whole, *target)
     for cache, wanted in zip(to_ranks, expected, strict=True):
@@ -66,10 +66,10 @@ def test_a_block_of_the_scheduler_may_be_several_of_the_kernel() -> None:
 def test_ranks_that_do_not_make_a_whole_are_refused() -> None:
     part = RankPart(("layer.0",), 1, 0, 2, 4, 32, 64)
     with pytest.raises(ValueError, match="KV heads"):
-        KvLayout.of([part])
+        KvLayout.from_ranks([part])
     other = RankPart(("layer.0",), 1, 2, 2, 4, 16, 64)
     with pytest.raises(ValueError, match="differently"):
-        KvLayout.of([part, other])
+        KvLayout.from_ranks([part, other])
     mixed = {"layer.0": torch.zeros(2, 1, 32, 8), "layer.1": torch.zeros(2, 2, 32, 8)}
     with pytest.raises(ValueError, match="shapes"):
         RankCache(mixed, 32)

@@ -334,7 +334,7 @@ class Schedule:
         worker, engine = self.worker, self.worker._engine
         stats = await worker.stats()
         assert (stats.running, stats.waiting, stats.kv_used, stats.kv_capacity) == (0, 0, 0, capacity)
-        assert (len(worker._book), worker._book.held) == (0, 0)
+        assert (len(worker._book), worker._book.held_count) == (0, 0)
         for index in (worker._book._trajectories, worker._book._groups, worker._book._unfed):
             assert not index
         assert not engine._active

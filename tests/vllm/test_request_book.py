@@ -30,48 +30,48 @@ def names(entries: list[vllm_rlplugin.worker.request_book.UnfinishedRequest]) ->
 def test_the_engine_gets_the_best_ranked_and_no_more_than_the_lookahead() -> None:
     book = RequestBook(2)
     assert book.add([request(f"r{index}", priority=index % 2) for index in range(8)], 1.0) == 8
-    assert names(book.feed(0, 1, None)) == ["r0", "r2", "r4"]
-    assert (book.held, len(book)) == (5, 8)
-    assert names(book.feed(1, 0, 0)) == ["r6"]
+    assert names(book.next_to_feed(0, 1, None)) == ["r0", "r2", "r4"]
+    assert (book.held_count, len(book)) == (5, 8)
+    assert names(book.next_to_feed(1, 0, 0)) == ["r6"]
     assert book.best_held == 1
-    assert book.feed(2, 0, 1) == []
+    assert book.next_to_feed(2, 0, 1) == []
 
 
 def test_a_held_request_that_outranks_is_fed_at_once_but_only_as_many_as_could_run_soon() -> None:
     book = RequestBook(2)
     book.add([request("worse", 9)], 0.0)
-    assert book.feed(2, 0, 9) == []  # full, and no better than what waits
+    assert book.next_to_feed(2, 0, 9) == []  # full, and no better than what waits
     book.add([request(f"better{index}", 1) for index in range(10)], 0.0)
-    assert names(book.feed(2, 1, 9)) == ["better0", "better1", "better2"]
-    assert names(book.feed(5, 0, 9)) == ["better3", "better4"]
-    assert book.feed(7, 0, 1) == []
+    assert names(book.next_to_feed(2, 1, 9)) == ["better0", "better1", "better2"]
+    assert names(book.next_to_feed(5, 0, 9)) == ["better3", "better4"]
+    assert book.next_to_feed(7, 0, 1) == []
 
 
 def test_who_counts_only_those_ahead_feeds_a_better_one_without_a_worst() -> None:
     book = RequestBook(2)
     book.add([request(f"better{index}", 1) for index in range(4)], 0.0)
     assert book.best_held == 1
-    assert names(book.feed(0, 0, None)) == ["better0", "better1"]
-    assert book.feed(2, 0, None) == []
+    assert names(book.next_to_feed(0, 0, None)) == ["better0", "better1"]
+    assert book.next_to_feed(2, 0, None) == []
 
 
 def test_a_repeated_add_is_ignored_while_it_runs_and_after_it_ended() -> None:
     book = RequestBook(4)
     assert book.add([request("a"), request("a")], 0.0) == 1
     assert book.add([request("a", 7)], 1.0) == 0
-    assert names(book.feed(0, 0, None)) == ["a"]
+    assert names(book.next_to_feed(0, 0, None)) == ["a"]
     assert book.finish("a") is not None
     assert book.finish("a") is None
     assert book.add([request("a")], 2.0) == 0
-    assert book.seen("a")
-    assert (len(book), book.held) == (0, 0)
+    assert book.was_added("a")
+    assert (len(book), book.held_count) == (0, 0)
 
 
 def test_arrival_breaks_ties_also_among_those_of_one_call() -> None:
     book = RequestBook(1)
     book.add([request(f"r{index}") for index in range(5)], 3.0)
     book.add([request("late")], 3.0)
-    times = [entry.added_at for entry in book.feed(0, 9, None)]
+    times = [entry.added_at for entry in book.next_to_feed(0, 9, None)]
     assert len(times) == 6
     assert times == sorted(set(times)), "no two alike, in order"
     assert times[-1] == pytest.approx(3.0, abs=1e-9)
@@ -87,7 +87,7 @@ def test_requests_are_found_by_id_trajectory_and_group_until_they_finish() -> No
         ],
         0.0,
     )
-    book.feed(0, 0, None)
+    book.next_to_feed(0, 0, None)
     assert book.select(["b", "unknown"], ["u"], ["g"]) == ["b", "c", "a"]
     book.finish("a")
     assert book.select((), ["t", "unknown"], ["g"]) == ["b", "c"]
@@ -100,12 +100,12 @@ def test_requests_are_found_by_id_trajectory_and_group_until_they_finish() -> No
 def test_priorities_move_held_requests_and_name_those_inside() -> None:
     book = RequestBook(2)
     book.add([request("x0", 5, "x"), request("x1", 5, "x"), request("y", 5), request("z", 5)], 0.0)
-    assert names(book.feed(0, 0, None)) == ["x0", "x1"]
+    assert names(book.next_to_feed(0, 0, None)) == ["x0", "x1"]
     assert book.prioritize({"x": 3, "z": 1, "unknown": 0}) == {"x0": 3, "x1": 3}
     assert book.best_held == 1
     book.prioritize({"z": 8})
     assert book.best_held == 5
-    assert names(book.feed(0, 0, None)) == ["y", "z"]
+    assert names(book.next_to_feed(0, 0, None)) == ["y", "z"]
     assert book.best_held is None
 
 
@@ -115,24 +115,24 @@ def test_changing_priorities_for_ever_does_not_fill_the_memory() -> None:
     for priority in range(1000):
         book.prioritize({"t": priority % 7})
     assert len(book._held) <= 3 * 20 + 64
-    assert names(book.feed(0, 99, None)) == [f"r{index}" for index in range(20)]
+    assert names(book.next_to_feed(0, 99, None)) == [f"r{index}" for index in range(20)]
 
 
 def test_old_ids_are_forgotten_but_never_those_of_unfinished_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_rlplugin.worker.request_book, "REMEMBERED_IDS", 10)
     book = RequestBook(100)
     book.add([request(f"r{index}") for index in range(10)], 0.0)
-    book.feed(0, 0, None)
+    book.next_to_feed(0, 0, None)
     for index in range(1, 10):
         book.finish(f"r{index}")
     book.add([request(f"s{index}") for index in range(10)], 0.0)
-    assert book.seen("r0")
+    assert book.was_added("r0")
     assert book.add([request("r0")], 0.0) == 0, "an unfinished request is never taken twice"
     book.finish("r0")
     for index in range(10):
         book.finish(f"s{index}")
     book.add([request("t")], 0.0)
-    assert not book.seen("r0")
+    assert not book.was_added("r0")
     assert len(book._seen) <= max(10, 2 * len(book))
 
 
@@ -142,7 +142,7 @@ def test_the_oldest_of_those_held_is_known() -> None:
     book.add([request("a")], 1.0)
     book.add([request("b", -1)], 2.0)
     assert book.oldest() == 1.0
-    assert names(book.feed(0, 0, None)) == ["b"]
+    assert names(book.next_to_feed(0, 0, None)) == ["b"]
     assert book.oldest() == 1.0
     book.finish("a")
     assert book.oldest() is None
@@ -153,17 +153,17 @@ def test_a_request_that_was_held_for_too_long_is_fed_whatever_its_rank() -> None
     book.add([request(f"old{index}", 9) for index in range(4)], 1.0)
     book.add([request("young", 9)], 5.0)
     book.add([request("better", 0)], 6.0)
-    assert names(book.feed(2, 0, 0, overdue=0.5)) == []
-    assert names(book.feed(2, 0, 0, overdue=5.0)) == ["old0", "old1"], "by age, and no more than the lookahead"
-    assert names(book.feed(4, 0, 9, overdue=5.0)) == ["better"]
+    assert names(book.next_to_feed(2, 0, 0, overdue=0.5)) == []
+    assert names(book.next_to_feed(2, 0, 0, overdue=5.0)) == ["old0", "old1"], "by age, and no more than the lookahead"
+    assert names(book.next_to_feed(4, 0, 9, overdue=5.0)) == ["better"]
     book.finish("old0")
-    assert names(book.feed(4, 0, 9, overdue=5.0)) == ["old2"]
-    assert book.held == 2
+    assert names(book.next_to_feed(4, 0, 9, overdue=5.0)) == ["old2"]
+    assert book.held_count == 2
     for name in ("old1", "old2"):
         book.finish(name)
-    assert names(book.feed(4, 0, 9, overdue=5.0)) == ["old3"]
-    assert names(book.feed(4, 0, 9, overdue=5.0)) == []
-    assert names(book.feed(0, 0, None)) == ["young"]
+    assert names(book.next_to_feed(4, 0, 9, overdue=5.0)) == ["old3"]
+    assert names(book.next_to_feed(4, 0, 9, overdue=5.0)) == []
+    assert names(book.next_to_feed(0, 0, None)) == ["young"]
 
 
 class BookModel(RuleBasedStateMachine):
@@ -207,11 +207,11 @@ class BookModel(RuleBasedStateMachine):
         assert best == (self.unfinished[held[0]].priority if held else None)
         if by_count:  # as the in-process carrier does
             ahead = sum(best is not None and self.unfinished[name].priority <= best for name in waiting)
-            entries = self.book.feed(ahead, free, None)
+            entries = self.book.next_to_feed(ahead, free, None)
             assert len(entries) == min(len(held), max(0, LOOKAHEAD + free - ahead))
         else:
             worst = max((self.unfinished[name].priority for name in waiting), default=None)
-            entries = self.book.feed(len(waiting), free, worst)
+            entries = self.book.next_to_feed(len(waiting), free, worst)
             room = max(0, LOOKAHEAD + free - len(waiting))
             assert min(len(held), room) <= len(entries) <= max(room, LOOKAHEAD + free)
             for entry in entries[room:]:
@@ -228,7 +228,7 @@ class BookModel(RuleBasedStateMachine):
         before = self.clock - age
         held = [name for name in self.unfinished if name not in self.inside]
         late = [name for name in held if self.book.get(name).added_at < before]  # type: ignore[union-attr]
-        entries = self.book.feed(LOOKAHEAD, 0, None, overdue=before)
+        entries = self.book.next_to_feed(LOOKAHEAD, 0, None, overdue=before)
         assert names(entries) == late[: max(0, LOOKAHEAD - len(self.aged))]
         for name in names(entries):
             self.inside[name] = self.aged[name] = None
@@ -274,7 +274,7 @@ class BookModel(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert len(self.book) == len(self.unfinished)
-        assert self.book.held == len(self.unfinished) - len(self.inside)
+        assert self.book.held_count == len(self.unfinished) - len(self.inside)
         for name in self.unfinished:
             entry = self.book.get(name)
             assert entry is not None

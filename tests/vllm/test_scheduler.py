@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.api import ConfigError
 from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
-from vllm_rlplugin.worker.cache_salt import salted, user_part
+from vllm_rlplugin.worker.cache_salt import make_salt, user_salt_of
 
 BLOCK = 16
 VOCABULARY = 1000
@@ -478,10 +478,10 @@ def test_no_kv_of_older_weights_is_ever_hit_again(model: Path, how: str, run_ahe
     assert hits("after") == 0
     assert hits("after again") == 5 * BLOCK
     assert hits("user's own salt", salt="user's") == 0, "still apart from others"
-    assert hits("the front end's salt of an older version", salt=salted("user's", 1)) == (
+    assert hits("the front end's salt of an older version", salt=make_salt("user's", 1)) == (
         5 * BLOCK if how == "salt" else 0
     )
-    assert engine.requests["waits"].cache_salt == (salted("user's", 1) if how == "salt" else "user's")
+    assert engine.requests["waits"].cache_salt == (make_salt("user's", 1) if how == "salt" else "user's")
     assert engine.rl("advance_version", version=2)["how"] == "flush", "the number again may be other weights"
     assert hits("after the same version") == 0
     with pytest.raises(ValueError, match="never decreases"):
@@ -590,9 +590,9 @@ def test_async_scheduling_is_kept(model: Path) -> None:
 
 @pytest.mark.parametrize("user", [None, "", "mine", "with|bar", "new\nline"])
 def test_a_salt_holds_the_users_own_and_only_one_version(user: str | None) -> None:
-    assert salted(user, 0) == user
+    assert make_salt(user, 0) == user
     for version in (1, 12):
-        assert user_part(salted(user, version)) == (user or None)
-        assert user_part(salted(user, version, 3)) == (user or None)
-    assert len({salted(user, version, history) for version in range(20) for history in range(3)}) == 60
-    assert len({salted(salt, 3) for salt in (None, "a", "b", "v3")}) == 4
+        assert user_salt_of(make_salt(user, version)) == (user or None)
+        assert user_salt_of(make_salt(user, version, 3)) == (user or None)
+    assert len({make_salt(user, version, history) for version in range(20) for history in range(3)}) == 60
+    assert len({make_salt(salt, 3) for salt in (None, "a", "b", "v3")}) == 4

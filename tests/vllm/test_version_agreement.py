@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_rlplugin.weights.version_agreement import agree, covered
+from vllm_rlplugin.weights.version_agreement import count_covered, find_disagreement
 
 SHAPES = {"q": [8, 4], "norm": [4], "o": [4, 8]}
 
@@ -35,8 +35,8 @@ def reports() -> list[dict[str, Any]]:
 
 
 def test_two_halves_agree_in_any_order() -> None:
-    assert agree(reports()) is None
-    assert agree(reports()[::-1]) is None
+    assert find_disagreement(reports()) is None
+    assert find_disagreement(reports()[::-1]) is None
 
 
 def change(rank: int, path: str, value: Any) -> list[dict[str, Any]]:
@@ -66,14 +66,14 @@ def change(rank: int, path: str, value: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_what_is_not_one_whole_version_is_named(found: list[dict[str, Any]], text: str) -> None:
-    assert text in str(agree(found))
+    assert text in str(find_disagreement(found))
 
 
 def test_without_slices_only_versions_are_compared() -> None:
     found = change(0, "verified.slices", 0)
-    assert agree(found) is None
+    assert find_disagreement(found) is None
     found[1]["version"] = 6
-    assert "version" in str(agree(found))
+    assert "version" in str(find_disagreement(found))
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_without_slices_only_versions_are_compared() -> None:
     ],
 )
 def test_covered_counts_every_element_once(shape: Any, slices: Any, elements: int) -> None:
-    assert covered(shape, slices) == elements
+    assert count_covered(shape, slices) == elements

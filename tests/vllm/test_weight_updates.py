@@ -213,11 +213,11 @@ def test_a_slice_is_the_same_cut_out_of_the_tensor_or_of_the_box_around_it() -> 
     layout = {"w": TensorSpec((4, 6), torch.float32), "x": TensorSpec((1,), torch.float32)}
     for chosen in ([0], [1], [2], [3], [4], [5], [1, 2], [0, 4]):
         mapping = CheckpointMapping(tuple(slices[index] for index in chosen), (), {}, (), 0, (), {})
-        boxes = mapping.boxes(layout)
+        boxes = mapping.tensor_boxes(layout)
         assert boxes.keys() == {"w"}
         (top, bottom), (left, right) = boxes["w"]
         part = whole[top:bottom, left:right].contiguous()
         for index in chosen:
             assert torch.equal(slices[index].cut_box((4, 6), boxes["w"], part), views[index])
-            assert torch.equal(slices[index].cut(whole), views[index])
-    assert CheckpointMapping((slices[2],), (), {}, (), 0, (), {}).boxes(layout) == {"w": ((1, 3), (1, 4))}
+            assert torch.equal(slices[index].cut_from(whole), views[index])
+    assert CheckpointMapping((slices[2],), (), {}, (), 0, (), {}).tensor_boxes(layout) == {"w": ((1, 3), (1, 4))}

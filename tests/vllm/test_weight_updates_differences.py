@@ -147,11 +147,11 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
     publisher = Publisher(endpoint, codec=DeltaCodec())
     publisher.publish_shards(0, shards(before, None), FULL)
     publisher.publish_shards(1, shards(after, before), 0)
-    prove = DeltaBuilder.prove
+    prove = DeltaBuilder.prove_shards
 
     def tampered(self: DeltaBuilder) -> DeltaUpdate:
         found = prove(self)
-        found.touched[-1].new[0] ^= 1  # the memory of what was staged goes bad
+        found.edits[-1].new[0] ^= 1  # the memory of what was staged goes bad
         return found
 
     def by_vllm(worker: Any) -> Weights:
@@ -172,7 +172,7 @@ def test_our_way_and_the_loader_of_vllm_end_in_the_same_bits_and_a_failure_in_th
         worker = EngineWorker(model=str(tmp_path / "m"), dtype="bfloat16", relay=endpoint.to_dict(), sleep_mode=True)
         await updated(worker, 0)
         old, sums = await answers(worker, "old"), await worker.checksums()
-        monkeypatch.setattr(DeltaBuilder, "prove", tampered)
+        monkeypatch.setattr(DeltaBuilder, "prove_shards", tampered)
         with pytest.raises(RetryableError, match="the weights of before are back"):
             await updated(worker, 1)
         monkeypatch.undo()

@@ -28,14 +28,14 @@ def spoil(worker, rank, on):
     from vllm_rlplugin.weights.delta_update import DeltaBuilder
     if worker.rank == rank:
         if on:
-            kept = DeltaBuilder.kept = DeltaBuilder.prove
+            kept = DeltaBuilder.kept = DeltaBuilder.prove_shards
             def prove(self):
                 found = kept(self)
-                found.touched[-1].new[0] ^= 1
+                found.edits[-1].new[0] ^= 1
                 return found
-            DeltaBuilder.prove = prove
+            DeltaBuilder.prove_shards = prove
         else:
-            DeltaBuilder.prove = DeltaBuilder.kept
+            DeltaBuilder.prove_shards = DeltaBuilder.kept
 
 def main(settings):
     from vllm_rlplugin.worker.inprocess_engine import prepare_process
@@ -48,7 +48,7 @@ def main(settings):
     from safetensors.torch import save_file
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm_rlplugin.weights.version_agreement import agree
+    from vllm_rlplugin.weights.version_agreement import find_disagreement
     from scripts.bench.probes.vllm.recompute_probe import write_tiny_qwen3
 
     folder, relay = Path(settings["folder"]), RelayEndpoint.from_dict(settings["relay"])
@@ -99,7 +99,7 @@ def main(settings):
         except Exception as failure:
             error = str(failure)
         reports = rpc("rl_report")
-        return {"error": error, "agree": agree(reports), "sums": rpc("compute_weight_checksums"), "ranks": [
+        return {"error": error, "agree": find_disagreement(reports), "sums": rpc("compute_weight_checksums"), "ranks": [
             {name: report[name] for name in ("rank", "version", "state", "touched")} for report in reports]}
 
     publisher.publish_shards(0, shards(versions[0], None), FULL)

@@ -14,7 +14,7 @@ import pytest
 import vllm_rlplugin
 from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint
 from scripts.bench.probes.vllm.recompute_probe import VOCABULARY, publish, write_tiny_qwen3
-from vllm_rlplugin.weights.version_agreement import agree
+from vllm_rlplugin.weights.version_agreement import find_disagreement
 from vllm_rlplugin.worker.inprocess_engine import prepare_process
 
 pytestmark = pytest.mark.engine
@@ -177,7 +177,7 @@ def test_tokens_are_generated_between_prepare_and_ready_and_update_fetches_nothi
     assert {thread for thread, _ in slow.reads} == {"rl-coserve-weights"}  # never the thread that runs the model
     assert (report["version"], report["state"], report["error"]) == (version, "intact", "")
     assert report["verified"]["how"] == IN_PLACE
-    assert agree([report]) is None
+    assert find_disagreement([report]) is None
     assert report["bytes"] == sum(tensor.nbytes for tensor in bench.seeds[2].values())
     assert server.call("rl_prepared", version)["state"] == "none"  # it was handed over
     assert server.answers() != before
@@ -265,7 +265,7 @@ def test_weights_that_change_while_they_are_loaded_are_refused_and_the_next_upda
     touched = []
 
     def flip_and_compare(self: Any) -> Any:
-        item = self.mapping.of("model.layers.1.mlp.up_proj.weight")[0]
+        item = self.mapping.slices_of("model.layers.1.mlp.up_proj.weight")[0]
         item.target[3, 5] = -item.target[3, 5]
         touched.append(item)
         return compare(self)
@@ -278,7 +278,7 @@ def test_weights_that_change_while_they_are_loaded_are_refused_and_the_next_upda
     report = server.call("rl_report")
     assert (report["state"], report["damaged"], report["kind"]) == ("unusable", True, "fatal")
     assert "rank 0" in report["error"]
-    assert "up_proj" in str(agree([report]))
+    assert "up_proj" in str(find_disagreement([report]))
     cured = server.update(version)
     assert (cured["state"], cured["damaged"], cured["error"], cured["version"]) == ("intact", False, "", version)
     assert server.call("rl_verify")["mismatches"] == []
@@ -353,7 +353,7 @@ def test_a_model_without_a_known_checkpoint_learns_its_mapping_from_the_first_ve
         assert server.wait(version)["state"] == "ready"
         report = server.update(version)
         assert (report["version"], report["state"], report["verified"]["how"]) == (version, "intact", IN_PLACE)
-        assert agree([report]) is None
+        assert find_disagreement([report]) is None
     sums = server.call("compute_weight_checksums")
     bench.version += 1
     others = {name: tensor for name, tensor in bench.seeds[2].items() if name != "model.norm.weight"}
@@ -387,7 +387,7 @@ def test_without_plain_weights_the_layerwise_reload_does_it_and_says_so(
     assert report["verified"]["how"] == RELOAD
     assert "dropped after packing" in report["verified"]["why"] or "Attempted to load" in report["verified"]["why"]
     assert (report["state"], report["version"]) == ("intact", bench.version)
-    assert agree([report]) is None
+    assert find_disagreement([report]) is None
     after, sums = server.answers(), server.call("compute_weight_checksums")
     assert server.call("rl_verify")["mismatches"] == []
 

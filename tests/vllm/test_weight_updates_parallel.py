@@ -46,10 +46,10 @@ def cut_off(worker, rank, on):
     from vllm_rlplugin.weights import version_fetch as fetching
     if worker.rank == rank:
         if on:
-            fetching.kept = fetching.VersionFetcher.take
-            fetching.VersionFetcher.take = lambda *_: fetching.FetchRefusal("out of reach", True)
+            fetching.kept = fetching.VersionFetcher.take_staged
+            fetching.VersionFetcher.take_staged = lambda *_: fetching.FetchRefusal("out of reach", True)
         else:
-            fetching.VersionFetcher.take = fetching.kept
+            fetching.VersionFetcher.take_staged = fetching.kept
 
 def main(settings):
     from vllm_rlplugin.worker.inprocess_engine import prepare_process
@@ -61,7 +61,7 @@ def main(settings):
     from vllm.inputs import tokens_input
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm_rlplugin.weights.version_agreement import agree
+    from vllm_rlplugin.weights.version_agreement import find_disagreement
     from scripts.bench.probes.vllm.recompute_probe import publish, write_tiny_qwen3
 
     folder, tied = settings["folder"], settings["tied"]
@@ -131,14 +131,14 @@ def main(settings):
         found["while_fetching"].append(answers(made, prepare))
     found["prepared"] = states[-1]
     found["error"], reports = update(made, 1)
-    found["reports"], found["agree"] = reports, agree(reports)
+    found["reports"], found["agree"] = reports, find_disagreement(reports)
     found["sums"], found["after"] = rpc("compute_weight_checksums"), answers(made)
     found["slices"] = [report["slices"] for report in reports]
-    found["lost_rank"] = agree(reports[:1])
+    found["lost_rank"] = find_disagreement(reports[:1])
     for report in reports:
         report["slices"] = {name: rows[:-1] if "down_proj" in name and report["rank"] else rows
                             for name, rows in report["slices"].items()}
-    found["lost_slice"] = agree(reports)
+    found["lost_slice"] = find_disagreement(reports)
 
     # A version that does not fit: nobody changes anything, and the executor stays in step.
     publish(publisher, 2, {name: tensor for name, tensor in weights["old"].items() if name != "model.norm.weight"})
@@ -157,15 +157,15 @@ def main(settings):
 
     rpc(flip, args=(1,))
     found["flipped"] = rpc("rl_verify")
-    found["flipped_agree"] = agree(rpc("rl_report"))
+    found["flipped_agree"] = find_disagreement(rpc("rl_report"))
     publish(publisher, 4, weights["new"])
     rpc(damage_while_loading, args=(1, True))
     found["damaged"], reports = update(made, 4)
     found["damaged_states"] = [report["state"] for report in reports]
-    found["damaged_agree"] = agree(reports)
+    found["damaged_agree"] = find_disagreement(reports)
     rpc(damage_while_loading, args=(1, False))
     found["cured"], reports = update(made, 4)
-    found["cured_agree"], found["cured_version"] = agree(reports), [report["version"] for report in reports]
+    found["cured_agree"], found["cured_version"] = find_disagreement(reports), [report["version"] for report in reports]
     found["cured_sums"], found["cured_after"] = rpc("compute_weight_checksums"), answers(made)
     made.engine_core.shutdown()
     publisher.close()

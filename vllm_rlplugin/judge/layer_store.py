@@ -36,7 +36,7 @@ class TensorSlot:
         return flat[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
-def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, TensorSlot], int]:
+def make_layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, TensorSlot], int]:
     """Of the tensors of one layer, and how many bytes it has."""
     slots, end = {}, 0
     for name, tensor in tensors.items():
@@ -53,7 +53,7 @@ class HostLayers:
     ) -> None:
         self.slots, sizes = [], []
         for tensors in layers:
-            slots, size = layout(tensors)
+            slots, size = make_layout(tensors)
             self.slots.append(slots)
             sizes.append(size)
         self.layer_bytes = max(sizes)
@@ -156,6 +156,6 @@ class CudaMover:
         self._buffers.clear()
 
 
-def mover(count: int, size: int, device: torch.device) -> LayerMover:
+def make_mover(count: int, size: int, device: torch.device) -> LayerMover:
     """For this device."""
     return CudaMover(count, size, device) if device.type == "cuda" else ThreadMover(count, size)

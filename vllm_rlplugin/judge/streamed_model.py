@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from orchestrator.policies.serving.judge_residency import BUFFERS, JudgeMemory, Residency, plan, spread
-from vllm_rlplugin.judge.layer_store import HostLayers, LayerMover, mover
+from vllm_rlplugin.judge.layer_store import HostLayers, LayerMover, make_mover
 
 
 @dataclass(slots=True)
@@ -95,17 +95,17 @@ class StreamedModel:
         streamed = frozenset(residency.streamed)
         for index in streamed & self._kept.keys():
             del self._kept[index]
-            self._point(index, None)
+            self._point_weights(index, None)
         self.residency = residency
         for index in range(residency.layers):
             if index not in streamed and index not in self._kept:
                 self._kept[index] = self.host.flat(index).to(self.device, copy=True)
-                self._point(index, self._kept[index])
+                self._point_weights(index, self._kept[index])
         self._queue, self._next = list(residency.streamed), 0
         if self._queue:
-            self._mover = mover(residency.buffers, self.host.layer_bytes, self.device)
+            self._mover = make_mover(residency.buffers, self.host.layer_bytes, self.device)
             for buffer in range(residency.buffers):
-                self._bring(buffer)
+                self._fetch_layer(buffer)
 
     def forward(self, token_ids: torch.Tensor, **keywords: Any) -> Any:
         """The model's own, of ids ``[batch, tokens]``."""
@@ -151,7 +151,7 @@ class StreamedModel:
             self._mover = None
         self._kept.clear()
 
-    def _bring(self, buffer: int) -> None:
+    def _fetch_layer(self, buffer: int) -> None:
         """Begin to copy the next streamed layer."""
         assert self._mover is not None
         index = self._queue[self._next]
@@ -164,21 +164,21 @@ class StreamedModel:
     def _before(self, index: int) -> Any:
         def point(_: Any, __: Any) -> None:
             if self._mover is not None and index in self._filled:
-                self._point(index, self._mover.wait(self._filled[index]))
+                self._point_weights(index, self._mover.wait(self._filled[index]))
 
         return point
 
     def _after(self, index: int) -> Any:
         def leave(_: Any, __: Any, ___: Any) -> None:
             if self._mover is not None and index in self._filled:
-                self._point(index, None)
+                self._point_weights(index, None)
                 buffer = self._filled.pop(index)
                 self._mover.release(buffer)
-                self._bring(buffer)
+                self._fetch_layer(buffer)
 
         return leave
 
-    def _point(self, index: int, flat: torch.Tensor | None) -> None:
+    def _point_weights(self, index: int, flat: torch.Tensor | None) -> None:
         slots: Mapping[str, Any] = self.host.slots[index]
         for name, parameter in self._parameters[index].items():
             parameter.data = (

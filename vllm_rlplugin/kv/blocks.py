@@ -57,7 +57,7 @@ class KvLayout:
     layers: tuple[str, ...]  # in the order of the ranks' pipeline stages
 
     @classmethod
-    def of(cls, ranks: Sequence[RankPart]) -> KvLayout:
+    def from_ranks(cls, ranks: Sequence[RankPart]) -> KvLayout:
         """Raises ValueError where the ranks do not make a whole."""
         layers = tuple(dict.fromkeys(name for part in ranks for name in part.layers))
         first = ranks[0]
@@ -92,7 +92,7 @@ class KvLayout:
         first = self.layers.index(part.layers[0])
         return slice(first, first + len(part.layers)), slice(part.head, part.head + part.heads)
 
-    def join(self, parts: Sequence[bytes]) -> Bytes:
+    def join_parts(self, parts: Sequence[bytes]) -> Bytes:
         """Rows from what the ranks read, in their order: uint8 of (blocks, ``block_bytes``)."""
         count = len(parts[0]) // self.ranks[0].bytes
         if len(self.ranks) == 1:
@@ -103,7 +103,7 @@ class KvLayout:
             rows[:, layers, :, heads] = np.frombuffer(data, np.uint8).reshape(count, *part.shape)
         return rows.reshape(count, self.block_bytes)
 
-    def cut(self, rows: Bytes) -> list[bytes]:
+    def cut_rows(self, rows: Bytes) -> list[bytes]:
         """What each rank gets of rows."""
         if len(self.ranks) == 1:
             return [rows.tobytes()]

@@ -15,13 +15,13 @@ import numpy as np
 import xxhash
 
 from vllm_rlplugin.kv.blocks import KvLayout, RankPart
-from vllm_rlplugin.worker.cache_salt import salted
+from vllm_rlplugin.worker.cache_salt import make_salt
 
 SAMPLE = 1 << 20  # bytes of each end of a weight file that its fingerprint is taken from
 _LAYOUT = "_rl_kv_layout"
 
 
-def run(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def run_command(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """One command to vLLM's ``EngineCore``. ``tokens``: token ids as uint32 bytes.
 
     * ``kv_ask`` {"tokens"}: what to ask another engine for -> {"first": blocks that are here, "blocks": full blocks that the
@@ -33,19 +33,19 @@ def run(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     """
     connector = core.scheduler.connector
     if connector is None or not hasattr(connector, "is_staged"):
-        return refused("off", "this engine was started without KV transfer")
+        return make_refusal("off", "this engine was started without KV transfer")
     if command == "kv_counts":
         return {"loaded": connector.loaded, "failed": connector.failed, "staged": connector.staged}
     try:
         layout = _layout(core)
     except ValueError as error:  # ranks that do not make a whole row
-        return refused("layout", str(error))
+        return make_refusal("layout", str(error))
     facts = _facts(core, layout)
     if "refused" in facts:
         return facts
-    names = _names(core.scheduler, np.frombuffer(arguments["tokens"], np.uint32))
+    names = _block_names(core.scheduler, np.frombuffer(arguments["tokens"], np.uint32))
     if command == "kv_ask":
-        here = _leading(core.scheduler, connector, names)
+        here = _count_present(core.scheduler, connector, names)
         size = int(core.scheduler.block_size)
         return {
             "first": here,
@@ -55,20 +55,20 @@ def run(core: Any, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]
             "facts": facts,
         }
     if arguments["facts"] != facts:
-        return refused("differs", _difference(arguments["facts"], facts))
+        return make_refusal("differs", _difference(arguments["facts"], facts))
     if command == "kv_read":
-        blocks = _cached(core.scheduler, names)[arguments["first"] :]
+        blocks = _cached_blocks(core.scheduler, names)[arguments["first"] :]
         if not blocks:
-            return refused("gone", "the prefix is not cached here any more")
+            return make_refusal("gone", "the prefix is not cached here any more")
         read = blocks[: max(1, arguments.get("most", len(blocks) * layout.block_bytes) // layout.block_bytes)]
-        rows = layout.join(core.model_executor.collective_rpc("rl_kv_read", args=(read,)))
+        rows = layout.join_parts(core.model_executor.collective_rpc("rl_kv_read", args=(read,)))
         return {"blocks": len(read), "payload": rows.tobytes(), "more": len(read) < len(blocks)}
     if command == "kv_stage":
         return _stage(core, connector, layout, names, arguments)
     raise ValueError(f"{command!r} is not a KV command: kv_ask, kv_read, kv_stage, kv_counts")
 
 
-def refused(reason: str, detail: str) -> dict[str, Any]:
+def make_refusal(reason: str, detail: str) -> dict[str, Any]:
     """An answer without KV."""
     return {"refused": reason, "detail": detail}
 
@@ -80,12 +80,14 @@ def _stage(
     first = int(arguments["first"])
     wanted = list(names[first : first + len(rows)])
     if len(wanted) != len(rows):
-        return refused("malformed", f"{len(rows)} blocks from {first} on of {len(names)}")
+        return make_refusal("malformed", f"{len(rows)} blocks from {first} on of {len(names)}")
     total = int(arguments.get("total", len(rows)))
-    taken, dropped = connector.accept(wanted, layout.block_bytes, total)
+    taken, dropped = connector.choose_staged(wanted, layout.block_bytes, total)
     if not taken:
-        return refused("no_room", f"{total} blocks of {layout.block_bytes} bytes are more than is staged at a time")
-    for index, part in enumerate(layout.cut(rows)):
+        return make_refusal(
+            "no_room", f"{total} blocks of {layout.block_bytes} bytes are more than is staged at a time"
+        )
+    for index, part in enumerate(layout.cut_rows(rows)):
         core.model_executor.collective_rpc("rl_kv_stage", args=(index, taken, part, dropped))
     return {"blocks": len(taken)}
 
@@ -94,7 +96,7 @@ def _layout(core: Any) -> KvLayout:
     found: KvLayout | None = getattr(core, _LAYOUT, None)
     if found is None:
         ranks = core.model_executor.collective_rpc("rl_kv_part")
-        found = KvLayout.of([RankPart.from_dict(part) for part in ranks])
+        found = KvLayout.from_ranks([RankPart.from_dict(part) for part in ranks])
         setattr(core, _LAYOUT, found)
     return found
 
@@ -106,11 +108,11 @@ def _facts(core: Any, layout: KvLayout) -> dict[str, Any]:
     report, version = reports[0], int(reports[0]["version"])
     if any(one != report for one in reports) or not report["usable"] or max(version, 0) != scheduler._rl_version:
         versions = ", ".join(str(one["version"]) for one in reports)
-        return refused("updating", f"weights of version {versions}, KV of version {scheduler._rl_version}")
+        return make_refusal("updating", f"weights of version {versions}, KV of version {scheduler._rl_version}")
     cache = config.cache_config
     return {
         **layout.facts,
-        "weights": f"v{version}:{report['content']}" if version >= 0 else f"start:{_start(core)}",
+        "weights": f"v{version}:{report['content']}" if version >= 0 else f"start:{_start_fingerprint(core)}",
         "dtype": str(config.model_config.dtype),
         "kv_dtype": str(cache.cache_dtype),
         "block_size": int(scheduler.block_size),
@@ -118,7 +120,7 @@ def _facts(core: Any, layout: KvLayout) -> dict[str, Any]:
     }
 
 
-def _start(core: Any) -> str:
+def _start_fingerprint(core: Any) -> str:
     """A fingerprint of the files that the engine was started with."""
     found: str | None = getattr(core, "_rl_kv_start", None)
     if found is None:
@@ -148,7 +150,7 @@ def _difference(theirs: Any, ours: Mapping[str, Any]) -> str:
     )
 
 
-def _names(scheduler: Any, tokens: Any) -> list[bytes]:
+def _block_names(scheduler: Any, tokens: Any) -> list[bytes]:
     """vLLM's names of the full blocks before the last token, under the present weights, computed by vLLM's own code."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -156,7 +158,7 @@ def _names(scheduler: Any, tokens: Any) -> list[bytes]:
     from vllm.v1.request import Request
 
     algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
-    salt = salted(None, scheduler._rl_version, scheduler._rl_history) if scheduler._rl_salted else None
+    salt = make_salt(None, scheduler._rl_version, scheduler._rl_history) if scheduler._rl_salted else None
     request = Request(
         "kv",
         [int(token) for token in tokens],
@@ -168,7 +170,7 @@ def _names(scheduler: Any, tokens: Any) -> list[bytes]:
     return [bytes(name) for name in request.block_hashes[: (len(tokens) - 1) // scheduler.block_size]]
 
 
-def _cached(scheduler: Any, names: Sequence[bytes]) -> list[int]:
+def _cached_blocks(scheduler: Any, names: Sequence[bytes]) -> list[int]:
     """The blocks of the longest cached prefix."""
     pool = scheduler.kv_cache_manager.block_pool
     found: list[int] = []
@@ -180,9 +182,9 @@ def _cached(scheduler: Any, names: Sequence[bytes]) -> list[int]:
     return found
 
 
-def _leading(scheduler: Any, connector: Any, names: Sequence[bytes]) -> int:
+def _count_present(scheduler: Any, connector: Any, names: Sequence[bytes]) -> int:
     """How many blocks need not be fetched."""
-    here = len(_cached(scheduler, names))
+    here = len(_cached_blocks(scheduler, names))
     while here < len(names) and connector.is_staged(names[here]):
         here += 1
     return here

@@ -74,7 +74,9 @@ class PrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether a block is."""
         return name in self._names
 
-    def accept(self, names: Sequence[bytes], block_bytes: int, total: int = 0) -> tuple[list[bytes], list[bytes]]:
+    def choose_staged(
+        self, names: Sequence[bytes], block_bytes: int, total: int = 0
+    ) -> tuple[list[bytes], list[bytes]]:
         """(which of these to stage, which others to drop for them). None are to be staged when not all fit: these, or the
         ``total`` that they are a piece of."""
         room = self._capacity // max(1, block_bytes)
@@ -135,7 +137,7 @@ class PrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """vLLM's cache, as it lies in memory."""
         self.cache = RankCache(kv_caches, self._size)
 
-    def part(self) -> RankPart:
+    def rank_part(self) -> RankPart:
         """Which part of a block this rank has."""
         from vllm.distributed import get_tp_group
 

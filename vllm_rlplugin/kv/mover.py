@@ -83,7 +83,7 @@ class KvOptions:
 
 
 class KvMover:
-    """Of one engine. Make it anywhere; :meth:`open` it inside the event loop that the commands belong to."""
+    """Of one engine. Make it anywhere; :meth:`start_listener` it inside the event loop that the commands belong to."""
 
     def __init__(self, options: KvOptions, command: Command) -> None:
         self._options, self._command = options, command
@@ -95,7 +95,7 @@ class KvMover:
         self.failures: Counter[str] = Counter()  # by kind; of this worker as a destination
         self.sent = 0  # blocks handed out
 
-    def load(self) -> None:
+    def load_carrier(self) -> None:
         """Start the carrier, when the engine's processes are started: it brings threads; and read the files of TLS. Idempotent.
         Raises ConfigError, also for an address of a network without TLS."""
         options = self._options
@@ -105,13 +105,13 @@ class KvMover:
         if options.carrier == "mooncake" and self._carrier is None:
             self._carrier = MooncakeCarrier(options.address, options.protocol, options.device, options.room_mb << 20)
 
-    def open(self) -> str:
+    def start_listener(self) -> str:
         """Begin to hand out. Returns the place, host:port or tls://host:port. Idempotent."""
         if self._server is None:
             self._loop = asyncio.get_running_loop()
             options = self._options
             self._server = KvServer(
-                self._answer,
+                self._answer_request,
                 options.token,
                 options.address,
                 options.port,
@@ -152,7 +152,7 @@ class KvMover:
                     self._options.allow_plain,
                 )
                 carrier = found.carrier
-                self._note_carrier(carrier, move)
+                self._log_carrier(carrier, move)
                 taken = found.payload[: asked["blocks"] - have]
                 place = {"tokens": tokens.tobytes(), "facts": asked["facts"], "total": len(taken)}
                 step = max(1, PIECE_BYTES // block_bytes)
@@ -161,24 +161,24 @@ class KvMover:
                     moved += int(_checked(await self._command("kv_stage", piece))["blocks"])
         except KvRefused as refusal:
             why = str(refusal)
-            self._note(refusal, move)
+            self._log_refusal(refusal, move)
         seconds = time.monotonic() - started
         sent = moved * block_bytes if moved else 0
         return KvMoved((have + moved) * size, moved * size, sent, seconds, why, carrier if moved else "")
 
-    def _note_carrier(self, carrier: str, move: KvMove) -> None:
+    def _log_carrier(self, carrier: str, move: KvMove) -> None:
         if self._carrier is not None and carrier != self._carrier.name and move.source not in self._others:
             self._others.add(move.source)
             said = "KV from %s came over %s: it has no %s over %s (said once)"
             _logger.warning(said, move.source, carrier, self._carrier.name, self._carrier.protocol)
 
-    def _note(self, refusal: KvRefused, move: KvMove) -> None:
+    def _log_refusal(self, refusal: KvRefused, move: KvMove) -> None:
         self.failures[refusal.reason] += 1
         if self.failures[refusal.reason] == 1:
             said = "KV from %s: %s; the prefix is recomputed (said once, counted from now on)"
             _logger.warning(said, move.source, refusal)
 
-    def _answer(self, ask: KvAsk) -> KvBlocks:
+    def _answer_request(self, ask: KvAsk) -> KvBlocks:
         """In a thread of the server: have the engine copy the blocks between two steps."""
         if self._loop is None or self._loop.is_closed():
             raise KvRefused("unreachable", "the worker is closing")
@@ -186,7 +186,7 @@ class KvMover:
         deadline = time.monotonic() + ask.limit
         while True:
             first = ask.first + sum(map(len, pieces))
-            found = self._read(ask, first, self._loop, deadline)
+            found = self._read_piece(ask, first, self._loop, deadline)
             if "refused" in found and pieces:
                 break  # the rest is gone, or of other weights by now; these are what was asked for
             piece = np.frombuffer(_checked(found)["payload"], np.uint8)
@@ -197,11 +197,13 @@ class KvMover:
         self.sent += len(payload)
         return KvBlocks(ask.first, payload, ask.facts)
 
-    def _read(self, ask: KvAsk, first: int, loop: asyncio.AbstractEventLoop, deadline: float) -> Mapping[str, Any]:
+    def _read_piece(
+        self, ask: KvAsk, first: int, loop: asyncio.AbstractEventLoop, deadline: float
+    ) -> Mapping[str, Any]:
         """One piece of it, from the block ``first`` on."""
         tokens = ask.token_ids.tobytes()
         arguments = {"tokens": tokens, "first": first, "facts": dict(ask.facts), "most": PIECE_BYTES}
-        future = asyncio.run_coroutine_threadsafe(_run(self._command, "kv_read", arguments), loop)
+        future = asyncio.run_coroutine_threadsafe(_run_command(self._command, "kv_read", arguments), loop)
         try:
             return future.result(max(0.0, deadline - time.monotonic()))
         except Late as error:
@@ -211,7 +213,7 @@ class KvMover:
             raise KvRefused("unreachable", str(error)) from error
 
 
-async def _run(command: Command, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+async def _run_command(command: Command, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return await command(name, arguments)
 
 

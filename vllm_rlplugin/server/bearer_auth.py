@@ -46,7 +46,7 @@ class BearerGuard:
         self._digest = bearer.digest_of(token)
         self._networks = networks
 
-    def check(self, authorization: str | None, client: str | None) -> None:
+    def check_caller(self, authorization: str | None, client: str | None) -> None:
         """``authorization``: the header. ``client``: the peer's address; None: a Unix socket. Raises AccessDenied."""
         if client is not None and not self._allows(client):
             raise AccessDenied(

@@ -34,8 +34,8 @@ from vllm_rlplugin.options import ACTIVE, PLUGIN, FrontendOptions, PluginOptions
 from vllm_rlplugin.server import request_bodies
 from vllm_rlplugin.server.bearer_auth import BearerGuard, find_token
 from vllm_rlplugin.server.control_route import STATE, ControlRoute, RouteContext
-from vllm_rlplugin.server.engine_metrics import EngineMetrics, keep_fresh
-from vllm_rlplugin.server.outbox import Outbox, written
+from vllm_rlplugin.server.engine_metrics import EngineMetrics, refresh_metrics
+from vllm_rlplugin.server.outbox import Outbox, encode_batch
 from vllm_rlplugin.server.pool_metrics import PoolMetrics
 from vllm_rlplugin.server.server_lease import LeaseBook, LeaseKeeper, lease_path
 from vllm_rlplugin.sleep.activation import Activation
@@ -73,7 +73,9 @@ class ControlContext:
             self.pool = PoolUpkeep(LiveEngine(client))
             self.tasks.append(asyncio.create_task(self.pool.run(), name="rl-coserve pool"))
             self.tasks.append(asyncio.create_task(self.activation.watch(), name="rl-coserve activation"))
-        self.tasks.append(asyncio.create_task(keep_fresh(metrics, self.worker, self.device), name="rl-coserve metrics"))
+        self.tasks.append(
+            asyncio.create_task(refresh_metrics(metrics, self.worker, self.device), name="rl-coserve metrics")
+        )
 
 
 def _control(request: Request) -> ControlContext:
@@ -83,7 +85,7 @@ def _control(request: Request) -> ControlContext:
 
 def _used(request: Request) -> AbstractAsyncContextManager[ServedWorker]:
     """The worker, for what needs its engine: one that is inactive is activated first."""
-    return _control(request).activation.used()
+    return _control(request).activation.use_worker()
 
 
 # The worker's commands.
@@ -92,7 +94,7 @@ def _used(request: Request) -> AbstractAsyncContextManager[ServedWorker]:
 @router.post(wire.ADD)
 async def add(request: Request, body: request_bodies.AddBody) -> JSONResponse:
     """Enqueue turns; an id that was added before changes nothing. All of them or, without ``partial``, (400) none."""
-    requests = [item.record() for item in body.requests]
+    requests = [item.to_request() for item in body.requests]
     async with _used(request) as worker:
         if not body.partial:
             worker.check(requests)
@@ -130,8 +132,8 @@ async def completions(
     timeout: Annotated[float, Query(ge=0, le=wire.MAX_POLL_SECONDS)] = 20.0,  # noqa: ASYNC109
 ) -> Response:
     """The next batch of completions, waited for; kept until a later call acknowledges its sequence number."""
-    number, batch = await _control(request).outbox.take(acknowledged, timeout)
-    return Response(await written(number, batch), media_type="application/json")
+    number, batch = await _control(request).outbox.next_batch(acknowledged, timeout)
+    return Response(await encode_batch(number, batch), media_type="application/json")
 
 
 @router.post(wire.SUSPEND)
@@ -139,7 +141,7 @@ async def suspend(request: Request) -> JSONResponse:
     """Stop between two engine steps; in-flight requests keep their tokens."""
     control = _control(request)
     async with _used(request) as worker:
-        control.lease.suspends(wire.LEASE_HEADER in request.headers)
+        control.lease.note_suspend(wire.LEASE_HEADER in request.headers)
         await worker.suspend()
     return JSONResponse({"suspended": True, "version": worker.cycle.version})
 
@@ -164,7 +166,7 @@ async def resume(request: Request) -> JSONResponse:
     """Go on; in-flight requests recompute their KV under the new weights."""
     async with _used(request) as worker:
         await worker.resume()
-        _control(request).lease.resumed()
+        _control(request).lease.note_resume()
     return JSONResponse({"suspended": False, "version": worker.cycle.version})
 
 
@@ -183,14 +185,14 @@ async def deactivate(request: Request, body: request_bodies.DeactivateBody | Non
 @router.post(wire.LEASE)
 async def lease(request: Request, body: request_bodies.LeaseBody) -> JSONResponse:
     """Take the GPU for a job, or renew that; 409 ``leased`` while another job has it. The header RL-Coserve-Lease has the key."""
-    seconds = await _control(request).lease.take(body.job, body.place, _key(request), body.seconds)
+    seconds = await _control(request).lease.grant(body.job, body.place, _key(request), body.seconds)
     return JSONResponse({"seconds": seconds})
 
 
 @router.post(wire.GIVE_BACK)
 async def give_back(request: Request) -> JSONResponse:
     """The job does not use this server any more. Idempotent."""
-    return JSONResponse({"given_back": await _control(request).lease.give_back(_key(request))})
+    return JSONResponse({"given_back": await _control(request).lease.end_lease(_key(request))})
 
 
 def _key(request: Request) -> str:
@@ -204,7 +206,7 @@ def _key(request: Request) -> str:
 async def kv_place(request: Request) -> JSONResponse:
     """host:port at which this engine hands out KV; "" without --rl-kv-transfer."""
     mover = _control(request).mover
-    return JSONResponse({"place": "" if mover is None else mover.open()})
+    return JSONResponse({"place": "" if mover is None else mover.start_listener()})
 
 
 @router.post(wire.KV_FETCH)
@@ -239,11 +241,11 @@ async def status(request: Request) -> JSONResponse:
             "history": cycle.history.to_dict(),
             "unfinished": len(worker.unfinished_ids),
             "held": worker.held,
-            "activation": control.activation.told(),
-            "lease": control.lease.told(),
-            "pool": None if control.pool is None else control.pool.said(),  # by the engine's process
+            "activation": control.activation.status(),
+            "lease": control.lease.status(),
+            "pool": None if control.pool is None else control.pool.public_status(),  # by the engine's process
             "broken": worker.broken,
-            "device": None if control.device is None else control.device.recent,
+            "device": None if control.device is None else control.device.recent_use,
             # Of this process; scheduler and worker extension are the engine's, and without them it would not have started.
             "hooks": {**vllm_rlplugin.status(), "scheduler": True, "worker_extension": True},
         }
@@ -299,7 +301,7 @@ async def init_weight_transfer_engine(request: Request, body: request_bodies.Ini
 async def start_weight_update(request: Request) -> JSONResponse:
     """Begin an update. Only while paused."""
     async with _used(request) as worker:
-        await worker.cycle.start()
+        await worker.cycle.start_session()
     return JSONResponse({"message": "Weight update started"})
 
 
@@ -307,7 +309,7 @@ async def start_weight_update(request: Request) -> JSONResponse:
 async def update_weights(request: Request, body: request_bodies.UpdateWeightsBody) -> JSONResponse:
     """Fetch and verify: ``{"update_info": {"version": N}}``."""
     async with _used(request) as worker:
-        await worker.cycle.receive(body.update_info)
+        await worker.cycle.receive_weights(body.update_info)
     return JSONResponse({"message": "Weights updated"})
 
 
@@ -315,7 +317,7 @@ async def update_weights(request: Request, body: request_bodies.UpdateWeightsBod
 async def finish_weight_update(request: Request, body: request_bodies.FinishBody | None = None) -> JSONResponse:
     """Load what was fetched, and name it (``weight_version``; default: its number)."""
     async with _used(request) as worker:
-        await worker.cycle.finish(body.weight_version if body is not None else None)
+        await worker.cycle.finish_session(body.weight_version if body is not None else None)
     return JSONResponse({"message": "Weight update finished"})
 
 
@@ -357,22 +359,22 @@ class ControlPlugin:
         require_loaded()  # which reads sources for half a second: never while requests wait
         config = engine_client.vllm_config
         _check_topology(config, args)
-        options = FrontendOptions.of(args)
+        options = FrontendOptions.from_args(args)
         relay = options.relay_endpoint()
         metrics = EngineMetrics()
         worker = ServedWorker(
             engine_client,
-            EngineLimits.of(config),
+            EngineLimits.from_config(config),
             name=f"vllm-serve-{os.getpid()}",
-            observe_update=metrics.phase,
-            observe_completion=metrics.completion,
+            observe_update=metrics.observe_phase,
+            observe_completion=metrics.observe_completion,
         )
         try:
             await worker.open(None if relay is None else relay.to_dict())
         except RetryableError as error:
             raise ConfigError("--rl-relay", options.relay, str(error)) from error
         instance = secrets.token_hex(8)
-        plugin = PluginOptions.of(config)
+        plugin = PluginOptions.from_config(config)
         rollout = bool(plugin.kv_pool) and plugin.kv_pool_role == "rollout"
         if options.deactivate_after and not rollout:
             fix = "only a rollout engine of a pool is deactivated: leave it out"
@@ -382,9 +384,9 @@ class ControlPlugin:
         control = ControlContext(worker, _facts(config, worker, instance, options), activation, pool)
         control.start(engine_client, metrics, plugin)
         token = find_token(options, os.environ)
-        if PluginOptions.of(config).kv_transfer:
+        if PluginOptions.from_config(config).kv_transfer:
             control.mover = KvMover(_kv(config, options, token, args), worker.kv_command)
-            control.mover.load()
+            control.mover.load_carrier()
         guard = BearerGuard(token, options.networks())
         door = RouteContext(
             guard, _bytes(options), instance, lambda: worker.cycle.history.number, control.lease.book.refusal
@@ -408,7 +410,7 @@ def _kv(config: Any, options: FrontendOptions, token: str, args: Namespace) -> K
         carrier=options.kv_carrier,
         protocol=options.kv_protocol,
         device=options.kv_device,
-        room_mb=PluginOptions.of(config).kv_staging_mb,
+        room_mb=PluginOptions.from_config(config).kv_staging_mb,
         tls=tls,
         allow_plain=options.kv_allow_plain,
     )
@@ -428,7 +430,7 @@ def _facts(config: Any, worker: ServedWorker, instance: str, options: FrontendOp
         "shape": _shape(config.model_config),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": config.model_config.logprobs_mode,
-        "options": PluginOptions.of(config).to_dict(),
+        "options": PluginOptions.from_config(config).to_dict(),
         "limits": {
             "max_model_len": limits.model_len,
             "vocabulary": limits.vocabulary,

@@ -92,7 +92,7 @@ class ControlRoute(APIRoute):
 async def _answer(handler: Handler, request: Request, door: RouteContext) -> Response:
     try:
         client = None if request.client is None else request.client.host
-        door.guard.check(request.headers.get("authorization"), client)
+        door.guard.check_caller(request.headers.get("authorization"), client)
         theirs = request.headers.get(PROTOCOL_HEADER)
         if theirs is not None and theirs != str(PROTOCOL):
             message = f"this server speaks protocol {PROTOCOL}, the client {theirs:.20}: install the same rl-coserve"

@@ -107,7 +107,7 @@ class EngineMetrics:
             registry=registry,
         )
 
-    def completion(self, completion: Completion) -> None:
+    def observe_completion(self, completion: Completion) -> None:
         """One request has ended."""
         self._finished.labels(completion.finish_reason).inc()
         timing = completion.timing
@@ -116,7 +116,7 @@ class EngineMetrics:
         if timing.per_token > 0:
             self._per.observe(timing.per_token)
 
-    def phase(self, phase: str, seconds: float) -> None:
+    def observe_phase(self, phase: str, seconds: float) -> None:
         """One phase of a weight update has ended."""
         self._update_seconds.labels(phase).observe(seconds)
 
@@ -136,14 +136,14 @@ class EngineMetrics:
         self._suspended.set(stats.suspended)
 
 
-async def keep_fresh(metrics: EngineMetrics, worker: ServedWorker, pool: PoolMetrics | None = None) -> None:
+async def refresh_metrics(metrics: EngineMetrics, worker: ServedWorker, pool: PoolMetrics | None = None) -> None:
     """Refresh for ever, those of the engine's KV pool too; ends when the engine has died."""
     try:
         while True:
             cycle = worker.cycle
             metrics.refresh(await worker.stats(), worker.held, cycle.updates, cycle.failures)
             if pool is not None:
-                await pool.renew()
+                await pool.refresh_in_thread()
             await asyncio.sleep(REFRESH_SECONDS)
     except RetryableError as error:
         _logger.info("metrics are no longer refreshed: %s", error)

@@ -27,7 +27,7 @@ class Outbox:
         self._batch: list[Completion] = []
         self._number = 0  # of the batch that was made last
 
-    async def take(self, acknowledged: int | None, timeout: float) -> tuple[int, list[Completion]]:  # noqa: ASYNC109
+    async def next_batch(self, acknowledged: int | None, timeout: float) -> tuple[int, list[Completion]]:  # noqa: ASYNC109
         """The batch after ``acknowledged`` (None: of nothing), and its number; empty after ``timeout`` seconds."""
         if acknowledged == self._number:
             self._batch = []
@@ -55,7 +55,7 @@ class Outbox:
             pass
 
 
-async def written(number: int, batch: Sequence[Completion]) -> bytes:
+async def encode_batch(number: int, batch: Sequence[Completion]) -> bytes:
     """The answer as JSON. In pieces, between which the event loop does what else there is: one of a million numbers would
     keep users of the server waiting for a second."""
     text = bytearray()

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from orchestrator.policies.serving.server_borrowing import RecentUse
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError
-from vllm_rlplugin.kvpool.serving.pool_lending import status
+from vllm_rlplugin.kvpool.serving.pool_lending import lending_status
 
 PREFIX = "rl_coserve:kv_pool_"
 WINDOW = 3600.0  # seconds of use by which runs choose what they borrow (ROSE 4)
@@ -77,7 +77,7 @@ class PoolMetrics:
         self._known: dict[tuple[str, str], int] = {}  # (counter, engine) -> what it had said
 
     @property
-    def recent(self) -> dict[str, float | bool]:
+    def recent_use(self) -> dict[str, float | bool]:
         """For a run that looks for a device to borrow: the share of the pool that serving used in the mean of at most the last
         hour, for how many seconds it was watched, the share now, and whether anything may be lent at all."""
         now = time.monotonic()
@@ -89,7 +89,7 @@ class PoolMetrics:
             "lends": self._lends,
         }
 
-    async def renew(self) -> None:
+    async def refresh_in_thread(self) -> None:
         """As :meth:`refresh`, for an event loop: a process that was stopped with the ledger's lock costs a thread's time."""
         if (found := await asyncio.to_thread(self._read)) is not None:
             self._show(found)
@@ -101,7 +101,7 @@ class PoolMetrics:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            return status(self._pool)
+            return lending_status(self._pool)
         except PoolError as error:
             _logger.warning("the KV pool's metrics are not refreshed: %s", error)
             return None

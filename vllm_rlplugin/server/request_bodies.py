@@ -49,7 +49,7 @@ class RequestBody(Body):
     deadline: float | None = None
     group_id: Text = ""
 
-    def record(self) -> GenerationRequest:
+    def to_request(self) -> GenerationRequest:
         """As the worker takes it."""
         sampling = self.sampling
         return GenerationRequest(

@@ -60,7 +60,7 @@ class ServerLease:
     key: str
     until: dict[str, float] = field(default_factory=dict)
 
-    def left(self, now: float) -> float:
+    def seconds_left(self, now: float) -> float:
         """Seconds that it has, 0: it is over."""
         return max(0.0, max(self.until.values(), default=0.0) - now)
 
@@ -73,21 +73,21 @@ class LeaseBook:
         self._own: ServerLease | None = None  # without a file
 
     @property
-    def shared(self) -> bool:
-        """Whether another process may have the record locked: :meth:`take` and :meth:`give_back` may then wait."""
+    def is_shared(self) -> bool:
+        """Whether another process may have the record locked: :meth:`grant` and :meth:`end_lease` may then wait."""
         return self._path is not None
 
-    def present(self) -> ServerLease | None:
+    def current_lease(self) -> ServerLease | None:
         """The lease that holds, None: nobody has one."""
         found = self._read()
-        return found if found is not None and found.left(self._clock()) else None
+        return found if found is not None and found.seconds_left(self._clock()) else None
 
-    def take(self, job: str, place: str, key: str, seconds: float) -> ServerLease:
+    def grant(self, job: str, place: str, key: str, seconds: float) -> ServerLease:
         """Take it, or renew it. Raises CommandError ``leased``, RetryableError while the record is locked."""
         now, secret = self._clock(), _digest(key)
         with self._locked():
             found = self._read()
-            if found is None or not found.left(now):
+            if found is None or not found.seconds_left(now):
                 found = ServerLease(job, place, secret)
             elif found.key != secret:
                 if (found.job, found.place) != (job, place):
@@ -98,7 +98,7 @@ class LeaseBook:
             self._write(found)
             return found
 
-    def give_back(self, key: str) -> bool:
+    def end_lease(self, key: str) -> bool:
         """This server is not used by the holder any more; whether it had it. Raises RetryableError while it is locked."""
         with self._locked():
             found = self._read()
@@ -110,7 +110,7 @@ class LeaseBook:
 
     def refusal(self, key: str) -> str:
         """Why who shows this key ("": none) may not use the engine; "": it may."""
-        found = self.present()
+        found = self.current_lease()
         return "" if found is None or (key and found.key == _digest(key)) else _taken(found, self._clock())
 
     # -- the record --------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def lease_path(pool: Path) -> Path:
 
 
 def _taken(lease: ServerLease, now: float) -> str:
-    return f"job {lease.job} has this GPU, for {lease.left(now):.0f} s more at least: one RL job a serving GPU"
+    return f"job {lease.job} has this GPU, for {lease.seconds_left(now):.0f} s more at least: one RL job a serving GPU"
 
 
 def _digest(key: str) -> str:
@@ -201,44 +201,44 @@ class LeaseKeeper:
         self._changing = asyncio.Lock()  # who has it: nobody is granted it while what another one left is being ended
         self.expired = 0  # leases that ran out here
 
-    async def take(self, job: str, place: str, key: str, seconds: float) -> float:
-        """See :meth:`LeaseBook.take`; returns the seconds that are left. What a job left whose lease ran out is ended."""
+    async def grant(self, job: str, place: str, key: str, seconds: float) -> float:
+        """See :meth:`LeaseBook.grant`; returns the seconds that are left. What a job left whose lease ran out is ended."""
         async with self._changing:
-            lease = await self._of_book(lambda: self.book.take(job, place, key, seconds))
+            lease = await self._call_book(lambda: self.book.grant(job, place, key, seconds))
             if self._granted not in (None, (job, place)):
                 self._expire()
             self._granted = (job, place)
             if self._left:
-                await self._clear()
-            return lease.left(time.monotonic())
+                await self._abort_requests()
+            return lease.seconds_left(time.monotonic())
 
-    async def give_back(self, key: str) -> bool:
-        """See :meth:`LeaseBook.give_back`. An engine that the holder had stopped goes on."""
+    async def end_lease(self, key: str) -> bool:
+        """See :meth:`LeaseBook.end_lease`. An engine that the holder had stopped goes on."""
         async with self._changing:
-            had = await self._of_book(lambda: self.book.give_back(key))
+            had = await self._call_book(lambda: self.book.end_lease(key))
             if had:
                 self._granted = None
-                await self._go_on()
+                await self._resume_engine()
             return had
 
-    def suspends(self, holds: bool) -> None:
+    def note_suspend(self, holds: bool) -> None:
         """The engine is about to be suspended, by a client that shows a lease's key (``holds``) or by another one."""
         self._stopped = self._stopped or (holds and self._granted is not None)
 
-    def resumed(self) -> None:
+    def note_resume(self) -> None:
         """It was let go on."""
         self._stopped = False
 
-    def told(self) -> dict[str, Any] | None:
+    def status(self) -> dict[str, Any] | None:
         """For the status: who has it, None: nobody. A record that cannot be read is told as one of nobody known."""
         try:
-            lease = self.book.present()
+            lease = self.book.current_lease()
         except RetryableError as error:
             return {"job": "?", "place": "", "seconds": 0.0, "error": str(error)}
         return (
             None
             if lease is None
-            else {"job": lease.job, "place": lease.place, "seconds": round(lease.left(time.monotonic()), 3)}
+            else {"job": lease.job, "place": lease.place, "seconds": round(lease.seconds_left(time.monotonic()), 3)}
         )
 
     async def watch(self) -> None:
@@ -247,39 +247,39 @@ class LeaseKeeper:
         while not self._worker.broken:
             await asyncio.sleep(WATCH_SECONDS)
             try:
-                await self._look()
+                await self._check_lease()
                 said = ""
             except (RetryableError, CommandError) as error:
                 if str(error) != said:  # else twice a second, for as long as it lasts
                     _logger.warning("what a job left could not be ended: %s", error)
                 said = str(error)
 
-    async def _look(self) -> None:
+    async def _check_lease(self) -> None:
         async with self._changing:
             if self._granted is not None:
-                lease = self.book.present()
+                lease = self.book.current_lease()
                 if lease is None or (lease.job, lease.place) != self._granted:
                     self._expire()
             if self._granted is None and (self._left or self._stopped):
-                await self._clear()
+                await self._abort_requests()
 
-    async def _of_book(self, call: Callable[[], _T]) -> _T:
+    async def _call_book(self, call: Callable[[], _T]) -> _T:
         """In a thread, where another process may have the record locked."""
-        return await asyncio.to_thread(call) if self.book.shared else call()
+        return await asyncio.to_thread(call) if self.book.is_shared else call()
 
     def _expire(self) -> None:
         assert self._granted is not None
         self._left, self._granted = self._granted[0], None
         self.expired += 1
 
-    async def _clear(self) -> None:
+    async def _abort_requests(self) -> None:
         if self._left:
             left = await self._worker.abort_all() if self._worker.unfinished_ids else 0
             _logger.warning("the lease of job %s ran out: %d of its requests were ended", self._left, left)
             self._left = ""
-        await self._go_on()
+        await self._resume_engine()
 
-    async def _go_on(self) -> None:
+    async def _resume_engine(self) -> None:
         cycle = self._worker.cycle
         if self._stopped and cycle.changing:
             return  # looked at again

@@ -49,7 +49,7 @@ class Activation:
         self._used = time.monotonic()
 
     @asynccontextmanager
-    async def used(self) -> AsyncIterator[ServedWorker]:
+    async def use_worker(self) -> AsyncIterator[ServedWorker]:
         """The worker, active, and not deactivated meanwhile. Raises RetryableError, CommandError."""
         self._uses += 1
         try:
@@ -62,11 +62,11 @@ class Activation:
 
     async def deactivate(self, kept: bool = True) -> dict[str, Any]:
         """``kept``: with the weights somewhere, else an update must follow. Idempotent. Raises CommandError where it may not."""
-        return await _whole(self._deactivate(kept))
+        return await _run_to_end(self._deactivate(kept))
 
     async def activate(self) -> dict[str, Any]:
         """Idempotent. See the module for what is raised."""
-        return await _whole(self._activate())
+        return await _run_to_end(self._activate())
 
     async def watch(self) -> None:
         """For ever: users' requests, and time without use; ends when the engine has died."""
@@ -78,19 +78,21 @@ class Activation:
             try:
                 if self.state == "inactive" and self._worker.busy:
                     await self.activate()
-                elif self.state == "active" and self._after and now - self._used >= self._after and not self._mistake():
+                elif (
+                    self.state == "active" and self._after and now - self._used >= self._after and not self._obstacle()
+                ):
                     await self.deactivate()
             except (RetryableError, CommandError) as error:
                 _logger.warning("the engine could not change between active and inactive: %s", error)
                 await asyncio.sleep(1.0)
 
-    def told(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """For the status: JSON."""
         return {"state": self.state, **self.last}
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    def _mistake(self) -> str:
+    def _obstacle(self) -> str:
         """Why it may not be deactivated now."""
         if not self._rollout:
             return "only a rollout engine of a pool is (--rl-kv-pool, --rl-kv-pool-role rollout)"
@@ -104,8 +106,8 @@ class Activation:
     async def _deactivate(self, kept: bool) -> dict[str, Any]:
         async with self._lock:
             if self.state == "inactive":
-                return self.told()
-            if mistake := self._mistake():
+                return self.status()
+            if mistake := self._obstacle():
                 raise CommandError(
                     "requests_in_flight" if self._rollout else "invalid_request", f"deactivate: {mistake}"
                 )
@@ -130,13 +132,13 @@ class Activation:
             self.last |= dict(reports[0]["memory"])
             self.last["deactivation_seconds"] = time.monotonic() - began
             _logger.info("deactivated in %.3f s: %s", self.last["deactivation_seconds"], self.last["how"])
-            return self.told()
+            return self.status()
 
     async def _stay_active(self) -> None:
         """After a deactivation that failed, wherever it did."""
         self.state = "active"
         if not self._engine.dead:
-            back = await self._weights_back()
+            back = await self._restore_weights()
             if back["no_room"]:  # others took it at once: it is as inactive as if it had not failed
                 self.state = "inactive"
                 return
@@ -146,8 +148,8 @@ class Activation:
             else:
                 await self._worker.cycle.resume()
 
-    async def _weights_back(self) -> dict[str, str]:
-        """What is wrong with them: see :func:`vllm_rlplugin.sleep.host_offload.come_back`."""
+    async def _restore_weights(self) -> dict[str, str]:
+        """What is wrong with them: see :func:`vllm_rlplugin.sleep.host_offload.restore_weights`."""
         reports = await self._engine.rpc("rl_weights_back")
         names = ("error", "no_room", "damage")
         return {name: next((str(report[name]) for report in reports if report[name]), "") for name in names}
@@ -155,14 +157,14 @@ class Activation:
     async def _activate(self) -> dict[str, Any]:
         async with self._lock:
             if self.state == "active":
-                return self.told()
+                return self.status()
             began, cycle = time.monotonic(), self._worker.cycle
             self.state = "activating"
             try:
                 found = await self._engine.command("activate", {})
                 if why := found.get("refused"):
                     raise RetryableError(f"the engine cannot be activated now: {why}")
-                back = await self._weights_back()
+                back = await self._restore_weights()
                 if why := back["no_room"]:
                     await self._engine.command("deactivate", {"stepped": False})
                     raise RetryableError(f"the engine cannot be activated now: {why}")
@@ -184,9 +186,9 @@ class Activation:
             else:
                 cycle.unusable = "the weights were not kept when the engine was deactivated"
             _logger.info("activated in %.3f s", seconds)
-            return self.told()
+            return self.status()
 
 
-async def _whole(steps: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+async def _run_to_end(steps: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     """To the end, whatever becomes of the caller."""
     return await asyncio.shield(asyncio.ensure_future(steps))

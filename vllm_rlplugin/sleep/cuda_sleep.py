@@ -36,7 +36,7 @@ class NoDeviceRoom(Exception):
     """The device has no memory for the weights now; they are away as before."""
 
 
-def why_not(worker: Any) -> str:
+def sleep_mode_obstacle(worker: Any) -> str:
     """Why vLLM's sleep mode cannot take this worker's weights; "": it can."""
     config = worker.vllm_config.model_config
     if not config.enable_sleep_mode:
@@ -59,19 +59,19 @@ class CudaSleep:
             raise RunError("the KV cache is in vLLM's own memory, not in the pool")
         if kept and (wrong := engine.verify()):
             raise RunError(f"the weights are not what was loaded: {wrong[:3]}")
-        more = "" if kept else self._more()
+        more = "" if kept else self._not_in_updates()
         self.level = SLEEP_LEVEL["weights" if kept or more else "dropped"]
         if self.level == SLEEP_LEVEL["weights"]:
             _check_host(sum(_size(item) for item in _allocations() if not item.is_asleep))
-        self._digests = self._others()
+        self._digests = self._other_digests()
         self.how = f"vLLM sleep level {self.level}: " + (
             "the weights are in host memory" if kept else f"the weights are dropped{more and f' (level 1: {more})'}"
         )
         self.left, self.freed = self.bytes, 0
 
-    def go(self) -> None:
-        """Off the device with them. What it raises leaves some of them there: :meth:`come_back` is for that too."""
-        self._engine.leave(dropped=not self._kept)
+    def offload(self) -> None:
+        """Off the device with them. What it raises leaves some of them there: :meth:`restore` is for that too."""
+        self._engine.stop_reading(dropped=not self._kept)
         if not self._kept:
             self._engine.damage = "the weights were dropped when the engine was deactivated"
         before = free_memory()
@@ -84,7 +84,7 @@ class CudaSleep:
         self.freed = max(0, free_memory() - before)
         self.left = self._still_there()
 
-    def come_back(self) -> None:
+    def restore(self) -> None:
         """Raises NoDeviceRoom; RunError where they are not what they were."""
         try:
             self._worker.wake_up(["weights"])
@@ -96,18 +96,18 @@ class CudaSleep:
             raise NoDeviceRoom(
                 f"the weights do not fit on the device, which has {free_memory()} bytes free: {error}"
             ) from error
-        found = self._others()
+        found = self._other_digests()
         wrong: list[Any] = [name for name, digest in self._digests.items() if found.get(name) != digest]
         if self._kept:
             wrong += self._engine.verify()
         if wrong:
             raise RunError(f"they are not what they were: {wrong[:3]}")
 
-    def memory(self) -> dict[str, int | None]:
+    def memory_status(self) -> dict[str, int | None]:
         """{"device_free_bytes", "process_bytes"}: what the device has free, and what this process has of it; None: not known."""
         return {"device_free_bytes": free_memory(), "process_bytes": process_memory()}
 
-    def _others(self) -> dict[str, int]:
+    def _other_digests(self) -> dict[str, int]:
         """Of what the weights' own digests do not cover: buffers, and a draft model."""
         found = {name: item for name, item in self._model.named_buffers() if item.numel()}
         if self._draft is not None:
@@ -115,9 +115,9 @@ class CudaSleep:
             found |= {f"draft.{name}": item for name, item in parts if item.numel()}
         return {name: digest_for(item.device)(item) for name, item in found.items()}
 
-    def _more(self) -> str:
+    def _not_in_updates(self) -> str:
         """What of the weights no update brings back."""
-        if self._engine.plan().mapping is None:
+        if self._engine.make_plan().mapping is None:
             return f"without a mapping an update may not bring back all: {self._engine.fallback}"
         if self._draft is not None:
             return "updates bring back no draft model"

@@ -24,9 +24,9 @@ import torch
 
 from orchestrator.api import RunError
 from vllm_rlplugin.sleep import cuda_sleep
-from vllm_rlplugin.sleep.memory_release import give_back
+from vllm_rlplugin.sleep.memory_release import return_pages
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping
-from vllm_rlplugin.weights.rank_slices import pack
+from vllm_rlplugin.weights.rank_slices import pack_layer
 from vllm_rlplugin.weights.transfer_engine import RelayWeightTransferEngine
 
 _NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl_coserve'"
@@ -34,20 +34,21 @@ _NO_BACKEND = "the engine was started without weight_transfer_config backend 'rl
 
 class WeightOffload(Protocol):
     """The weights of one worker while they are away. Made, it has what it needs to take them back. No step may run from
-    :meth:`go` until they are back. Bytes: of the parameters; ``left`` of these in memory; ``freed``, what was measured."""
+    :meth:`offload` until they are back. Bytes: of the parameters; ``left`` of these in memory; ``freed``, what was
+    measured."""
 
     bytes: int
     left: int
     freed: int
     how: str
 
-    def go(self) -> None:
+    def offload(self) -> None:
         """Out of memory with them."""
 
-    def come_back(self) -> None:
+    def restore(self) -> None:
         """Raises RunError where they are not what they were, and worth nothing; NoDeviceRoom: not now, they are still away."""
 
-    def memory(self) -> dict[str, int | None]:
+    def memory_status(self) -> dict[str, int | None]:
         """What is told of memory beside the weights."""
 
 
@@ -69,23 +70,23 @@ class HostOffload:
         self.freed = 0
         self.how = f"the weights are in a file in {tempfile.gettempdir()}" if kept else "the weights are dropped"
 
-    def memory(self) -> dict[str, int | None]:
+    def memory_status(self) -> dict[str, int | None]:
         """{"process_bytes"}."""
-        return {"process_bytes": resident()}
+        return {"process_bytes": resident_bytes()}
 
-    def go(self) -> None:
+    def offload(self) -> None:
         """See the protocol."""
-        self._engine.leave(dropped=self._file is None)
+        self._engine.stop_reading(dropped=self._file is None)
         if self._file is None:
             self._engine.damage = "the weights were dropped when the engine was deactivated"
-        before = resident()
+        before = resident_bytes()
         for layer, _ in self._mapping.packed:
             layer.cpu_linear = _is_away
-        self.left = self.bytes - give_back(self._parts)  # parts that are smaller than a page of memory
+        self.left = self.bytes - return_pages(self._parts)  # parts that are smaller than a page of memory
         ctypes.CDLL(None).malloc_trim(0)
-        self.freed = max(0, before - resident())
+        self.freed = max(0, before - resident_bytes())
 
-    def come_back(self) -> None:
+    def restore(self) -> None:
         """See the protocol."""
         if self._file is None:
             return
@@ -98,7 +99,7 @@ class HostOffload:
                         raise RunError("the file of the weights is shorter than they are")
                     rest = rest[count:]
         for layer, parameter in self._mapping.packed:
-            layer.cpu_linear = pack(layer, self._mapping.live[parameter]).linear
+            layer.cpu_linear = pack_layer(layer, self._mapping.live[parameter]).linear
         if wrong := self._engine.verify():
             raise RunError(f"they are not what they were: {wrong[:3]}")
 
@@ -117,18 +118,18 @@ class HostOffload:
         return file
 
 
-def leave(worker: Any, *, kept: bool) -> dict[str, Any]:
-    """{"bytes": of the parameters, "left": of these in memory, "freed": by the process or on the device, packed copies included,
-    "seconds", "how", "memory"}. After what it raises :func:`come_back` makes good what was begun."""
+def offload_weights(worker: Any, *, kept: bool) -> dict[str, Any]:
+    """{"bytes": of the parameters, "left": of these in memory, "freed": by the process or on the device, packed copies
+    included, "seconds", "how", "memory"}. After what it raises :func:`restore` makes good what was begun."""
     began = time.monotonic()
     engine = worker.weight_transfer_engine
     if not isinstance(engine, RelayWeightTransferEngine):
         raise RunError(_NO_BACKEND)
-    engine.attach(worker)
+    engine.attach_worker(worker)
     model = worker.model_runner.get_model()
-    mapping = engine.plan().mapping
+    mapping = engine.make_plan().mapping
     away: WeightOffload
-    if why := cuda_sleep.why_not(worker):
+    if why := cuda_sleep.sleep_mode_obstacle(worker):
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         if mapping is None or not on_cpu:
             storages = {
@@ -141,12 +142,12 @@ def leave(worker: Any, *, kept: bool) -> dict[str, Any]:
     else:
         away = cuda_sleep.CudaSleep(worker, engine, kept)
     worker.rl_away = away  # from here on they can be taken back
-    away.go()
+    away.offload()
     sizes = {"bytes": away.bytes, "left": away.left, "freed": away.freed}
-    return {**sizes, "seconds": time.monotonic() - began, "how": away.how, "memory": away.memory()}
+    return {**sizes, "seconds": time.monotonic() - began, "how": away.how, "memory": away.memory_status()}
 
 
-def come_back(worker: Any) -> dict[str, Any]:
+def restore_weights(worker: Any) -> dict[str, Any]:
     """{"seconds", "error", "no_room", "damage"}. Idempotent. ``no_room``: why they are still away, and may be asked for again;
     ``damage``: why they cannot be used until an update, which may be none of this."""
     began, away = time.monotonic(), getattr(worker, "rl_away", None)
@@ -154,7 +155,7 @@ def come_back(worker: Any) -> dict[str, Any]:
     error = no_room = ""
     if away is not None:
         try:
-            away.come_back()
+            away.restore()
         except cuda_sleep.NoDeviceRoom as failure:
             worker.rl_away, no_room = away, str(failure)
         except Exception as failure:  # noqa: BLE001  whatever it was, weights that are not back are used by nobody
@@ -164,7 +165,7 @@ def come_back(worker: Any) -> dict[str, Any]:
     return {"seconds": time.monotonic() - began, "error": error, "no_room": no_room, "damage": damage}
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Bytes of this process's own memory that are in memory, shared ones (a pool's pages) not counted."""
     fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGESIZE")

@@ -91,16 +91,16 @@ class MemoryRelease:
         return sum(self._rpc("rl_give_back_kv")), how
 
 
-def give_back(tensors: Sequence[Any]) -> int:
+def return_pages(tensors: Sequence[Any]) -> int:
     """Return the memory of these CPU tensors to the system; they read as zeros afterwards, and take it again when they
     are written. Returns the bytes that were in memory and are not now; 0 where the system has no such call."""
     if not sys.platform.startswith("linux"):
         return 0
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(_give_back(address, size) for address, size in storages.items())
+    return sum(_return_range(address, size) for address, size in storages.items())
 
 
-def _give_back(address: int, size: int) -> int:
+def _return_range(address: int, size: int) -> int:
     """Whole pages inside [address, address + size)."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - start

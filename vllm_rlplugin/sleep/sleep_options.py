@@ -12,7 +12,9 @@ from orchestrator.api import ConfigError
 from vllm_rlplugin.options import PluginOptions
 
 
-def engine_arguments(options: PluginOptions, environment: MutableMapping[str, str], *, on_cpu: bool) -> dict[str, Any]:
+def sleep_mode_arguments(
+    options: PluginOptions, environment: MutableMapping[str, str], *, on_cpu: bool
+) -> dict[str, Any]:
     """What more of ``EngineArgs`` such an engine has; {} for others, and on CPU, where vLLM has no sleep mode and none is needed.
     Raises ConfigError."""
     if on_cpu or not options.kv_pool or options.kv_pool_role != "rollout":
@@ -21,7 +23,7 @@ def engine_arguments(options: PluginOptions, environment: MutableMapping[str, st
     return {"enable_sleep_mode": True}
 
 
-def check(options: PluginOptions, vllm_config: Any, environment: MutableMapping[str, str]) -> None:
+def check_sleep_mode(options: PluginOptions, vllm_config: Any, environment: MutableMapping[str, str]) -> None:
     """The same in the engine's process, for one that was not started by ``vllm serve``. Raises ConfigError."""
     if options.kv_pool_role == "rollout" and vllm_config.model_config.enable_sleep_mode:
         _refuse_expandable_segments(environment)

@@ -1,8 +1,9 @@
 """Where every element of the checkpoint lives in this rank's model, found by watching vLLM's own loader.
 
-:func:`discover` runs ``model.load_weights`` on tensors of the *meta* device, which have a shape and strides and no memory,
-and records each copy into the model: which part of which checkpoint tensor (offset, size, stride) goes to which live view.
-Whatever the loader does by views (TP slices, fused qkv and gate_up, PP stages, expert lists) comes out exactly.
+:func:`discover_mapping` runs ``model.load_weights`` on tensors of the *meta* device, which have a shape and strides and
+no memory, and records each copy into the model: which part of which checkpoint tensor (offset, size, stride) goes to
+which live view. Whatever the loader does by views (TP slices, fused qkv and gate_up, PP stages, expert lists) comes out
+exactly.
 
 Guarantees:
 
@@ -66,7 +67,7 @@ class Slice:
     parameter: str
     target: torch.Tensor
 
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cut_from(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a contiguous checkpoint tensor; a view."""
         flat = tensor.reshape(-1)
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
@@ -76,7 +77,7 @@ class Slice:
         return bounding_box(shape, self.offset, self.size, self.stride)
 
     def cut_box(self, shape: Sequence[int], box: Box, part: torch.Tensor) -> torch.Tensor:
-        """The same as :meth:`cut`, of a tensor that has only ``box`` of the checkpoint tensor; a view."""
+        """The same as :meth:`cut_from`, of a tensor that has only ``box`` of the checkpoint tensor; a view."""
         offset, stride = rebased(shape, box, self.offset, self.size, self.stride)
         flat = part.reshape(-1)
         return flat.as_strided(self.size, stride, flat.storage_offset() + offset)
@@ -110,11 +111,11 @@ class CheckpointMapping:
             by_tensor.setdefault(item.tensor, []).append(item)
         object.__setattr__(self, "_by_tensor", by_tensor)
 
-    def of(self, tensor: str) -> list[Slice]:
+    def slices_of(self, tensor: str) -> list[Slice]:
         """The slices of one checkpoint tensor."""
         return self._by_tensor.get(tensor, [])
 
-    def boxes(self, layout: CheckpointLayout) -> dict[str, Box]:
+    def tensor_boxes(self, layout: CheckpointLayout) -> dict[str, Box]:
         """The smallest box of each checkpoint tensor that has all that is read of it; others are not in it."""
         found: dict[str, Box] = {}
         for tensor, slices in self._by_tensor.items():
@@ -129,7 +130,7 @@ class CheckpointMapping:
         return _places(model) == self.places
 
 
-def discover(model: torch.nn.Module, layout: CheckpointLayout) -> CheckpointMapping:
+def discover_mapping(model: torch.nn.Module, layout: CheckpointLayout) -> CheckpointMapping:
     """Find the mapping for a checkpoint with these tensors. Raises NoMappingError; see the module."""
     _refuse_changed_layers(model)
     recorder = _Recorder(model)

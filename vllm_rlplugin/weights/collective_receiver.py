@@ -2,16 +2,16 @@
 
 Guarantees:
 
-* :meth:`Transmission.receive` hands on every byte that was sent, in order, and returns only if each shard has the digest
-  that its sender announced, and all together are every tensor exactly once. Anything else is an error; the groups are then
-  left, so that no sender waits for this rank.
+* :meth:`Transmission.receive_shards` hands on every byte that was sent, in order, and returns only if each shard has
+  the digest that its sender announced, and all together are every tensor exactly once. Anything else is an error; the
+  groups are then left, so that no sender waits for this rank.
 * It ends within its time limit: on CPU (gloo) every single operation has what is left of it; NCCL has no such limit, so
   there the communicator is aborted when it is over.
 * Groups are used again for the next version while their names stay the same; a group of another name replaces them.
 
-On CUDA these are vLLM's own: its NCCL group (``nccl_common``) and its packed broadcast (``packed_tensor``), imported only
-then; the unique id comes with the meeting, so that nothing is unpickled and no port is open. On CPU the same calls go over
-gloo. Nothing here touches the model.
+On CUDA these are vLLM's own: its NCCL group (``nccl_common``) and its packed broadcast (``packed_tensor``), imported
+only then; the unique id comes with the meeting, so that nothing is unpickled and no port is open. On CPU the same calls
+go over gloo. Nothing here touches the model.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class SenderLink(Protocol):
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, deadline: float) -> None: ...
 
-    def message(self, size: int, deadline: float) -> bytes:
+    def receive_message(self, size: int, deadline: float) -> bytes:
         """A short one."""
 
-    def shards(self, sizes: Sequence[int], use: Use, deadline: float) -> None:
+    def receive_shards(self, sizes: Sequence[int], use: Use, deadline: float) -> None:
         """The raw bytes of shards, in order."""
 
     def close(self) -> None:
@@ -75,16 +75,16 @@ class CollectiveReceiver:
         self._offset = offset
         self._links: dict[str, SenderLink] = {}  # by the name of the meeting
 
-    def open(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> Transmission:
+    def join_version(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> Transmission:
         """Join the groups, and hear what will be sent. Raises RetryableError and CorruptWeightsError."""
         deadline = time.monotonic() + limit
         try:
-            self._join(meetings, place + self._offset, deadline)
+            self._join_groups(meetings, place + self._offset, deadline)
             links = [self._links[meeting.name] for meeting in meetings]
             announced = []
             for link in links:
-                length = unpack_opening(link.message(OPENING_BYTES, deadline), version)
-                announced.append(unpack_announcement(link.message(length, deadline)))
+                length = unpack_opening(link.receive_message(OPENING_BYTES, deadline), version)
+                announced.append(unpack_announcement(link.receive_message(length, deadline)))
         except _OF_THE_GROUP as error:
             self.close()
             raise _told(error) from error
@@ -99,7 +99,7 @@ class CollectiveReceiver:
         for link in links.values():
             link.close()
 
-    def _join(self, meetings: Sequence[Meeting], rank: int, deadline: float) -> None:
+    def _join_groups(self, meetings: Sequence[Meeting], rank: int, deadline: float) -> None:
         if list(self._links) != [meeting.name for meeting in meetings]:
             self.close()
             for meeting in meetings:
@@ -127,7 +127,7 @@ class Transmission:
         self.shards = tuple(key for keys in announced for key in keys)
         self.bytes = sum(shard_bytes(key) for key in self.shards)
 
-    def receive(self, use: Use) -> int:
+    def receive_shards(self, use: Use) -> int:
         """Hand on every shard, then verify them; returns the content of the version. Raises RetryableError and
         CorruptWeightsError; whatever ``use`` raises ends it, too."""
         digests: list[int] = []
@@ -140,8 +140,8 @@ class Transmission:
             for link, keys in self._parts:
                 first = len(digests)
                 sizes = [shard_bytes(key) for key in keys]
-                link.shards(sizes, lambda place, data, first=first: take(first + place, data), self._deadline)  # type: ignore[misc]
-                check_digests(link.message(closing_bytes(len(keys)), self._deadline), keys, digests[first:])
+                link.receive_shards(sizes, lambda place, data, first=first: take(first + place, data), self._deadline)  # type: ignore[misc]
+                check_digests(link.receive_message(closing_bytes(len(keys)), self._deadline), keys, digests[first:])
         except CorruptWeightsError as error:
             if error.reason != "digest":  # else all has come: the groups are in step
                 self._receiver.close()
@@ -174,13 +174,13 @@ class GlooLink:
         self._group: Any = dist.ProcessGroupGloo(named, rank, meeting.receivers + 1, options)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def message(self, size: int, deadline: float) -> bytes:
+    def receive_message(self, size: int, deadline: float) -> bytes:
         """See the protocol."""
         data = torch.empty(size, dtype=torch.uint8)
         self._broadcast(data, deadline)
         return bytes(data.numpy())
 
-    def shards(self, sizes: Sequence[int], use: Use, deadline: float) -> None:
+    def receive_shards(self, sizes: Sequence[int], use: Use, deadline: float) -> None:
         """See the protocol."""
         place = 0
         for length, offsets in packs(sizes, HOST_PACK_BYTES):
@@ -221,14 +221,14 @@ class NcclLink:
         with torch.cuda.device(device):
             self._group: Any = uid_init_process_group(unique_id, rank, meeting.receivers + 1, device)
 
-    def message(self, size: int, deadline: float) -> bytes:
+    def receive_message(self, size: int, deadline: float) -> bytes:
         """See the protocol."""
         with self._limited(deadline) as group, torch.cuda.stream(torch.cuda.Stream(self._device)):
             data = torch.empty(size, dtype=torch.uint8, device=self._device)
             group.broadcast(data, src=0)
             return bytes(data.cpu().numpy())
 
-    def shards(self, sizes: Sequence[int], use: Use, deadline: float) -> None:
+    def receive_shards(self, sizes: Sequence[int], use: Use, deadline: float) -> None:
         """See the protocol."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 

@@ -30,7 +30,7 @@ from orchestrator.transfer.job_head import FULL
 from orchestrator.transfer.shard_routing import Box, box_of, elements, extent, label
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, Fill, Slice
 from vllm_rlplugin.weights.digests import digest_for, digest_of_parts, xxh3
-from vllm_rlplugin.weights.element_places import LivePlace, LivePlaces, together
+from vllm_rlplugin.weights.element_places import LivePlace, LivePlaces, cover_shard
 from vllm_rlplugin.weights.slice_edits import ScratchMemory, SliceEdits
 
 CHUNK_BYTES = 16 << 20  # of a slice at a time, while its digest is made
@@ -69,27 +69,27 @@ class DeltaUpdate:
     """What the update has to do."""
 
     base: DeltaBase
-    touched: list[SliceEdits]
+    edits: list[SliceEdits]
     proofs: list[DigestProof] = field(default_factory=list)
     digests: dict[Slice | Fill, int] = field(default_factory=dict)  # of the touched slices, afterwards
 
     @property
     def tensors(self) -> int:
         """Checkpoint tensors of which something changes here."""
-        return len({item.slice.tensor for item in self.touched})
+        return len({item.slice.tensor for item in self.edits})
 
     @property
     def positions(self) -> int:
         """Live elements that change."""
-        return sum(item.index.size for item in self.touched)
+        return sum(item.index.size for item in self.edits)
 
     @property
     def bytes(self) -> int:
         """Memory held."""
-        return sum(item.bytes for item in self.touched)
+        return sum(item.bytes for item in self.edits)
 
 
-def origin_of(manifest: StoredManifest, places: Mapping[int, Sequence[LivePlace]]) -> WeightsOrigin:
+def make_origin(manifest: StoredManifest, places: Mapping[int, Sequence[LivePlace]]) -> WeightsOrigin:
     """What is live once this version is."""
     shards = {label(manifest.shards[number]): manifest.pieces[number].digest for number in places}
     return WeightsOrigin(manifest.epoch, manifest.version, manifest.content(), shards)
@@ -110,20 +110,20 @@ class DeltaBuilder:
         self._digest = digest_for(device)
         self._parts = digest_of_parts(device)
         self._scratch = ScratchMemory(device)
-        self._touched: dict[Slice, SliceEdits] = {}
+        self._edits: dict[Slice, SliceEdits] = {}
         self._changed: dict[str, list[LivePlace]] = {}  # by the label of a shard that came
         self._expected: dict[str, int] = {}  # its published digest, of the last version that it came with
         self._proofs: dict[Slice, list[DigestProof]] = {}  # of the shards that came
-        self._followed = DeltaUpdate(base, [])
+        self._update = DeltaUpdate(base, [])
 
-    def chain(self, subscriber: Subscriber, chain: Sequence[StoredManifest]) -> None:
+    def apply_chain(self, subscriber: Subscriber, chain: Sequence[StoredManifest]) -> None:
         """Take in differences, in their order. Raises CorruptWeightsError or RelayError."""
         digests = dict(self._base.origin.shards)
         for manifest in chain:
             if manifest.base_version == FULL:
                 raise CorruptWeightsError("chain", f"version {manifest.version} is no difference")
-            places = self._places.of(manifest.shards)
-            origin = origin_of(manifest, places)
+            places = self._places.places_of(manifest.shards)
+            origin = make_origin(manifest, places)
             if origin.shards.keys() != digests.keys():
                 detail = f"version {manifest.version} is cut differently from its base {manifest.base_version}"
                 raise CorruptWeightsError("layout", detail)
@@ -133,104 +133,104 @@ class DeltaBuilder:
             ]
             for number, stored in subscriber.fetch_shards(manifest, needed):
                 self._check()
-                self._take(manifest, number, stored, places[number])
-            for item in self._touched.values():
-                item.settle()
+                self._apply_stored(manifest, number, stored, places[number])
+            for item in self._edits.values():
+                item.end_difference()
             self.fetched_bytes += sum(manifest.pieces[number].length for number in needed)
             digests.update(origin.shards)
 
-    def compare(self, resident: Resident, published: CheckpointLayout, regions: Iterable[Region]) -> None:
+    def compare_resident(self, resident: Resident, published: CheckpointLayout, regions: Iterable[Region]) -> None:
         """Take in what a resident holds of tensors that cannot be followed in place: what differs from what is live."""
         for region in regions:
             self._check()
             spec = published[region.tensor]
             part = torch.from_numpy(resident.region(region)).view(spec.dtype).view(extent(region.box))
-            for item in self._base.mapping.of(region.tensor):
-                self._compare(item, spec.shape, region.box, part)
+            for item in self._base.mapping.slices_of(region.tensor):
+                self._compare_slice(item, spec.shape, region.box, part)
 
-    def prove(self) -> DeltaUpdate:
+    def prove_shards(self) -> DeltaUpdate:
         """Make sure of what will be live. Raises CorruptWeightsError."""
-        followed = self._followed
+        update = self._update
         partial: dict[Slice, None] = {}
         for name, places in self._changed.items():
             self._check()
-            if not self._prove(name, places):
+            if not self._prove_shard(name, places):
                 partial.update(dict.fromkeys(place.slice for place in places))
         for item in partial:
             self._check()
             self._compare_base(item)
-        for item, touched in self._touched.items():
-            if touched.index.size:
+        for item, edits in self._edits.items():
+            if edits.index.size:
                 self._check()
-                followed.touched.append(touched)
-                self._expect(item, touched)
-        return followed
+                update.edits.append(edits)
+                self._expect_digests(item, edits)
+        return update
 
-    def _expect(self, item: Slice, touched: SliceEdits) -> None:
+    def _expect_digests(self, item: Slice, edits: SliceEdits) -> None:
         """What the update must find in a slice: its shards where each of them lies in one piece, else all of it at once."""
-        followed = self._followed
-        if item not in followed.digests:
-            chunks = (touched.predicted(chunk, self._scratch) for chunk in _chunks(item.target))
-            followed.digests[item] = self._parts(chunks)
+        update = self._update
+        if item not in update.digests:
+            chunks = (edits.predict_view(chunk, self._scratch) for chunk in _chunks(item.target))
+            update.digests[item] = self._parts(chunks)
         proofs = self._proofs.get(item, [])
         if not proofs or any(not proof.view.is_contiguous() for proof in proofs):
-            proofs = [DigestProof(item, item.target, followed.digests[item])]
-        followed.proofs += proofs
+            proofs = [DigestProof(item, item.target, update.digests[item])]
+        update.proofs += proofs
 
-    def _take(self, manifest: StoredManifest, number: int, stored: Bytes, places: list[LivePlace]) -> None:
+    def _apply_stored(self, manifest: StoredManifest, number: int, stored: Bytes, places: list[LivePlace]) -> None:
         """Where a stored shard changes what, from what is there now."""
         key = manifest.shards[number]
-        spans = [place.span() for place in places]
+        spans = [place.position_range() for place in places]
         start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
         width = places[0].view.element_size()
         for edit in self._codec.edits(key.encoding, stored, elements(box_of(key)), width, start, stop):
             for place in places:
-                self._edit(place, edit)
+                self._edit_place(place, edit)
         self._changed[label(key)] = places
         self._expected[label(key)] = manifest.pieces[number].digest
 
-    def _edit(self, place: LivePlace, edit: Edit) -> None:
+    def _edit_place(self, place: LivePlace, edit: Edit) -> None:
         chosen, index = place.locate(edit.positions)
         if index.size:
-            self._of(place.slice).add(index, edit.only(chosen).new)
+            self._edits_of(place.slice).add_change(index, edit.only(chosen).new)
 
-    def _of(self, item: Slice) -> SliceEdits:
-        found = self._touched.get(item)
+    def _edits_of(self, item: Slice) -> SliceEdits:
+        found = self._edits.get(item)
         if found is None:
-            found = self._touched[item] = SliceEdits(item)
+            found = self._edits[item] = SliceEdits(item)
         return found
 
-    def _compare(self, item: Slice, shape: tuple[int, ...], box: Box, part: torch.Tensor) -> None:
+    def _compare_slice(self, item: Slice, shape: tuple[int, ...], box: Box, part: torch.Tensor) -> None:
         if 0 in item.size:
             return
         made = torch.empty(item.target.size(), dtype=item.target.dtype)
         made.copy_(item.cut_box(shape, box, part))  # cast as vLLM's loader casts
-        touched = self._of(item)
-        touched.replace(made)
-        if touched.index.size:
-            self._followed.digests[item] = self._digest(made.to(self._device))
+        edits = self._edits_of(item)
+        edits.replace_values(made)
+        if edits.index.size:
+            self._update.digests[item] = self._digest(made.to(self._device))
 
-    def _prove(self, name: str, places: list[LivePlace]) -> bool:
+    def _prove_shard(self, name: str, places: list[LivePlace]) -> bool:
         """Whether this rank has all of a shard; then it is proved, with a copy of it that is dropped at once."""
-        whole = together(places)
+        whole = cover_shard(places)
         if len(whole) > 1:
             assembled = torch.empty(extent(box_of(whole[0].key)), dtype=whole[0].view.dtype, device=self._device)
             for place in whole:
-                assembled[tuple(slice(*bounds) for bounds in place.source)] = self._predicted(place)
+                assembled[tuple(slice(*bounds) for bounds in place.source)] = self._predict_place(place)
             self._compare_digest(name, xxh3(assembled))
         for place in places:
-            made = self._predicted(place)
+            made = self._predict_place(place)
             found = xxh3(made)
-            if place.whole:
+            if place.has_whole_shard:
                 self._compare_digest(name, found)
             digest = found if self._digest is xxh3 else self._digest(made)
             self._proofs.setdefault(place.slice, []).append(DigestProof(place.slice, place.view, digest))
             if _same(place.view, place.slice.target):
-                self._followed.digests[place.slice] = digest
+                self._update.digests[place.slice] = digest
         return bool(whole)
 
-    def _predicted(self, place: LivePlace) -> torch.Tensor:
-        return self._of(place.slice).predicted(place.view, self._scratch)
+    def _predict_place(self, place: LivePlace) -> torch.Tensor:
+        return self._edits_of(place.slice).predict_view(place.view, self._scratch)
 
     def _compare_digest(self, name: str, found: int) -> None:
         expected = self._expected[name]

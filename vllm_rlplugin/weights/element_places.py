@@ -3,12 +3,12 @@
 A shard is a box of a checkpoint tensor; a slice (:class:`vllm_rlplugin.weights.checkpoint_mapping.Slice`) is a strided
 view of the same tensor and the live view that holds it. Guarantees:
 
-* :func:`inside` finds, for positions in a tensor, those that a view has, and where; each once, exactly.
-* :class:`LivePlaces` takes a tensor as *direct* only if every slice of it is a box of the tensor whose live elements have the
-  published dtype, bit for bit: differences can then be applied where the values live. All others are *indirect* (cast,
-  expanded, or cut across rows), and somebody must keep what was published.
-* The places of a shard are where this rank has it: with :meth:`LivePlace.locate` for single elements, and with ``view`` for
-  all of them at once, in the shard's own order.
+* :func:`locate_inside` finds, for positions in a tensor, those that a view has, and where; each once, exactly.
+* :class:`LivePlaces` takes a tensor as *direct* only if every slice of it is a box of the tensor whose live elements
+  have the published dtype, bit for bit: differences can then be applied where the values live. All others are
+  *indirect* (cast, expanded, or cut across rows), and somebody must keep what was published.
+* The places of a shard are where this rank has it: with :meth:`LivePlace.locate` for single elements, and with ``view``
+  for all of them at once, in the shard's own order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Dim = tuple[int, int, int]  # elements, stride of the source, stride of the targ
 Chosen = slice | npt.NDArray[np.bool_]
 
 
-def merged(size: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[Dim]:
+def merge_dims(size: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[Dim]:
     """The dimensions of a view, outermost first, with those made one that lie behind each other on both sides."""
     found: list[Dim] = []
     for count, one, other in zip(size, source, target, strict=True):
@@ -45,7 +45,7 @@ def merged(size: Sequence[int], source: Sequence[int], target: Sequence[int]) ->
     return found
 
 
-def nested(dims: Iterable[Dim], side: int) -> list[Dim] | None:
+def sort_nested(dims: Iterable[Dim], side: int) -> list[Dim] | None:
     """Sorted by the strides of one side (1: source, 2: target); None where a position of it could belong to two elements."""
     ordered = sorted(dims, key=lambda dim: -dim[side])
     reach = 1  # elements that the dimensions inside take at most
@@ -56,10 +56,10 @@ def nested(dims: Iterable[Dim], side: int) -> list[Dim] | None:
     return ordered
 
 
-def inside(positions: Index, offset: int, dims: Sequence[Dim]) -> tuple[Chosen, Index]:
+def locate_inside(positions: Index, offset: int, dims: Sequence[Dim]) -> tuple[Chosen, Index]:
     """Which of these ascending positions a view has, and where in its target each of them lies, from the target's start.
 
-    ``offset`` is the position of the view's first element; ``dims`` come from :func:`nested` by their source.
+    ``offset`` is the position of the view's first element; ``dims`` come from :func:`sort_nested` by their source.
     """
     last = offset + sum((count - 1) * stride for count, stride, _ in dims)
     low, high = (int(place) for place in np.searchsorted(positions, (offset, last + 1)))
@@ -100,11 +100,11 @@ class LivePlace:
     dims: list[Dim]
 
     @property
-    def whole(self) -> bool:
+    def has_whole_shard(self) -> bool:
         """Whether it has all of the shard."""
         return extent(self.source) == extent(box_of(self.key))
 
-    def span(self) -> tuple[int, int]:
+    def position_range(self) -> tuple[int, int]:
         """All positions of the shard that lie here are in this range of them; not all of the range need be."""
         last = self.slice.offset + sum((count - 1) * stride for count, stride, _ in self.dims)
         if self.key.dim > 0:
@@ -114,7 +114,7 @@ class LivePlace:
 
     def locate(self, positions: Index) -> tuple[Chosen, Index]:
         """Which of these ascending positions in the shard lie here, and where in the slice's live memory."""
-        return inside(_in_tensor(self.key, positions), self.slice.offset, self.dims)
+        return locate_inside(_in_tensor(self.key, positions), self.slice.offset, self.dims)
 
 
 class LivePlaces:
@@ -125,7 +125,7 @@ class LivePlaces:
         self._spots: dict[str, list[BoxSlice]] = {}
         for tensor in dict.fromkeys(item.tensor for item in mapping.slices if 0 not in item.size):
             spec = published[tensor]
-            spots = [_spot(item, spec.shape) for item in mapping.of(tensor) if 0 not in item.size]
+            spots = [_spot(item, spec.shape) for item in mapping.slices_of(tensor) if 0 not in item.size]
             plain = [spot for spot in spots if spot is not None and spot.view.dtype == spec.dtype]
             if len(plain) == len(spots):
                 self._spots[tensor] = plain
@@ -133,11 +133,11 @@ class LivePlaces:
                 self.indirect.append(tensor)
 
     @property
-    def direct(self) -> list[str]:
+    def direct_tensors(self) -> list[str]:
         """Tensors to which differences can be applied where they live."""
         return list(self._spots)
 
-    def of(self, keys: Sequence[ShardKey]) -> dict[int, list[LivePlace]]:
+    def places_of(self, keys: Sequence[ShardKey]) -> dict[int, list[LivePlace]]:
         """The places of each shard of a direct tensor, by its number. Raises CorruptWeightsError as ShardIndex."""
         index = ShardIndex(keys)
         found: dict[int, list[LivePlace]] = {}
@@ -150,10 +150,10 @@ class LivePlaces:
         return found
 
 
-def together(places: Sequence[LivePlace]) -> list[LivePlace]:
+def cover_shard(places: Sequence[LivePlace]) -> list[LivePlace]:
     """Places that are the shard together, each element once; empty: this rank does not have all of it."""
     for place in places:
-        if place.whole:
+        if place.has_whole_shard:
             return [place]
     parts = list({place.source: place for place in places}.values())
     boxes = [place.source for place in parts]
@@ -167,9 +167,9 @@ def together(places: Sequence[LivePlace]) -> list[LivePlace]:
 
 
 def _spot(item: Slice, shape: tuple[int, ...]) -> BoxSlice | None:
-    dims = merged(item.size, item.stride, item.target.stride())
-    ordered = nested(dims, 1)
-    if ordered is None or nested(dims, 2) is None:
+    dims = merge_dims(item.size, item.stride, item.target.stride())
+    ordered = sort_nested(dims, 1)
+    if ordered is None or sort_nested(dims, 2) is None:
         return None
     found = _box(ordered, item.offset, shape)
     if found is None:

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointMapping, Fill, Slice
 from vllm_rlplugin.weights.delta_update import DeltaUpdate
 from vllm_rlplugin.weights.digests import digest_for
-from vllm_rlplugin.weights.rank_slices import pack
+from vllm_rlplugin.weights.rank_slices import pack_layer
 from vllm_rlplugin.weights.version_staging import StagedVersion
 
 IN_PLACE = "in place, digest of every live slice compared"
@@ -69,8 +69,8 @@ class MappedWeights:
         self._expected: dict[Slice | Fill, int] = {}
 
     def load(self, staged: StagedVersion) -> dict[str, float]:
-        if staged.followed is not None:
-            return self._follow(staged.followed)
+        if staged.delta is not None:
+            return self._apply_delta(staged.delta)
         marks = [time.perf_counter()]
         with torch.no_grad():
             for piece in staged.pieces:
@@ -85,39 +85,39 @@ class MappedWeights:
         if lost:
             raise WeightMismatch(f"nothing was staged for {', '.join(lost[:_NAMED])}")
         if found := self.mismatches():
-            raise WeightMismatch(describe(found))
+            raise WeightMismatch(describe_mismatches(found))
         marks.append(time.perf_counter())
         for packed in staged.packed:
             packed.layer.cpu_linear = packed.linear
         marks.append(time.perf_counter())
         return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
 
-    def _follow(self, followed: DeltaUpdate) -> dict[str, float]:
+    def _apply_delta(self, delta: DeltaUpdate) -> dict[str, float]:
         """Write what changes, compare what it is part of, pack anew what computes with it."""
         marks = [time.perf_counter()]
         with torch.no_grad():
-            for touched in followed.touched:
-                touched.write()
+            for edits in delta.edits:
+                edits.write_new()
         self._synchronize()
         marks.append(time.perf_counter())
-        if found := self._differing((proof.slice, proof.view, proof.digest) for proof in followed.proofs):
-            raise WeightMismatch(describe(found))
+        if found := self._differing((proof.slice, proof.view, proof.digest) for proof in delta.proofs):
+            raise WeightMismatch(describe_mismatches(found))
         marks.append(time.perf_counter())
-        self._pack_again(followed)
-        self._expected = {**self._expected, **followed.digests}
+        self._pack_again(delta)
+        self._expected = {**self._expected, **delta.digests}
         marks.append(time.perf_counter())
         return dict(zip(("copy", "verify", "swap"), (b - a for a, b in itertools.pairwise(marks)), strict=True))
 
     def undo(self, staged: StagedVersion) -> list[dict[str, str]] | None:
-        followed = staged.followed
-        if followed is None:
+        delta = staged.delta
+        if delta is None:
             return None
         with torch.no_grad():
-            for touched in followed.touched:
-                touched.restore()
+            for edits in delta.edits:
+                edits.restore_old()
         self._synchronize()
-        before = {item: followed.base.digests[item] for item in followed.digests}
-        self._pack_again(followed)
+        before = {item: delta.base.digests[item] for item in delta.digests}
+        self._pack_again(delta)
         self._expected = {**self._expected, **before}
         return self._differing((item, item.target, digest) for item, digest in before.items())
 
@@ -142,12 +142,12 @@ class MappedWeights:
                 found.append(_mismatch(tensor, item.parameter, live, expected))
         return found
 
-    def _pack_again(self, followed: DeltaUpdate) -> None:
+    def _pack_again(self, delta: DeltaUpdate) -> None:
         """A layer at a time: the copy that is replaced goes before the next one is made."""
-        parameters = {item.slice.parameter for item in followed.touched}
+        parameters = {item.slice.parameter for item in delta.edits}
         for layer, parameter in self.mapping.packed:
             if parameter in parameters:
-                layer.cpu_linear = pack(layer, self.mapping.live[parameter]).linear
+                layer.cpu_linear = pack_layer(layer, self.mapping.live[parameter]).linear
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
@@ -227,7 +227,7 @@ class ReloadedWeights:
                 method.process_weights_after_loading(module)
 
 
-def describe(mismatches: list[dict[str, str]]) -> str:
+def describe_mismatches(mismatches: list[dict[str, str]]) -> str:
     """One line for people."""
     named = "; ".join(
         f"{item['tensor'] or 'parameter'} in {item['parameter']} has digest {item['found']}, expected {item['expected']}"

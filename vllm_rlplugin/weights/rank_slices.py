@@ -33,7 +33,7 @@ class PackedLayer:
     linear: Callable[..., torch.Tensor]
 
 
-def pack(layer: torch.nn.Module, weight: torch.Tensor) -> PackedLayer:
+def pack_layer(layer: torch.nn.Module, weight: torch.Tensor) -> PackedLayer:
     """What a layer will compute with when this is its weight."""
     stand_in = torch.nn.Module()
     stand_in.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
@@ -50,28 +50,28 @@ class SliceCutter:
         self._digest = digest_for(device)
         self._twins: dict[str, torch.Tensor] = {}
 
-    def cut(
+    def cut_tensor(
         self, name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None, box: Box = ()
     ) -> Iterator[StagedSlice]:
         """The slices of one checkpoint tensor, cast as vLLM's loader casts.
 
         ``tensor``: all of it, or with ``shape`` what lies in ``box`` of one of that shape.
         """
-        for item in self._mapping.of(name):
+        for item in self._mapping.slices_of(name):
             live = self._mapping.live[item.parameter]
             offset = item.target.storage_offset() - live.storage_offset()
             source = self._twin(item.parameter).as_strided(item.target.size(), item.target.stride(), offset)
-            source.copy_(item.cut(tensor) if shape is None else item.cut_box(shape, box, tensor))
+            source.copy_(item.cut_from(tensor) if shape is None else item.cut_box(shape, box, tensor))
             yield StagedSlice(item, source, self._digest(source.to(self._device)))
 
-    def pack(self) -> list[PackedLayer]:
+    def pack_layers(self) -> list[PackedLayer]:
         """Once all tensors were cut: the packed copies of CPU layers, made by vLLM's own functions on a stand-in."""
         for fill in self._mapping.fills:
             offset = fill.target.storage_offset() - self._mapping.live[fill.parameter].storage_offset()
             self._twin(fill.parameter).as_strided(fill.target.size(), fill.target.stride(), offset).fill_(fill.value)
         packed = []
         for layer, parameter in self._mapping.packed:
-            packed.append(pack(layer, self._twin(parameter)))
+            packed.append(pack_layer(layer, self._twin(parameter)))
         return packed
 
     def _twin(self, parameter: str) -> torch.Tensor:

@@ -26,7 +26,7 @@ class RankVotes:
         """Whether an exception of this rank leaves the executor in step."""
         return self.number == self.size - 1
 
-    def agree(self, fine: bool, token: str = "0") -> bool:
+    def all_agree(self, fine: bool, token: str = "0") -> bool:
         """Whether all ranks are fine and have the same token (hexadecimal, at most 64 bits). A collective call."""
         if self.size == 1:
             return fine

@@ -1,6 +1,6 @@
 """What a version changes of one live slice: places, old values, new values. As large as the change.
 
-Guarantees: nothing is written but by :meth:`SliceEdits.write` and :meth:`SliceEdits.restore`, and those write the
+Guarantees: nothing is written but by :meth:`SliceEdits.write_new` and :meth:`SliceEdits.restore_old`, and those write the
 places that changed and no others; after ``restore`` each of them has the bits that it had when it was read. Values are
 compared and kept as bits.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_rlplugin.weights.checkpoint_mapping import Slice
-from vllm_rlplugin.weights.element_places import Index, inside, merged, nested
+from vllm_rlplugin.weights.element_places import Index, locate_inside, merge_dims, sort_nested
 
 Words = npt.NDArray[Any]  # unsigned integers as wide as an element
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,7 +28,7 @@ class ScratchMemory:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def copy(self, view: torch.Tensor) -> torch.Tensor:
+    def copy_view(self, view: torch.Tensor) -> torch.Tensor:
         """A contiguous copy; the one before is gone."""
         if self._memory.numel() < view.numel() * view.element_size():
             self._memory = torch.empty(view.numel() * view.element_size(), dtype=torch.uint8, device=view.device)
@@ -37,7 +37,8 @@ class ScratchMemory:
 
 
 class SliceEdits:
-    """Of one slice. Differences are added in their order, each ended by :meth:`settle`; later ones see what earlier ones did."""
+    """Of one slice. Differences are added in their order, each ended by :meth:`end_difference`; later ones see what
+    earlier ones did."""
 
     def __init__(self, item: Slice) -> None:
         target = item.target.detach()
@@ -56,7 +57,7 @@ class SliceEdits:
         """Memory held."""
         return self.index.nbytes + self.old.nbytes + self.new.nbytes
 
-    def add(self, index: Index, change: Callable[[Words], Words]) -> None:
+    def add_change(self, index: Index, change: Callable[[Words], Words]) -> None:
         """New values for places that this difference has not touched yet, from those before it."""
         before = self._live(index)
         if self.index.size:
@@ -68,7 +69,7 @@ class SliceEdits:
         if moved.any():
             self._added.append((index[moved].astype(self._width), before[moved], after[moved]))
 
-    def replace(self, values: torch.Tensor) -> None:
+    def replace_values(self, values: torch.Tensor) -> None:
         """The values of all of the slice, of its shape, on the host; what it had so far is forgotten."""
         target = self.slice.target.detach()
         new, old = self._bits(values), self._bits(target.cpu())
@@ -81,9 +82,9 @@ class SliceEdits:
             )
         self._added = [(index.astype(self._width), old[where], new[where])]
         self.index, self.old, self.new = self.index[:0], self.old[:0], self.new[:0]
-        self.settle()
+        self.end_difference()
 
-    def settle(self) -> None:
+    def end_difference(self) -> None:
         """The end of one difference. What came back to its first value is forgotten."""
         if not self._added:
             return
@@ -103,25 +104,25 @@ class SliceEdits:
             index, old, new = index[left], old[left], new[left]
         self.index, self.old, self.new = index, old, new
 
-    def predicted(self, view: torch.Tensor, scratch: ScratchMemory) -> torch.Tensor:
+    def predict_view(self, view: torch.Tensor, scratch: ScratchMemory) -> torch.Tensor:
         """A contiguous copy of a part of the slice's target, as it will be; in memory that the next one may take."""
-        made = scratch.copy(view)
-        ordered = nested(merged(view.size(), view.stride(), made.stride()), 1)
+        made = scratch.copy_view(view)
+        ordered = sort_nested(merge_dims(view.size(), view.stride(), made.stride()), 1)
         if ordered is None:
             raise ValueError(f"a view with strides {view.stride()} has an element twice")
-        chosen, at = inside(self.index, view.storage_offset() - self.slice.target.storage_offset(), ordered)
-        self._put(made.reshape(-1).view(self._memory.dtype), at, self.new[chosen])
+        chosen, at = locate_inside(self.index, view.storage_offset() - self.slice.target.storage_offset(), ordered)
+        self._write_values(made.reshape(-1).view(self._memory.dtype), at, self.new[chosen])
         return made
 
-    def write(self) -> None:
+    def write_new(self) -> None:
         """Put the new values into the model."""
-        self._put(self._memory, self.index, self.new)
+        self._write_values(self._memory, self.index, self.new)
 
-    def restore(self) -> None:
+    def restore_old(self) -> None:
         """Put the old ones back."""
-        self._put(self._memory, self.index, self.old)
+        self._write_values(self._memory, self.index, self.old)
 
-    def _put(self, memory: torch.Tensor, index: Index, values: Words) -> None:
+    def _write_values(self, memory: torch.Tensor, index: Index, values: Words) -> None:
         if on_host(memory):
             memory.numpy().view(self._words)[index] = values  # several times as fast as torch's
         else:

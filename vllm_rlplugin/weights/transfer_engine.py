@@ -38,9 +38,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from orchestrator.api import CoserveError, Meeting, RetryableError, RunError
 from orchestrator.transfer import RelayEndpoint
-from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover
+from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, NoMappingError, TensorSpec, discover_mapping
 from vllm_rlplugin.weights.delta_update import DeltaBase
-from vllm_rlplugin.weights.live_weights import LiveWeights, MappedWeights, ReloadedWeights, describe
+from vllm_rlplugin.weights.live_weights import LiveWeights, MappedWeights, ReloadedWeights, describe_mismatches
 from vllm_rlplugin.weights.rank_slices import SliceCutter
 from vllm_rlplugin.weights.rank_votes import RankVotes
 from vllm_rlplugin.weights.version_fetch import FetchRefusal, VersionFetcher
@@ -121,9 +121,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             self._fetcher = VersionFetcher(endpoint, self.ranks.number)
         except CoserveError as error:
             self.refusal = error
-        if not self.ranks.agree(self._fetcher is not None):
-            self._refuse()
-        self.plan()
+        if not self.ranks.all_agree(self._fetcher is not None):
+            self._raise_refusal()
+        self.make_plan()
 
     def start_weight_update(self) -> None:
         """Begin a session. The model is not touched yet. Never raises."""
@@ -135,37 +135,37 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
         With several ranks, before any of the functions below was called, it leaves the error to ``finish``.
         """
-        self._staged = self._take(update_info.version)
+        self._staged = self._take_staged(update_info.version)
         staged = self._staged
-        if not self.ranks.agree(staged is not None, staged.checksum if staged else "0"):
+        if not self.ranks.all_agree(staged is not None, staged.checksum if staged else "0"):
             self._staged = staged = None  # an exception keeps this frame's variables for as long as it is remembered
-            self._refuse(receiving=True)
+            self._raise_refusal(receiving=True)
 
     def finish_weight_update(self) -> None:
         """Load what was staged, in place (tensor storages stay, so CUDA graphs stay valid), and verify it."""
         staged, self._staged = self._staged, None
-        if staged is not None and not staged.follows(self._base()):
+        if staged is not None and not staged.can_follow(self._delta_base()):
             self.refusal = RetryableError(f"weight version {staged.version} was made for other weights than are live")
             staged = None
-        if not self.ranks.agree(staged is not None, staged.checksum if staged else "0") or staged is None:
+        if not self.ranks.all_agree(staged is not None, staged.checksum if staged else "0") or staged is None:
             if self.ranks.size == 1 and self.refusal is None:
                 self.refusal = RunError("finish_weight_update without received weights")
             staged = None  # see receive_weights
-            self._refuse()
+            self._raise_refusal()
             return
         self.damage = f"the update to version {staged.version} did not end"
-        failure = self._apply(staged)
-        if not self.ranks.agree(not failure):
-            self._take_back(
+        failure = self._load_staged(staged)
+        if not self.ranks.all_agree(not failure):
+            self._undo_load(
                 staged, failure or "another rank of this engine could not load the version; its report says why"
             )
             staged = None
-            self._refuse()
+            self._raise_refusal()
             return
         self.damage = ""
         self.version, self.checksum = staged.version, staged.checksum
         self.refusal = None
-        self._note(staged)
+        self._note_live(staged)
 
     def shutdown(self) -> None:
         """Close the relay connection. Idempotent."""
@@ -176,34 +176,34 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
 
     # What the functions of this module ask for.
 
-    def attach(self, worker: Any) -> None:
+    def attach_worker(self, worker: Any) -> None:
         """Know the worker: its session is then closed when an update fails, so that the next one can begin."""
         self._worker = weakref.ref(worker)
         if self._session_left_open:
             self._end_session()
 
-    def plan(self) -> StagingPlan:
+    def make_plan(self) -> StagingPlan:
         """What this rank needs of a version. Only while the model does not run: it may have to find the mapping."""
         if self._plan is None or not (self._plan.mapping is None or self._plan.mapping.holds_for(self.model)):
             self._plan = self._make_plan(self._layout)
             self._loaded = None
         return self._plan
 
-    def loaded(self) -> LiveWeights:
+    def live_weights(self) -> LiveWeights:
         """The weights in the model."""
         if self._loaded is None:
-            mapping = self.plan().mapping
+            mapping = self.make_plan().mapping
             if mapping is None:
                 self._loaded = ReloadedWeights(self.model, self.model_config, self.device)
             else:
                 self._loaded = MappedWeights(mapping, self.device)
         return self._loaded
 
-    def leave(self, *, dropped: bool) -> None:
+    def stop_reading(self, *, dropped: bool) -> None:
         """The live weights go away for a while: nothing reads them when this returns. ``dropped``: they will not come back,
         so the next version is taken whole."""
         if self._fetcher is not None:
-            self._fetcher.settle()
+            self._fetcher.stop_reading()
         if dropped:
             self._live = None
 
@@ -211,44 +211,44 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         """Begin to fetch; returns at once. Failures are told by :meth:`prepared`."""
         self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
         if self._fetcher is not None:
-            plan = self.plan()
-            self._fetcher.begin(version, plan, self._base())
+            plan = self.make_plan()
+            self._fetcher.start_fetch(version, plan, self._delta_base())
 
     def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> None:
         """The same as :meth:`prepare`, from the trainer (:mod:`vllm_rlplugin.weights.collective_receiver`)."""
         self._unprepared = "" if self._fetcher is not None else _NOT_CONNECTED
         if self._fetcher is not None:
-            self._fetcher.receive(version, self.plan(), meetings, place, limit)
+            self._fetcher.start_receive(version, self.make_plan(), meetings, place, limit)
 
     def prepared(self, version: int) -> dict[str, Any]:
         """{"state", "error", ...} of what was prepared; "none" when it is another version."""
         if self._fetcher is None or self._unprepared:
             return _state("failed", self._unprepared or _NOT_CONNECTED, version)
-        found = self._fetcher.state()
+        found = self._fetcher.fetch_state()
         return found if found["version"] == version else _state("none", "", -1)
 
     def verify(self) -> list[dict[str, str]]:
         """Compare the live weights with what was loaded. A difference makes them unusable."""
-        found = self.loaded().mismatches()
+        found = self.live_weights().mismatches()
         if found:
-            self.damage = f"rank {self.ranks.number}: {describe(found)}"
+            self.damage = f"rank {self.ranks.number}: {describe_mismatches(found)}"
         return found
 
     # Parts.
 
-    def _base(self) -> DeltaBase | None:
+    def _delta_base(self) -> DeltaBase | None:
         """What is live and known to be."""
-        live, mapping = self._live, self.plan().mapping
+        live, mapping = self._live, self.make_plan().mapping
         return live if live is not None and not self.damage and live.mapping is mapping else None
 
-    def _note(self, staged: StagedVersion) -> None:
+    def _note_live(self, staged: StagedVersion) -> None:
         """What is live now."""
-        loaded, origin, followed = self.loaded(), staged.origin, staged.followed
+        loaded, origin, delta = self.live_weights(), staged.origin, staged.delta
         self._live = None
         if isinstance(loaded, MappedWeights) and origin is not None:
             self._live = DeltaBase(origin, loaded.mapping, loaded.digests)
-        if followed is not None:
-            counts = {"tensors": followed.tensors, "elements": followed.positions, "staged_bytes": followed.bytes}
+        if delta is not None:
+            counts = {"tensors": delta.tensors, "elements": delta.positions, "staged_bytes": delta.bytes}
             self.touched = {"how": "differences", **counts}
         else:
             tensors = len({piece.slice.tensor for piece in staged.pieces}) or len(staged.tensors)
@@ -262,27 +262,27 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             }
         _progress.info("rank %d: weight version %d: %s", self.ranks.number, staged.version, self.touched)
         if self._fetcher is not None:
-            self._fetcher.loaded(staged.version)
+            self._fetcher.note_loaded(staged.version)
 
-    def _take_back(self, staged: StagedVersion, failure: str) -> None:
+    def _undo_load(self, staged: StagedVersion, failure: str) -> None:
         """Bring back the weights of before, where that can be done; all ranks come here together."""
         problem = failure
-        if staged.followed is not None:
+        if staged.delta is not None:
             try:
-                found = self.loaded().undo(staged)
-                problem = describe(found) if found else ""
+                found = self.live_weights().undo(staged)
+                problem = describe_mismatches(found) if found else ""
             except Exception as error:  # as in _apply
                 _logger.exception("weight version %d could not be taken back", staged.version)
                 problem = str(error) or type(error).__name__
             problem = problem and f"{failure}; and it could not be taken back: {problem}"
-        if self.ranks.agree(not problem):
+        if self.ranks.all_agree(not problem):
             self.damage = ""
             self.refusal = RetryableError(f"{failure}; the weights of before are back")
             return
         self.damage = problem or f"{failure}; another rank could not take it back"
         self.refusal = RunError(self.damage)
 
-    def _take(self, version: int) -> StagedVersion | None:
+    def _take_staged(self, version: int) -> StagedVersion | None:
         """The staged version, or None with the reason noted."""
         if self._broken:
             self.refusal = RunError("an earlier reload failed half-way; restart the engine")
@@ -290,8 +290,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if self._fetcher is None:
             self.refusal = RetryableError(_NOT_CONNECTED)
             return None
-        plan = self.plan()
-        outcome = self._fetcher.take(version, plan, self._base())
+        plan = self.make_plan()
+        outcome = self._fetcher.take_staged(version, plan, self._delta_base())
         if isinstance(outcome, FetchRefusal):
             self.refusal = outcome.exception()
             return None
@@ -308,8 +308,8 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
             return
         cutter = SliceCutter(plan.mapping, plan.device)
         for name, tensor in staged.tensors.items():
-            staged.pieces.extend(cutter.cut(name, tensor))
-        staged.packed = cutter.pack()
+            staged.pieces.extend(cutter.cut_tensor(name, tensor))
+        staged.packed = cutter.pack_layers()
         staged.tensors, staged.plan = {}, plan
         self._layout, self._plan, self._loaded = plan.layout, plan, None
 
@@ -319,7 +319,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         if layout is not None:
             try:
                 with set_current_vllm_config(self.vllm_config):
-                    mapping = discover(self.model, layout)
+                    mapping = discover_mapping(self.model, layout)
                 self.fallback = ""
             except NoMappingError as error:
                 self.fallback = str(error)
@@ -327,9 +327,9 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         return StagingPlan(str(self.model_config.model), self.device, layout, tied, mapping)
 
-    def _apply(self, staged: StagedVersion) -> str:
+    def _load_staged(self, staged: StagedVersion) -> str:
         """Load; returns what went wrong."""
-        loaded = self.loaded()
+        loaded = self.live_weights()
         try:
             seconds = loaded.load(staged)
         except Exception as error:  # whatever a copy or vLLM's loader raises, all ranks must hear of it
@@ -339,7 +339,7 @@ class RelayWeightTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateI
         self.seconds = {**staged.seconds, **seconds}
         return ""
 
-    def _refuse(self, *, receiving: bool = False) -> None:
+    def _raise_refusal(self, *, receiving: bool = False) -> None:
         """Raise ``refusal``, where vLLM's executor can bear it. All ranks come here together."""
         if self.refusal is None:
             self.refusal = RetryableError("another rank of this engine refused; its report says why")
@@ -388,7 +388,7 @@ def checkpoint_layout(model: str, revision: str | None = None, cache: str | None
     return layout
 
 
-def ready(worker: Any) -> dict[str, Any]:
+def attach_engine(worker: Any) -> dict[str, Any]:
     """After the engine's start: lets failed updates close vLLM's session. {"rank", "backend": whether it is ours}."""
     return {"rank": int(worker.rank), "backend": _engine(worker) is not None}
 
@@ -416,19 +416,21 @@ def prepared(worker: Any, version: int) -> dict[str, Any]:
 
 
 def report(worker: Any) -> dict[str, Any]:
-    """What this rank has loaded. Plain data; :func:`vllm_rlplugin.weights.version_agreement.agree` compares those of all ranks.
+    """What this rank has loaded. Plain data; :func:`vllm_rlplugin.weights.version_agreement.find_disagreement` compares
+    those of all ranks.
 
     ``state`` is "intact" (the version named by ``version``; -1: what the engine was started with) or "unusable";
     ``error`` and ``kind`` ("retryable", "fatal") say what went wrong last; ``seconds`` are of the phases of the last
-    update; ``touched`` says what it wrote: {"how": "differences" or "whole", "tensors", "elements", "staged_bytes": memory
-    held for it until then}; ``slices`` are {checkpoint tensor: [[offset, size, stride, dtype, digest], ...]} in elements.
+    update; ``touched`` says what it wrote: {"how": "differences" or "whole", "tensors", "elements", "staged_bytes":
+    memory held for it until then}; ``slices`` are {checkpoint tensor: [[offset, size, stride, dtype, digest], ...]} in
+    elements.
     """
     engine = _engine(worker)
     if engine is None:
         return {"state": "intact", "error": _NO_BACKEND, "kind": "fatal", "damaged": False, "version": -1, "bytes": 0}
-    loaded = engine.loaded()
+    loaded = engine.live_weights()
     mapping = loaded.mapping if isinstance(loaded, MappedWeights) else None
-    layout = engine.plan().layout or {}
+    layout = engine.make_plan().layout or {}
     error = engine.damage or str(engine.refusal or "")
     retryable = not engine.damage and isinstance(engine.refusal, RetryableError)
     return {
@@ -469,15 +471,15 @@ def verify(worker: Any) -> dict[str, Any]:
         "state": "unusable" if engine.damage else "intact",
         "error": engine.damage,
         "mismatches": found,
-        "slices": engine.loaded().slices(),
+        "slices": engine.live_weights().slices(),
     }
 
 
-def leave(worker: Any, *, dropped: bool) -> None:
+def stop_reading(worker: Any, *, dropped: bool) -> None:
     """Before the memory of the live weights is lent. ``dropped``: without what is in it."""
     engine = _engine(worker)
     if engine is not None:
-        engine.leave(dropped=dropped)
+        engine.stop_reading(dropped=dropped)
 
 
 _NOT_CONNECTED = "the weight-transfer engine was not initialised with a relay endpoint"
@@ -492,5 +494,5 @@ def _engine(worker: Any) -> RelayWeightTransferEngine | None:
     engine = worker.weight_transfer_engine
     if not isinstance(engine, RelayWeightTransferEngine):
         return None
-    engine.attach(worker)
+    engine.attach_worker(worker)
     return engine

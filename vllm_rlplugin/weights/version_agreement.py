@@ -13,7 +13,7 @@ from typing import Any
 Box = tuple[tuple[int, int], ...]  # start and stop in every dimension
 
 
-def agree(reports: Sequence[Mapping[str, Any]]) -> str | None:
+def find_disagreement(reports: Sequence[Mapping[str, Any]]) -> str | None:
     """None, or why this engine must not serve: a rank is missing or unusable, versions or replicas differ, or a part of a
     checkpoint tensor is on no rank.
 
@@ -65,13 +65,13 @@ def _find_gap(reports: Sequence[Mapping[str, Any]]) -> str | None:
             known.update((offset, tuple(size), tuple(stride)) for offset, size, stride, _, _ in rows)
     for tensor, slices in parts.items():
         shape = tuple(reports[0]["shapes"][tensor])
-        missing = math.prod(shape) - covered(shape, slices)
+        missing = math.prod(shape) - count_covered(shape, slices)
         if missing:
             return f"{tensor}: {missing} of {math.prod(shape)} elements are on no rank"
     return None
 
 
-def covered(shape: tuple[int, ...], slices: Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> int:
+def count_covered(shape: tuple[int, ...], slices: Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> int:
     """How many elements of a contiguous tensor lie in at least one of the slices (offset, size, stride)."""
     boxes = []
     flat: set[int] = set()

@@ -73,7 +73,7 @@ class VersionFetcher:
         self._cancel = threading.Event()
         self._prepared: Future[StagedVersion | FetchRefusal] | None = None
         self._version = -1  # of ``_prepared``
-        self._thread = threading.Thread(target=self._work, name="rl-coserve-weights", daemon=True)
+        self._thread = threading.Thread(target=self._run_jobs, name="rl-coserve-weights", daemon=True)
         self._thread.start()
 
         self._codec = DeltaCodec(threads=endpoint.codec_threads)
@@ -91,20 +91,22 @@ class VersionFetcher:
             self.close()
             raise
 
-    def begin(self, version: int, plan: StagingPlan, base: DeltaBase | None = None) -> None:
+    def start_fetch(self, version: int, plan: StagingPlan, base: DeltaBase | None = None) -> None:
         """Start fetching; replaces what is being fetched or held for another version. Returns at once.
 
         ``base``: what is live and stays so meanwhile, where differences can be applied to it.
         """
-        cancel = self._new(version)
+        cancel = self._new_fetch(version)
         self._prepared = self._submit(lambda: self._obtain(version, plan, base, cancel))
 
-    def receive(self, version: int, plan: StagingPlan, meetings: Sequence[Meeting], place: int, limit: float) -> None:
+    def start_receive(
+        self, version: int, plan: StagingPlan, meetings: Sequence[Meeting], place: int, limit: float
+    ) -> None:
         """The same, from the trainer; see :class:`orchestrator.api.CollectiveWorker`."""
-        cancel = self._new(version)
+        cancel = self._new_fetch(version)
         self._prepared = self._submit(lambda: self._receive(version, plan, meetings, place, limit, cancel))
 
-    def state(self) -> dict[str, Any]:
+    def fetch_state(self) -> dict[str, Any]:
         """{"state": "none" | "fetching" | "ready" | "failed", "version", "error", "seconds", "checksum"} of what was begun."""
         outcome = self._prepared.result() if self._prepared is not None and self._prepared.done() else None
         state = "none" if self._prepared is None else "fetching" if outcome is None else "ready"
@@ -115,16 +117,18 @@ class VersionFetcher:
             found.update(seconds=dict(outcome.seconds), checksum=outcome.checksum)
         return found
 
-    def take(self, version: int, plan: StagingPlan, base: DeltaBase | None = None) -> StagedVersion | FetchRefusal:
-        """The version, prepared or fetched now. It is the caller's afterwards. ``base``: see :meth:`begin`."""
+    def take_staged(
+        self, version: int, plan: StagingPlan, base: DeltaBase | None = None
+    ) -> StagedVersion | FetchRefusal:
+        """The version, prepared or fetched now. It is the caller's afterwards. ``base``: see :meth:`start_fetch`."""
         if self._version != version:
             self._cancel.set()  # what is being fetched is not wanted
         cancel = threading.Event()
         outcome: StagedVersion | FetchRefusal = self._submit(lambda: self._obtain(version, plan, base, cancel)).result()
-        self.drop()
+        self.drop_staged()
         return outcome
 
-    def drop(self) -> None:
+    def drop_staged(self) -> None:
         """Forget what was prepared."""
         self._cancel.set()
         self._prepared, self._version = None, -1
@@ -134,7 +138,7 @@ class VersionFetcher:
 
         self._submit(forget)
 
-    def loaded(self, version: int) -> None:
+    def note_loaded(self, version: int) -> None:
         """Say that this version is live now, so that the way on from it is kept. Returns at once."""
 
         def hold() -> None:
@@ -146,7 +150,7 @@ class VersionFetcher:
 
         self._submit(hold)
 
-    def settle(self) -> None:
+    def stop_reading(self) -> None:
         """Give up what is being fetched and wait until nothing reads the live weights; what is ready stays."""
         self._cancel.set()
         self._submit(lambda: None).result()
@@ -157,7 +161,7 @@ class VersionFetcher:
         self._jobs.put(None)
         self._thread.join(CLOSE_SECONDS)
 
-    def _new(self, version: int) -> threading.Event:
+    def _new_fetch(self, version: int) -> threading.Event:
         """Replaces what is being fetched for another version; returns how the next one will be told that it was."""
         if self._version != version:
             self._cancel.set()
@@ -176,7 +180,7 @@ class VersionFetcher:
         self._jobs.put(run)
         return future
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # not kept while waiting: it may hold a version
@@ -200,12 +204,12 @@ class VersionFetcher:
             manifest = subscriber.manifest(version)
             checksum = f"{manifest.content():016x}"
             same = held is not None and (held.version, held.checksum) == (version, checksum)
-            if held is not None and same and held.plan is plan and held.follows(base):
+            if held is not None and same and held.plan is plan and held.can_follow(base):
                 return held
             self._held = held = None  # two versions at a time would be too much memory
             staging = VersionStaging(manifest, checksum, plan, cancel)
             if self._differences:
-                self._held = self._from_differences(subscriber, manifest, staging, base)
+                self._held = self._fetch_by_differences(subscriber, manifest, staging, base)
             else:
                 self._held = staging.from_snapshot(subscriber, manifest)
         except CoserveError as error:
@@ -232,7 +236,7 @@ class VersionFetcher:
         if self._receiver is None:
             self._receiver = CollectiveReceiver(plan.device, self._rank)
         try:
-            coming = self._receiver.open(version, meetings, place, limit)
+            coming = self._receiver.join_version(version, meetings, place, limit)
             try:
                 manifest = WeightManifest(version, FULL, coming.shards, coming.bytes, "")
                 staging = VersionStaging(manifest, "", plan, cancel)
@@ -247,7 +251,7 @@ class VersionFetcher:
             return FetchRefusal(f"weight version {version} from the trainer: {error!r}", False)
         return self._held
 
-    def _from_differences(
+    def _fetch_by_differences(
         self, subscriber: Subscriber, manifest: StoredManifest, staging: VersionStaging, base: DeltaBase | None
     ) -> StagedVersion:
         """The version, by differences or whole. Says to the relay what is live meanwhile."""
@@ -256,15 +260,15 @@ class VersionFetcher:
         subscriber.hold(live if staging.places is not None or kept is None else kept.version, fetching=staging.version)
         try:
             if kept is not None:
-                kept.advance(staging.version, staging.check)
-            found = None if base is None else self._follow(subscriber, staging, base, kept)
+                kept.advance(staging.version, staging.check_wanted)
+            found = None if base is None else self._fetch_delta(subscriber, staging, base, kept)
             return found or staging.from_anything(subscriber, manifest, self._codec, kept)
         except (CorruptWeightsError, RelayError) as error:
             if isinstance(error, CorruptWeightsError) or error.reason == "missing":
                 subscriber.ask_snapshot()  # the way there is gone: the next version must bring one
             raise
 
-    def _follow(
+    def _fetch_delta(
         self, subscriber: Subscriber, staging: VersionStaging, base: DeltaBase, kept: Resident | None
     ) -> StagedVersion | None:
         """By differences from what is live; None where that cannot be."""

@@ -36,7 +36,7 @@ from orchestrator.transfer.shard_assembly import Assembler
 from orchestrator.transfer.shard_routing import extent, whole
 from vllm_rlplugin.weights.checkpoint_mapping import CheckpointLayout, CheckpointMapping, TensorSpec
 from vllm_rlplugin.weights.collective_receiver import Transmission
-from vllm_rlplugin.weights.delta_update import DeltaBase, DeltaBuilder, DeltaUpdate, WeightsOrigin, origin_of
+from vllm_rlplugin.weights.delta_update import DeltaBase, DeltaBuilder, DeltaUpdate, WeightsOrigin, make_origin
 from vllm_rlplugin.weights.element_places import LivePlaces
 from vllm_rlplugin.weights.rank_slices import PackedLayer, SliceCutter, StagedSlice
 
@@ -72,7 +72,7 @@ class StagingPlan:
 
 @dataclass(slots=True, eq=False)
 class StagedVersion:
-    """A verified version: with a mapping ``followed``, or ``pieces`` and what CPU layers pack of them; else ``tensors``."""
+    """A verified version: with a mapping ``delta``, or ``pieces`` and what CPU layers pack of them; else ``tensors``."""
 
     version: int
     checksum: str  # of its content, in hexadecimal: equal for equal weights, whatever way they came
@@ -83,19 +83,19 @@ class StagedVersion:
     packed: list[PackedLayer] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # contiguous, of their whole shape
     seconds: dict[str, float] = field(default_factory=dict)
-    followed: DeltaUpdate | None = None  # by differences from what was live when it was made
+    delta: DeltaUpdate | None = None  # by differences from what was live when it was made
     origin: WeightsOrigin | None = None  # what differences of the next version can be applied to, once this one is live
 
     @property
     def staged_bytes(self) -> int:
         """Memory held, the packed copies not counted."""
-        if self.followed is not None:
-            return self.followed.bytes
+        if self.delta is not None:
+            return self.delta.bytes
         return sum(x.nbytes for x in (*(piece.source for piece in self.pieces), *self.tensors.values()))
 
-    def follows(self, base: DeltaBase | None) -> bool:
+    def can_follow(self, base: DeltaBase | None) -> bool:
         """Whether it can be put onto what is live."""
-        return self.followed is None or self.followed.base is base
+        return self.delta is None or self.delta.base is base
 
 
 class VersionStaging:
@@ -108,19 +108,19 @@ class VersionStaging:
         self._started = time.perf_counter()
         self._cutting = 0.0
         ignored = match_layout(manifest, plan)
-        self._published = specs(manifest)
+        self._published = tensor_specs(manifest)
         if plan.mapping is None:
             boxes = {name: whole(spec.shape) for name, spec in self._published.items() if name not in ignored}
         else:
-            boxes = plan.mapping.boxes(self._published)
+            boxes = plan.mapping.tensor_boxes(self._published)
         self.regions = [Region(name, box) for name, box in boxes.items()]
         self.places = None if plan.mapping is None else LivePlaces(plan.mapping, self._published)
-        direct = set() if self.places is None else {*self.places.direct}
+        direct = set() if self.places is None else {*self.places.direct_tensors}
         self.kept = [region for region in self.regions if region.tensor not in direct]
         self._staged = StagedVersion(manifest.version, checksum, 0, plan)
         self._cutter = None if plan.mapping is None else SliceCutter(plan.mapping, plan.device)
 
-    def check(self) -> None:
+    def check_wanted(self) -> None:
         """Raises RetryableError when it is not wanted any more."""
         if self._cancel.is_set():
             raise RetryableError(
@@ -146,10 +146,10 @@ class VersionStaging:
                 self._add_snapshot(subscriber, manifest, others)
             elif others:
                 made = Resident(subscriber, others, codec)
-                made.advance(self.version, self.check)
+                made.advance(self.version, self.check_wanted)
                 self._add_resident(made, others)
             if self.places is not None:
-                self._staged.origin = origin_of(manifest, self.places.of(manifest.shards))
+                self._staged.origin = make_origin(manifest, self.places.places_of(manifest.shards))
             return self._finish()
 
     def from_live(
@@ -164,22 +164,22 @@ class VersionStaging:
         places = self.places
         assert places is not None
         with _own_stream(self.plan.device):
-            following = DeltaBuilder(base, places, codec, self.plan.device, self.check)
-            following.chain(subscriber, chain)
+            builder = DeltaBuilder(base, places, codec, self.plan.device, self.check_wanted)
+            builder.apply_chain(subscriber, chain)
             fetched = time.perf_counter()
             if kept is not None:
-                following.compare(kept, self._published, self.kept)
-            followed = following.prove()
+                builder.compare_resident(kept, self._published, self.kept)
+            delta = builder.prove_shards()
         last = chain[-1]
-        received = following.fetched_bytes + (0 if kept is None else kept.fetched_bytes)
+        received = builder.fetched_bytes + (0 if kept is None else kept.fetched_bytes)
         return StagedVersion(
             self.version,
             self._staged.checksum,
             received,
             self.plan,
             seconds={"fetch": fetched - self._started, "prove": time.perf_counter() - fetched},
-            followed=followed,
-            origin=origin_of(last, places.of(last.shards)),
+            delta=delta,
+            origin=make_origin(last, places.places_of(last.shards)),
         )
 
     def from_trainer(self, coming: Transmission) -> StagedVersion:
@@ -187,43 +187,43 @@ class VersionStaging:
         assembler = Assembler(coming.shards, self.regions)
 
         def use(place: int, data: Bytes) -> None:
-            self.check()
+            self.check_wanted()
             for region, whole_region in assembler.add(place, data):
-                self._add(region, whole_region)
+                self._add_tensor(region, whole_region)
 
         with _own_stream(self.plan.device):
             for region, data in assembler.empty:
-                self._add(region, data)
-            self._staged.checksum = f"{coming.receive(use):016x}"
+                self._add_tensor(region, data)
+            self._staged.checksum = f"{coming.receive_shards(use):016x}"
             self._staged.bytes, self._staged.sent = coming.bytes, True
             return self._finish()
 
     def _add_snapshot(self, subscriber: Subscriber, manifest: StoredManifest, regions: Sequence[Region]) -> None:
         for region, data in subscriber.fetch_regions(manifest, regions):
-            self.check()
+            self.check_wanted()
             self._staged.bytes += data.nbytes
-            self._add(region, data)
+            self._add_tensor(region, data)
 
     def _add_resident(self, resident: Resident, regions: Sequence[Region]) -> None:
         self._staged.bytes += resident.fetched_bytes
         for region in regions:
-            self.check()
-            self._add(region, resident.region(region))
+            self.check_wanted()
+            self._add_tensor(region, resident.region(region))
 
-    def _add(self, region: Region, data: Bytes) -> None:
+    def _add_tensor(self, region: Region, data: Bytes) -> None:
         since = time.perf_counter()
         spec = self._published[region.tensor]
         part = torch.from_numpy(data).view(spec.dtype).view(extent(region.box))
         if self._cutter is None:
             self._staged.tensors[region.tensor] = part.clone()
         else:
-            self._staged.pieces.extend(self._cutter.cut(region.tensor, part, spec.shape, region.box))
+            self._staged.pieces.extend(self._cutter.cut_tensor(region.tensor, part, spec.shape, region.box))
         self._cutting += time.perf_counter() - since
 
     def _finish(self) -> StagedVersion:
         fetched = time.perf_counter()
         if self._cutter is not None:
-            self._staged.packed = self._cutter.pack()
+            self._staged.packed = self._cutter.pack_layers()
         self._staged.seconds = {
             "fetch": fetched - self._started - self._cutting,
             "cut_and_digest": self._cutting,
@@ -234,7 +234,7 @@ class VersionStaging:
 
 def match_layout(manifest: WeightManifest, plan: StagingPlan) -> frozenset[str]:
     """Refuse, before anything is fetched, what vLLM's loader would refuse half-way; returns the names to leave out."""
-    published = specs(manifest)
+    published = tensor_specs(manifest)
     layout = plan.layout
     if layout is None:
         return frozenset()
@@ -258,7 +258,7 @@ def match_layout(manifest: WeightManifest, plan: StagingPlan) -> frozenset[str]:
     return ignored
 
 
-def specs(manifest: WeightManifest) -> CheckpointLayout:
+def tensor_specs(manifest: WeightManifest) -> CheckpointLayout:
     """Names, shapes and dtypes of a version. Raises RetryableError for a dtype that torch does not have."""
     found: CheckpointLayout = {}
     for key in manifest.shards:

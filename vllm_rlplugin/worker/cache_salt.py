@@ -11,7 +11,7 @@ import re
 _SALTED = re.compile(r"rl-coserve:(?:h\d+)?v\d+(?:\|(?P<user>.*))?", re.DOTALL)
 
 
-def salted(user_salt: str | None, version: int, history: int = 0) -> str | None:
+def make_salt(user_salt: str | None, version: int, history: int = 0) -> str | None:
     """The salt of a request under ``version`` of a ``history`` (in each of which versions count anew), from the user's own
     (or none). Two pairs of history and version never share a salt.
 
@@ -26,7 +26,7 @@ def salted(user_salt: str | None, version: int, history: int = 0) -> str | None:
     return f"{own}|{user_salt}" if user_salt else own
 
 
-def user_part(salt: str | None) -> str | None:
-    """The user's own salt again, whatever version :func:`salted` put before it."""
+def user_salt_of(salt: str | None) -> str | None:
+    """The user's own salt again, whatever version :func:`make_salt` put before it."""
     match = _SALTED.fullmatch(salt) if salt else None
     return salt if match is None else match["user"]

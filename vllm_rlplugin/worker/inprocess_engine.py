@@ -44,7 +44,7 @@ from vllm_rlplugin.engine_activation import activate, is_cpu_build, register_bac
 from vllm_rlplugin.hookpoints import require_loaded
 from vllm_rlplugin.options import BACKEND, PLUGIN, PluginOptions, engine_arguments, is_priority
 from vllm_rlplugin.sleep.memory_release import MemoryRelease
-from vllm_rlplugin.weights.version_agreement import agree
+from vllm_rlplugin.weights.version_agreement import find_disagreement
 
 CACHED_SAMPLINGS = 1024  # making vLLM's SamplingParams costs about 20 us; runs use few different ones
 
@@ -228,8 +228,8 @@ class InprocessEngine:
                 raise ValueError(f"priority {request.priority!r} is not a 64-bit integer")
             internal_id = self._llm.add_request(
                 request.request_id,
-                self._tokens_input(self._checked(request.token_ids)),
-                self._params_of(request.sampling),
+                self._tokens_input(self._check_tokens(request.token_ids)),
+                self._make_params(request.sampling),
                 arrival_time=added_at,
                 priority=request.priority,
                 session_id=request.trajectory_id,
@@ -260,7 +260,7 @@ class InprocessEngine:
         """Whether any request is unfinished."""
         return bool(self._active)
 
-    def room(self, best_held: int) -> tuple[int, int]:
+    def queue_room(self, best_held: int) -> tuple[int, int]:
         """(how many requests wait inside and rank at least as one of priority ``best_held``, how many more could run)."""
         scheduler = self._scheduler
         # Asked before every step: its queues hold a few tens, while hundreds may run.
@@ -274,7 +274,7 @@ class InprocessEngine:
         outputs = self._llm.step()
         self._stepped_at = self._clock()
         if self._silent:
-            self._stamp(now)
+            self._stamp_starts(now)
         return [self._finish(output.request_id, output, self._stepped_at) for output in outputs] if outputs else []
 
     def pause(self, now: float) -> list[Completion]:
@@ -309,7 +309,7 @@ class InprocessEngine:
         told = [asdict(meeting) for meeting in meetings]
         self._before_loading(version, "rl_receive", args=(version, told, place, limit))
 
-    def content(self, version: int) -> str:
+    def prepared_checksum(self, version: int) -> str:
         """Of the ``version`` that is prepared: a checksum in hexadecimal. Raises RetryableError where ranks differ."""
         found = sorted(
             {str(answer["checksum"]) for answer in self._before_loading(version, "rl_prepared", args=(version,))}
@@ -340,7 +340,7 @@ class InprocessEngine:
             error = self._finish_loading()
             reports = self.report()
             if error is None:
-                if reports[0]["version"] != version or (why := agree(reports)) is not None:
+                if reports[0]["version"] != version or (why := find_disagreement(reports)) is not None:
                     raise RuntimeError(why or f"version {reports[0]['version']} is loaded instead")
                 self.advanced = self._core.rl_coserve("advance_version", {"version": version})
                 self._llm.set_weight_version(str(version))
@@ -436,13 +436,13 @@ class InprocessEngine:
         except Exception as error:
             raise RetryableError(f"update to version {version}: {error}") from error
 
-    def _checked(self, token_ids: tuple[int, ...]) -> list[int]:
+    def _check_tokens(self, token_ids: tuple[int, ...]) -> list[int]:
         # vLLM checks ids against the tokenizer's vocabulary, and there is none here.
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
             raise ValueError(f"token ids must lie in [0, {self._vocabulary})")
         return list(token_ids)
 
-    def _params_of(self, sampling: Sampling) -> Any:
+    def _make_params(self, sampling: Sampling) -> Any:
         params = self._params.get(sampling)
         if params is None:
             params = self._sampling_params(
@@ -458,7 +458,7 @@ class InprocessEngine:
                 self._params[sampling] = params
         return params
 
-    def _stamp(self, started: float) -> None:
+    def _stamp_starts(self, started: float) -> None:
         """Note which requests had their first engine step and their first token in the step that has just ended."""
         spoke = []
         for name, active in self._silent.items():

@@ -123,7 +123,7 @@ class EngineWorker:
             clock=lambda: asyncio.get_running_loop().time(),
         )
         if self._mover is not None:
-            self._mover.load()
+            self._mover.load_carrier()
         options = PluginOptions.from_dict(plugin or {})
         self._book = RequestBook(options.lookahead)
         self._held_limit = options.max_wait / 2  # seconds; the scheduler counts the wait anew
@@ -155,7 +155,7 @@ class EngineWorker:
         if names := self._book.select(
             request_ids, trajectories, groups
         ):  # now: those that are added later are not meant
-            await self._call(lambda now: self._abort(names, now))
+            await self._run_command(lambda now: self._abort(names, now))
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
         self._check()
@@ -166,7 +166,7 @@ class EngineWorker:
         if inside:
             known = [entry.request.trajectory_id for name in inside if (entry := self._book.get(name)) is not None]
             changed = {name: priorities[name] for name in known}
-            await self._call(lambda now: self._engine.prioritize(changed))
+            await self._run_command(lambda now: self._engine.prioritize(changed))
 
     async def completions(self) -> list[Completion]:
         self._check()
@@ -184,11 +184,11 @@ class EngineWorker:
         return completions
 
     async def suspend(self) -> None:
-        await self._call(self._suspend)
+        await self._run_command(self._suspend)
 
     async def prepare(self, version: int) -> None:
-        await self._call(lambda now: self._prepare(version))
-        await self._fetched(version)
+        await self._run_command(lambda now: self._prepare(version))
+        await self._wait_fetched(version)
 
     async def receive(self, version: int, meetings: Sequence[Meeting], place: int, limit: float) -> str:
         """See :class:`orchestrator.api.CollectiveWorker`."""
@@ -197,9 +197,9 @@ class EngineWorker:
             self._require_fetchable(version)
             self._engine.receive(version, meetings, place, limit)
 
-        await self._call(begin)
-        await self._fetched(version)
-        content: str = await self._call(lambda now: self._engine.content(version))
+        await self._run_command(begin)
+        await self._wait_fetched(version)
+        content: str = await self._run_command(lambda now: self._engine.prepared_checksum(version))
         return content
 
     async def update(self, version: int) -> UpdateResult:
@@ -207,32 +207,32 @@ class EngineWorker:
         started = loop.time()
         update = _Update(version)
         try:
-            await self._call(lambda now: self._begin(update))
-            await self._fetched(version)
-            result: UpdateResult = await self._call(lambda now: self._engine.update(version))
+            await self._run_command(lambda now: self._begin_update(update))
+            await self._wait_fetched(version)
+            result: UpdateResult = await self._run_command(lambda now: self._engine.update(version))
         finally:
             if self._update is update:
                 self._update = None
         return replace(result, seconds=loop.time() - started)
 
     async def resume(self) -> None:
-        await self._call(self._resume)
+        await self._run_command(self._resume)
 
     async def release(self, level: str) -> ReleaseResult:
         """See :class:`orchestrator.api.ReleasingWorker`."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        result: ReleaseResult = await self._call(lambda now: self._release(level))
+        result: ReleaseResult = await self._run_command(lambda now: self._release(level))
         return replace(result, seconds=loop.time() - started)
 
     async def reclaim(self) -> None:
         """See :class:`orchestrator.api.ReleasingWorker`."""
-        await self._call(lambda now: self._engine.reclaim())
+        await self._run_command(lambda now: self._engine.reclaim())
 
     async def kv_place(self) -> str:
         """See :class:`orchestrator.api.KvWorker`."""
         self._check()
-        return "" if self._mover is None else self._mover.open()
+        return "" if self._mover is None else self._mover.start_listener()
 
     async def fetch_kv(self, move: KvMove) -> KvMoved:
         """See :class:`orchestrator.api.KvWorker`."""
@@ -242,7 +242,7 @@ class EngineWorker:
         return await self._mover.fetch(move)
 
     async def _kv_command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._call(lambda now: self._engine.kv_command(command, arguments))
+        answer: dict[str, Any] = await self._run_command(lambda now: self._engine.kv_command(command, arguments))
         return answer
 
     async def stats(self) -> WorkerStats:
@@ -260,7 +260,7 @@ class EngineWorker:
         held_since = self._book.oldest()
         return WorkerStats(
             running=counts.running,
-            waiting=counts.waiting + self._book.held,
+            waiting=counts.waiting + self._book.held_count,
             kv_used=counts.kv_used,
             kv_capacity=counts.kv_capacity,
             preemptions=counts.preemptions,
@@ -304,7 +304,7 @@ class EngineWorker:
 
     async def checksums(self) -> dict[str, str]:
         """Digests of the loaded weights by rank and parameter, for verification."""
-        checksums: dict[str, str] = await self._call(lambda now: self._checksums())
+        checksums: dict[str, str] = await self._run_command(lambda now: self._checksums())
         return checksums
 
     # The commands, run by the engine task between two steps.
@@ -348,7 +348,7 @@ class EngineWorker:
             raise CommandError("update_in_progress", f"prepare {version}: {self._update.version} is being loaded")
         self._engine.check_update(version)
 
-    def _begin(self, update: _Update) -> None:
+    def _begin_update(self, update: _Update) -> None:
         if not self._suspended:
             raise CommandError("not_suspended", f"update to version {update.version}: call suspend first")
         self._require_memory(f"update to version {update.version}")
@@ -360,11 +360,11 @@ class EngineWorker:
         self._engine.prepare(update.version)
         self._update = update
 
-    async def _fetched(self, version: int) -> None:
+    async def _wait_fetched(self, version: int) -> None:
         """Wait until ``version`` is at hand, while the engine task goes on. Raises RetryableError."""
         pause = PREPARE_POLL_SECONDS / 16
         while True:
-            if await self._call(lambda now: self._engine.is_prepared(version)):
+            if await self._run_command(lambda now: self._engine.is_prepared(version)):
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, PREPARE_POLL_SECONDS)
@@ -385,7 +385,7 @@ class EngineWorker:
         loop = asyncio.get_running_loop()
         while True:
             while self._commands:
-                self._execute(self._commands.popleft(), loop.time())
+                self._execute_command(self._commands.popleft(), loop.time())
             if self._suspended or not self._book:
                 self._wake.clear()
                 await self._wake.wait()
@@ -401,13 +401,13 @@ class EngineWorker:
         best = self._book.best_held
         if best is None:
             return
-        ahead, free = self._engine.room(best)
-        for entry in self._book.feed(ahead, free, None, overdue=now - self._held_limit):
+        ahead, free = self._engine.queue_room(best)
+        for entry in self._book.next_to_feed(ahead, free, None, overdue=now - self._held_limit):
             refused = self._engine.add(entry.request, entry.added_at)
             if refused is not None:
                 self._deliver([refused])
 
-    def _execute(self, command: _Command, now: float) -> None:
+    def _execute_command(self, command: _Command, now: float) -> None:
         if command.done.done():
             return  # its caller went away before it began
         try:
@@ -424,17 +424,17 @@ class EngineWorker:
             self._finished.extend(completions)
             self._news.set()
 
-    async def _call(self, run: Callable[[float], Any]) -> Any:
+    async def _run_command(self, run: Callable[[float], Any]) -> Any:
         self._check()
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waited[done] = None
-        self._post(_Command(run, done))
+        self._post_command(_Command(run, done))
         try:
             return await done
         finally:
             del self._waited[done]
 
-    def _post(self, command: _Command) -> None:
+    def _post_command(self, command: _Command) -> None:
         self._commands.append(command)
         self._wake.set()
         self._start()

@@ -81,7 +81,7 @@ class LiveEngine:
         if self.dead:
             raise RetryableError("the vLLM engine died; its server is ending")
 
-    async def ask(self, call: Awaitable[_T]) -> _T:
+    async def guard_call(self, call: Awaitable[_T]) -> _T:
         """Await a call to the engine. Raises what it raises, or RetryableError when the engine is dead."""
         task = asyncio.ensure_future(call)
         self._watch()
@@ -102,12 +102,12 @@ class LiveEngine:
 
     async def rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every vLLM worker (by name: msgpack carries no functions); their answers by rank."""
-        return await self.ask(self.client.collective_rpc(method, None, args, kwargs))
+        return await self.guard_call(self.client.collective_rpc(method, None, args, kwargs))
 
     async def command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """One command to our scheduler, taken between two engine steps."""
         core: EngineCoreClient = self.client.engine_core
-        answer: dict[str, Any] = await self.ask(core.call_utility_async("rl_coserve", command, dict(arguments)))
+        answer: dict[str, Any] = await self.guard_call(core.call_utility_async("rl_coserve", command, dict(arguments)))
         return answer
 
     def _watch(self) -> None:

@@ -57,7 +57,7 @@ class RequestBook:
         return len(self._entries)
 
     @property
-    def held(self) -> int:
+    def held_count(self) -> int:
         """Requests that the engine does not have yet."""
         return len(self._unfed)
 
@@ -95,7 +95,7 @@ class RequestBook:
         head = self._head()
         return None if head is None else head.request.priority
 
-    def feed(
+    def next_to_feed(
         self, engine_waiting: int, free_slots: int, worst_waiting: int | None, overdue: float | None = None
     ) -> list[UnfinishedRequest]:
         """Take out, best first, what the engine should get now; at most ``lookahead + free_slots`` a call.
@@ -162,7 +162,7 @@ class RequestBook:
             found.update(self._groups.get(group_id, {}))
         return list(found)
 
-    def seen(self, request_id: str) -> bool:
+    def was_added(self, request_id: str) -> bool:
         """Whether it was ever added (as far as remembered)."""
         return request_id in self._seen
 

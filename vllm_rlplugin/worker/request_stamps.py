@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.api import CompletionTiming
 
 
-def timing_of(added: float, fed: float, stats: Any, tokens: int, now: float) -> CompletionTiming:
+def make_timing(added: float, fed: float, stats: Any, tokens: int, now: float) -> CompletionTiming:
     """Of a request that was ``added`` here, ``fed`` to vLLM, and ended ``now`` (seconds of the monotonic clock, which the engine
     core stamps with too) with so many tokens. With --disable-log-stats there are no stamps: then only the sum is right."""
     whole = max(0.0, now - added)

@@ -37,10 +37,10 @@ from orchestrator.api import (
     WorkerStats,
     merge_spans,
 )
-from vllm_rlplugin.worker.cache_salt import salted
+from vllm_rlplugin.worker.cache_salt import make_salt
 from vllm_rlplugin.worker.live_engine import EngineClient, LiveEngine
 from vllm_rlplugin.worker.request_book import RequestBook, UnfinishedRequest
-from vllm_rlplugin.worker.request_stamps import timing_of
+from vllm_rlplugin.worker.request_stamps import make_timing
 from vllm_rlplugin.worker.update_cycle import Observe, UpdateCycle
 
 STALL_SECONDS = 2.0  # unfinished work without any progress for this long is reported as stalled
@@ -67,11 +67,11 @@ class EngineLimits:
     salted: bool = True  # the weight version is in the cache salt (else KV is flushed on an update)
 
     @classmethod
-    def of(cls, vllm_config: Any) -> EngineLimits:
+    def from_config(cls, vllm_config: Any) -> EngineLimits:
         """Those of a running vLLM."""
         from vllm_rlplugin.options import PluginOptions
 
-        options = PluginOptions.of(vllm_config)
+        options = PluginOptions.from_config(vllm_config)
         return cls(
             model_len=int(vllm_config.model_config.max_model_len),
             vocabulary=int(vllm_config.model_config.get_vocab_size()),
@@ -93,7 +93,7 @@ class _Flight:
     task: asyncio.Task[None] | None = None
 
 
-def translate(request: GenerationRequest, salt: str | None, arrival: float) -> tuple[Any, Any]:
+def make_engine_request(request: GenerationRequest, salt: str | None, arrival: float) -> tuple[Any, Any]:
     """A request in vLLM's terms: final output only, token ids, log-probs of the sampled tokens, no text."""
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -125,7 +125,7 @@ class ServedWorker:
         limits: EngineLimits,
         *,
         name: str = "vllm-serve",
-        translate: Translate = translate,
+        translate: Translate = make_engine_request,
         observe_update: Observe | None = None,
         observe_completion: Callable[[Completion], None] | None = None,
     ) -> None:
@@ -158,7 +158,7 @@ class ServedWorker:
         Raises ConfigError when this engine was started without our parts, RetryableError when the relay is not there.
         """
         # vLLM asks for it, once, before a request is registered; known, a request is registered in its task's first step.
-        await self._engine.ask(self._client.get_supported_tasks())
+        await self._engine.guard_call(self._client.get_supported_tasks())
         try:
             await self._engine.command("snapshot", {})
             await self._engine.rpc("rl_ready")
@@ -182,7 +182,7 @@ class ServedWorker:
     def check(self, requests: Sequence[GenerationRequest]) -> None:
         """Raises CommandError ``invalid_request`` for the first, never seen, that this model cannot take."""
         for request in requests:
-            if not self._book.seen(request.request_id) and (mistake := self._mistake(request)):
+            if not self._book.was_added(request.request_id) and (mistake := self._refusal(request)):
                 raise CommandError("invalid_request", f"{request.request_id}: {mistake}")
 
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
@@ -191,7 +191,7 @@ class ServedWorker:
 
     def _add(self, requests: Sequence[GenerationRequest]) -> None:
         self._check()
-        fresh = [request for request in requests if not self._book.seen(request.request_id)]
+        fresh = [request for request in requests if not self._book.was_added(request.request_id)]
         if not self._book.add(fresh, time.monotonic()):
             return
         for request in fresh:
@@ -199,7 +199,7 @@ class ServedWorker:
             self._unfinished.setdefault(request.request_id, self._last_arrival)
             self._seen[("trajectory", request.trajectory_id)] = None
             self._seen[("group", request.group_id)] = None
-            if mistake := self._mistake(request):
+            if mistake := self._refusal(request):
                 self._finish(request.request_id, _failed(request.request_id, mistake))
         while len(self._seen) > REMEMBERED_NAMES:
             self._seen.popitem(last=False)
@@ -213,15 +213,15 @@ class ServedWorker:
         for request_id in self._book.select(request_ids, trajectories, groups):
             flight = self._flights.get(request_id)
             if flight is None:  # held back: the engine never had it
-                self._finish(request_id, self._aborted(request_id))
+                self._finish(request_id, self._note_aborted(request_id))
             elif flight.task is not None:
                 flight.aborted = True
                 pending.append(flight.task)
         names = [name for name, flight in self._flights.items() if flight.aborted]
         while pending:
-            await self._engine.ask(self._client.abort([ENGINE_ID.format(name) for name in names]))
+            await self._engine.guard_call(self._client.abort([ENGINE_ID.format(name) for name in names]))
             # Answered between two steps, after the abort was taken: no further token of them is generated.
-            await self._engine.ask(self._client.is_paused())
+            await self._engine.guard_call(self._client.is_paused())
             pending = [task for task in pending if not task.done()]
 
     async def abort_all(self) -> int:
@@ -237,7 +237,7 @@ class ServedWorker:
     def known(self, request_ids: Sequence[str], trajectories: Sequence[str], groups: Sequence[str]) -> bool:
         """Whether any of these names something that was ever added (as far as remembered)."""
         return (
-            any(self._book.seen(name) for name in request_ids)
+            any(self._book.was_added(name) for name in request_ids)
             or any(("trajectory", name) in self._seen for name in trajectories)
             or any(("group", name) in self._seen for name in groups)
         )
@@ -253,12 +253,12 @@ class ServedWorker:
         self._check()
         if request_ids:
             await self.abort(request_ids)
-            await self._engine.ask(self._client.abort(list(request_ids)))
+            await self._engine.guard_call(self._client.abort(list(request_ids)))
             return len(request_ids)
         ours = await self.abort_all()
         processor = self._client.output_processor
         internal = [*processor.request_states, *processor.parent_requests]
-        await self._engine.ask(self._client.abort(internal, internal=True))
+        await self._engine.guard_call(self._client.abort(internal, internal=True))
         return ours + len(internal)
 
     async def prioritize(self, priorities: Mapping[str, int]) -> None:
@@ -310,14 +310,14 @@ class ServedWorker:
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """vLLM's own; whether it succeeded."""
         self._check()
-        return bool(await self._engine.ask(self._client.reset_prefix_cache(running, connector)))
+        return bool(await self._engine.guard_call(self._client.reset_prefix_cache(running, connector)))
 
     # Introspection.
 
     @property
     def held(self) -> int:
         """Requests of ours that wait in front of the engine."""
-        return self._book.held
+        return self._book.held_count
 
     @property
     def busy(self) -> bool:
@@ -344,10 +344,10 @@ class ServedWorker:
         if window >= RATE_SECONDS:
             self._rate = (counts["generated"] - self._rate_from[1]) / window
             self._rate_from = (now, counts["generated"])
-        oldest = self._book.oldest() if self._book.held else None
+        oldest = self._book.oldest() if self._book.held_count else None
         return WorkerStats(
             running=counts["running"],
-            waiting=counts["waiting"] + self._book.held + on_the_way,
+            waiting=counts["waiting"] + self._book.held_count + on_the_way,
             kv_used=counts["kv_used"],
             kv_capacity=counts["kv_capacity"],
             preemptions=counts["preemptions"],
@@ -387,13 +387,13 @@ class ServedWorker:
         free = max(0, self.limits.slots - len(self._flights) - others)
         now = time.monotonic()
         overdue = now - self.limits.max_wait / 2  # the scheduler counts the wait anew
-        for number, entry in enumerate(self._book.feed(waiting, free, None, overdue=overdue)):
+        for number, entry in enumerate(self._book.next_to_feed(waiting, free, None, overdue=overdue)):
             flight = self._flights[entry.request.request_id] = _Flight(entry, now)
             flight.task = asyncio.create_task(
-                self._fly(flight, number // AT_ONCE), name=f"{self.name} {entry.request.request_id}"
+                self._run_request(flight, number // AT_ONCE), name=f"{self.name} {entry.request.request_id}"
             )
 
-    async def _fly(self, flight: _Flight, turns: int) -> None:
+    async def _run_request(self, flight: _Flight, turns: int) -> None:
         request_id = flight.entry.request.request_id
         try:
             for _ in range(turns):  # of the loop, in which others of a large batch begin
@@ -414,10 +414,10 @@ class ServedWorker:
     async def _generate(self, flight: _Flight) -> Completion:
         request = flight.entry.request
         if flight.aborted:
-            return self._aborted(request.request_id)
+            return self._note_aborted(request.request_id)
         # The scheduler puts in the salt of the present version in any case; the right one at once saves it the hashing.
         history, version = self.cycle.loaded
-        salt = salted(None, version, history) if self.limits.salted else None
+        salt = make_salt(None, version, history) if self.limits.salted else None
         prompt, params = self._translate(request, salt, self._unfinished[request.request_id])
         flight.registered = True
         self._registered += 1
@@ -441,7 +441,7 @@ class ServedWorker:
         if not all(map(math.isfinite, logprobs)):
             return _failed(request_id, "the model gave a log-prob that is not finite")
         spans = merge_spans(
-            (self.cycle.number(span.version), span.end - span.start) for span in result.weight_versions or ()
+            (self.cycle.version_of_label(span.version), span.end - span.start) for span in result.weight_versions or ()
         )
         return Completion(
             request_id,
@@ -449,7 +449,7 @@ class ServedWorker:
             logprobs,
             spans,
             result.finish_reason,
-            timing_of(flight.entry.added_at, flight.fed_at, output.metrics, len(tokens), now),
+            make_timing(flight.entry.added_at, flight.fed_at, output.metrics, len(tokens), now),
             error="" if result.finish_reason != "error" else "vLLM ended the request with an error",
         )
 
@@ -462,13 +462,13 @@ class ServedWorker:
         self._observe(completion)
         self._news.set()
 
-    def _aborted(self, request_id: str) -> Completion:
+    def _note_aborted(self, request_id: str) -> Completion:
         """Of a request that never reached the engine."""
         entry = self._book.get(request_id)
         waited = 0.0 if entry is None else max(0.0, time.monotonic() - entry.added_at)
         return Completion(request_id, (), (), (), "abort", CompletionTiming(waited))
 
-    def _mistake(self, request: GenerationRequest) -> str:
+    def _refusal(self, request: GenerationRequest) -> str:
         """Why this model cannot take it; empty: it can."""
         tokens, limits = request.token_ids, self.limits
         if not tokens:

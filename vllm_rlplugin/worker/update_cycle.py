@@ -23,7 +23,7 @@ from typing import Any
 
 from orchestrator.api import CommandError, ConfigError, RetryableError, UpdateResult
 from orchestrator.transfer import RelayEndpoint
-from vllm_rlplugin.weights.version_agreement import agree
+from vllm_rlplugin.weights.version_agreement import find_disagreement
 from vllm_rlplugin.worker.live_engine import LiveEngine
 from vllm_rlplugin.worker.version_history import NOTHING_LOADED, VersionHistory
 
@@ -56,14 +56,14 @@ class UpdateCycle:
 
     async def open(self, relay: Mapping[str, Any] | None) -> None:
         """Learn the engine's version, and connect it to the relay. Raises RetryableError when that fails."""
-        self.label = await self._engine.ask(self._engine.client.get_weight_version())
-        self.version = self.number(self.label)
+        self.label = await self._engine.guard_call(self._engine.client.get_weight_version())
+        self.version = self.version_of_label(self.label)
         self.loaded = (0, self.version)
-        self.suspended = await self._engine.ask(self._engine.client.is_paused())
+        self.suspended = await self._engine.guard_call(self._engine.client.is_paused())
         if relay is not None:
             await self.connect({"endpoint": dict(relay)})
 
-    def number(self, label: str) -> int:
+    def version_of_label(self, label: str) -> int:
         """The weight version that a label of vLLM stands for; a start label such as ``default`` is version 0."""
         return int(label) if label.isdecimal() else self._labels.get(label, 0)
 
@@ -83,7 +83,7 @@ class UpdateCycle:
         """vLLM's own pause, in any of its modes."""
         if mode not in PAUSE_MODES:
             raise CommandError("invalid_request", f"mode {mode!r} is not one of {', '.join(PAUSE_MODES)}")
-        await self._engine.ask(self._engine.client.pause_generation(mode=mode, clear_cache=clear_cache))
+        await self._engine.guard_call(self._engine.client.pause_generation(mode=mode, clear_cache=clear_cache))
         self.suspended = True
 
     async def resume(self) -> None:
@@ -94,7 +94,7 @@ class UpdateCycle:
             raise CommandError("weights_unusable", f"{self.unusable}; update again, or restart the server")
         self._received = None
         if self.suspended:
-            await self._engine.ask(self._engine.client.resume_generation())
+            await self._engine.guard_call(self._engine.client.resume_generation())
             self.suspended = False
 
     # Our update.
@@ -106,7 +106,7 @@ class UpdateCycle:
             endpoint = RelayEndpoint.from_dict(init_info["endpoint"])
         except (ConfigError, KeyError, AttributeError, TypeError) as error:
             raise CommandError("invalid_request", f"init_info is {{'endpoint': a RelayEndpoint}}: {error}") from error
-        next_history = await self.history.after(endpoint)
+        next_history = await self.history.next_history(endpoint)
         if self._changing is not None:
             raise CommandError("update_in_progress", "a weight update is under way; connect when it has ended")
         if next_history.number != self.history.number and (unfinished := in_flight()):
@@ -120,11 +120,11 @@ class UpdateCycle:
         await self._change(self._connect(told, next_history), self._ended)
 
     async def _connect(self, told: dict[str, Any], history: VersionHistory) -> None:
-        await self._fetching("connecting to the weight relay", "init_weight_transfer_engine", init_info=told)
+        await self._rpc_before_load("connecting to the weight relay", "init_weight_transfer_engine", init_info=told)
         self.relay = True
         if history.number != self.history.number and self.version != NOTHING_LOADED:
             label = f"{self.history.job or 'before'}:{self.label}"  # else "3" would be this history's version 3, too
-            await self._engine.ask(self._engine.client.update_weight_version(label))
+            await self._engine.guard_call(self._engine.client.update_weight_version(label))
             self.version, self.label, self._labels = NOTHING_LOADED, label, {label: NOTHING_LOADED}
         self._received = None
         self.history = history
@@ -140,9 +140,9 @@ class UpdateCycle:
 
     async def _prepare(self, version: int) -> None:
         what = f"preparing version {version}"
-        await self._fetching(what, "rl_prepare", version)
+        await self._rpc_before_load(what, "rl_prepare", version)
         while True:
-            answers = await self._fetching(what, "rl_prepared", version)
+            answers = await self._rpc_before_load(what, "rl_prepared", version)
             states = [answer["state"] for answer in answers]
             if errors := [answer.get("error", "") for answer in answers if answer["state"] == "failed"]:
                 raise RetryableError(f"{what}: {errors[0]}")
@@ -163,7 +163,7 @@ class UpdateCycle:
     async def _update(self, version: int) -> UpdateResult:
         began = asyncio.get_running_loop().time()
         await self._prepare(version)  # the engine goes on answering while it is fetched
-        await self._fetching(f"update to version {version}", "start_weight_update")
+        await self._rpc_before_load(f"update to version {version}", "start_weight_update")
         await self._receive(version)
         self._observe("fetch", asyncio.get_running_loop().time() - began)
         self._received = None
@@ -174,14 +174,14 @@ class UpdateCycle:
 
     # The verbs of vLLM's own clients: the same steps, one call each.
 
-    async def start(self) -> None:
+    async def start_session(self) -> None:
         """``/start_weight_update``. An earlier session that was not finished is dropped."""
         self._check_paused("start a weight update")
         self._check_relay()
         self._received = None
-        await self._change(self._fetching("starting a weight update", "start_weight_update"))
+        await self._change(self._rpc_before_load("starting a weight update", "start_weight_update"))
 
-    async def receive(self, update_info: Mapping[str, Any]) -> None:
+    async def receive_weights(self, update_info: Mapping[str, Any]) -> None:
         """``/update_weights`` with ``{"version": N}``: fetch, verify, stage."""
         self._check_paused("update weights")
         version = update_info.get("version")
@@ -192,10 +192,10 @@ class UpdateCycle:
         await self._change(self._receive(version))
 
     async def _receive(self, version: int) -> None:
-        await self._fetching(f"update to version {version}", "update_weights", update_info={"version": version})
+        await self._rpc_before_load(f"update to version {version}", "update_weights", update_info={"version": version})
         self._received = version
 
-    async def finish(self, label: str | None) -> None:
+    async def finish_session(self, label: str | None) -> None:
         """``/finish_weight_update``: load what was received, under vLLM's label for it (default: the number)."""
         self._check_paused("finish a weight update")
         version = self._received
@@ -208,7 +208,7 @@ class UpdateCycle:
 
     # The steps.
 
-    async def _fetching(self, what: str, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def _rpc_before_load(self, what: str, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """A call that does not touch the model: whatever it raises, the old weights are intact."""
         try:
             return await self._engine.rpc(method, *args, **kwargs)
@@ -230,7 +230,7 @@ class UpdateCycle:
             loaded = clock()
             present = {"version": version, "history": self.history.number}
             outcome = await self._engine.command("advance_version", present)
-            await self._engine.ask(self._engine.client.update_weight_version(label))
+            await self._engine.guard_call(self._engine.client.update_weight_version(label))
         except RetryableError:
             raise  # refused before the model was touched, or the engine died
         except Exception as error:
@@ -263,7 +263,7 @@ class UpdateCycle:
         reports = await self._engine.rpc("rl_report")
         if wrong := [report for report in reports if report["version"] != version]:
             raise RuntimeError(f"rank {wrong[0]['rank']} has version {wrong[0]['version']}: {wrong[0]['error']}")
-        if disagreement := agree(reports):
+        if disagreement := find_disagreement(reports):
             raise RuntimeError(disagreement)
         return None, reports
 

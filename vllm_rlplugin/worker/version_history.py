@@ -29,7 +29,7 @@ class VersionHistory:
     metadata: str = ""
     epoch: int = 0
 
-    async def after(self, endpoint: RelayEndpoint) -> VersionHistory:
+    async def next_history(self, endpoint: RelayEndpoint) -> VersionHistory:
         """The history that ``endpoint`` belongs to now. The first relay of a server continues history 0.
 
         Raises CommandError ``invalid_request`` when its metadata cannot be opened, RetryableError when it cannot be read.

@@ -29,7 +29,7 @@ class PoolUpkeep:
         self._every = every
         self.latest: dict[str, Any] = {}
 
-    def said(self) -> dict[str, Any]:
+    def public_status(self) -> dict[str, Any]:
         """What of it is for everybody: JSON."""
         return {name: self.latest[name] for name in _TOLD if name in self.latest}
 
@@ -37,11 +37,11 @@ class PoolUpkeep:
         """For ever; ends when the engine has died."""
         try:
             while True:
-                await self.look()
+                await self.check_pages()
                 await asyncio.sleep(self._every)
         except RetryableError as error:
             _logger.info("the engine's pages are no longer looked after: %s", error)
 
-    async def look(self) -> None:
+    async def check_pages(self) -> None:
         """Once, between two steps. Raises RetryableError when the engine is dead."""
         self.latest = await self._engine.command("page_pool", {})

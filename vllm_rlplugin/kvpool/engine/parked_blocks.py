@@ -26,13 +26,13 @@ from vllm_rlplugin.kvpool.pages.page_geometry import PageGeometry
 class PageMapper(Protocol):
     """What maps pages behind groups, all or none; see :class:`vllm_rlplugin.kvpool.engine.pool_engine.EnginePool`."""
 
-    def back(self, groups: list[int]) -> bool:
+    def map_groups(self, groups: list[int]) -> bool:
         """Pages behind these groups; False: there are not so many."""
 
-    def drop(self, groups: list[int]) -> None:
+    def unmap_groups(self, groups: list[int]) -> None:
         """Their pages are free for others."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when the device has done what it was told to do before."""
 
 
@@ -67,30 +67,30 @@ class ParkedBlocks:
                 self._park(group)
 
     @property
-    def backed(self) -> int:
+    def backed_groups(self) -> int:
         """Groups whose blocks may be used."""
         return len(self._used)
 
     @property
-    def held(self) -> int:
+    def held_groups(self) -> int:
         """Groups that have pages."""
         return len(self._used) + len(self._leaving)
 
     @property
-    def in_flight(self) -> int:
+    def steps_in_flight(self) -> int:
         """Steps that were scheduled, and whose outputs are not there yet."""
         return self._scheduled - self._ended
 
-    def began(self) -> None:
+    def note_scheduled(self) -> None:
         """A step was scheduled, an empty one too."""
         self._scheduled += 1
 
-    def ended(self) -> None:
+    def note_ended(self) -> None:
         """The output of the earliest step in flight is there."""
         self._ended += 1
-        self._let_go()
+        self._unmap_parked()
 
-    def want(self, blocks: int, allowed: int | None = None) -> bool:
+    def ensure_free(self, blocks: int, allowed: int | None = None) -> bool:
         """Have so many free blocks, if there are pages; whether there are so many now. ``allowed``: groups that may be
         used; those on their way beyond it go on leaving."""
         missing = blocks - self._pool.get_num_free_blocks()
@@ -106,73 +106,73 @@ class ParkedBlocks:
             group for group in range(self.geometry.groups) if group not in self._used and group not in self._leaving
         )
         fresh = [group for group, _ in zip(parked, range(count - len(coming)), strict=False)]
-        while fresh and not self._backing.back(fresh):
+        while fresh and not self._backing.map_groups(fresh):
             fresh = fresh[: len(fresh) // 2]
         for group in fresh:
             self._unpark(group)
         return bool(self._pool.get_num_free_blocks() >= blocks)
 
-    def look(self) -> None:
+    def park_idle(self) -> None:
         """Note which groups are in use; give back what was not for ``keep`` seconds. Costs a look at every backed block."""
         now = self._now()
         if self.asleep:
             return
         for group in list(self._used):
-            if self._busy(group):
+            if self._in_use(group):
                 self._used[group] = now
                 self._used.move_to_end(group)
-        idle = [group for group, since in self._used.items() if now - since >= self.keep and not self._busy(group)]
-        self._leave(idle)
+        idle = [group for group, since in self._used.items() if now - since >= self.keep and not self._in_use(group)]
+        self._park_groups(idle)
 
     def shrink(self, groups: int) -> int:
         """Give back so many groups that nobody references now, the least recently used first; returns how many that were.
         Group 0, with the null block, stays."""
-        idle = [group for group in self._used if not self._busy(group)][: max(0, groups)]
-        self._leave(idle)
+        idle = [group for group in self._used if not self._in_use(group)][: max(0, groups)]
+        self._park_groups(idle)
         return len(idle)
 
     def sleep(self) -> None:
         """Give back everything, the null block's group too: no step may run until :meth:`wake`. Raises RuntimeError while blocks
         are in use, or a step is in flight."""
-        if self.in_flight:
-            raise RuntimeError(f"{self.in_flight} steps are in flight")
+        if self.steps_in_flight:
+            raise RuntimeError(f"{self.steps_in_flight} steps are in flight")
         self.shrink(len(self._used))
         if set(self._used) != {0} or self._pool.get_num_free_blocks() != self.geometry.group_blocks - 1:
             raise RuntimeError("blocks are in use")
-        self._backing.settle()
-        self._backing.drop([0])
+        self._backing.synchronize()
+        self._backing.unmap_groups([0])
         self.asleep = True
 
     def wake(self) -> bool:
         """Have the first group again; False: there are no pages for it."""
-        if self.asleep and self._backing.back([0]):
+        if self.asleep and self._backing.map_groups([0]):
             self.asleep = False
         return not self.asleep
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
-    def _leave(self, groups: list[int]) -> None:
+    def _park_groups(self, groups: list[int]) -> None:
         for group in groups:
             del self._used[group]
             self._park(group)
             self._leaving[group] = self._scheduled
-        self._let_go()
+        self._unmap_parked()
 
-    def _let_go(self) -> None:
+    def _unmap_parked(self) -> None:
         ended = self._ended - self._after
-        if self._after and self._leaving and not self.in_flight:
-            self._backing.settle()
+        if self._after and self._leaving and not self.steps_in_flight:
+            self._backing.synchronize()
             ended = self._ended
         gone = [group for group, before in self._leaving.items() if before <= ended]
         if gone:
-            self._backing.drop(gone)
+            self._backing.unmap_groups(gone)
             for group in gone:
                 del self._leaving[group]
 
     def _blocks(self, group: int) -> list[Any]:
         return [self._pool.blocks[block] for block in self.geometry.blocks_of(group)]
 
-    def _busy(self, group: int) -> bool:
+    def _in_use(self, group: int) -> bool:
         return any(block.is_null or block.ref_cnt > 0 for block in self._blocks(group))
 
     def _park(self, group: int) -> None:

@@ -48,7 +48,7 @@ class EnginePool:
         self.name = options.kv_pool
         self._backend = backend or HostBackend(page)
         try:
-            self.geometry = PageGeometry.of(blocks, regions, page)
+            self.geometry = PageGeometry.from_regions(blocks, regions, page)
         except ValueError as error:
             raise ConfigError("kv_pool", options.kv_pool, str(error)) from error
         pages = (options.kv_pool_mib << 20) // page
@@ -62,40 +62,40 @@ class EnginePool:
             self.pool.publish(RolloutWords(minimum=self.geometry.pages_a_group).pack())
         self.memory = self._backend.range(self.pool, -(-size // page), role, scrub=options.kv_pool_scrub)
         deadline = time.monotonic() + PATIENCE
-        while not (had := self.back([0])) and role == "rollout" and time.monotonic() < deadline:
+        while not (had := self.map_groups([0])) and role == "rollout" and time.monotonic() < deadline:
             time.sleep(0.01)  # the serving engine may not have seen yet what this one needs at least
         if not had:
             fix = f"its first {self.geometry.pages_a_group} pages cannot be had (free: {self.pool.view().free}, budget of a "
             raise ConfigError("kv_pool", options.kv_pool, fix + "rollout engine: kv_pool_budget_mib)")
 
-    def back(self, groups: list[int]) -> bool:
+    def map_groups(self, groups: list[int]) -> bool:
         """See :class:`vllm_rlplugin.kvpool.engine.parked_blocks.PageMapper`."""
-        return self.memory.back(self.geometry.places(groups))
+        return self.memory.map_places(self.geometry.places(groups))
 
-    def drop(self, groups: list[int]) -> None:
+    def unmap_groups(self, groups: list[int]) -> None:
         """See the protocol."""
-        self.memory.drop(self.geometry.places(groups))
+        self.memory.unmap_places(self.geometry.places(groups))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See the protocol."""
-        self.memory.settle()
+        self.memory.synchronize()
 
     def buffer(self, size: int) -> Any:
         """The range as a tensor of ``size`` bytes. Reading a place without a page faults."""
         return self._backend.tensor(self.memory.address, size)
 
 
-def current() -> EnginePool | None:
+def current_pool() -> EnginePool | None:
     """Of the engine in this process; None: its KV cache is vLLM's own."""
     return _here.get(os.getpid())
 
 
-def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *more: Any) -> Any:
+def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *more: Any) -> Any:
     """Stands in for vLLM's ``allocate_kv_cache``: the same views, of a range in the pool."""
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()
-    options = PluginOptions.of(vllm_config)
+    options = PluginOptions.from_config(vllm_config)
     if not options.kv_pool or warmup_pages.is_profiling(vllm_config):
         return stock(config, device, layout, *more)
     workers = vllm_config.parallel_config.world_size
@@ -109,8 +109,8 @@ def allocate(stock: Callable[..., Any], config: Any, device: Any, layout: Any, *
     except ValueError as error:
         raise ConfigError("kv_pool", f"{options.kv_pool} with KV layout {layout.name}", str(error)) from error
     size = tensors[0].size
-    mps_client.check(options.kv_pool_mps, device.type, os.environ)
-    sleep_options.check(options, vllm_config, os.environ)
+    mps_client.check_mps(options.kv_pool_mps, device.type, os.environ)
+    sleep_options.check_sleep_mode(options, vllm_config, os.environ)
     backend = backend_for(device, options.kv_pool_page_kib << 10, options.kv_pool_supply)
     pool = EnginePool(options, config.num_blocks, regions, size, backend)
     _here[os.getpid()] = pool

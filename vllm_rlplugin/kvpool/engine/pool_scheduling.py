@@ -23,8 +23,8 @@ from orchestrator.policies.serving.admission import Mode, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.engine import warmup_pages
 from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
-from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, EnginePool, current
-from vllm_rlplugin.kvpool.engine.step_costs import costs_of
+from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, EnginePool, current_pool
+from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
 from vllm_rlplugin.kvpool.serving import neighbour_status
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
@@ -39,7 +39,7 @@ _PHASES = {"kv_producer": "prefill", "kv_consumer": "decode"}  # vLLM's disaggre
 
 
 class PoolScheduler:
-    """Of one stock scheduler, in its thread. A serving engine has ``guardian`` and ``meter``, a rollout engine ``turns``."""
+    """Of one stock scheduler, in its thread. A serving engine has ``guardian`` and ``meter``, a rollout engine ``admission``."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class PoolScheduler:
         keep: float,
         guardian: Guardian | None = None,
         meter: ServingMeter | None = None,
-        turns: RolloutAdmission | None = None,
+        admission: RolloutAdmission | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         manager = scheduler.kv_cache_manager
-        self._parking = ParkedBlocks(
+        self._parked = ParkedBlocks(
             manager.block_pool,
             pool.geometry,
             pool,
@@ -65,18 +65,18 @@ class PoolScheduler:
         self._block_tokens = scheduler.block_size
         self._looked = 0.0
         self._partition = 0.0
-        self._guardian, self._meter, self._turns = guardian, meter, turns
+        self._guardian, self._meter, self._admission = guardian, meter, admission
         self._displaced: set[str] = set()  # to be handed back
         self.displaced = 0  # requests whose pages were taken for the budget's sake
         if guardian is not None and meter is not None:
-            guardian.watch(meter.idle)
+            guardian.watch(meter.publish_idle)
 
     @classmethod
-    def of(cls, scheduler: Any, options: PluginOptions) -> PoolScheduler | None:
+    def for_scheduler(cls, scheduler: Any, options: PluginOptions) -> PoolScheduler | None:
         """None where the KV cache is vLLM's own."""
         if not options.kv_pool:
             return None
-        pool = current()
+        pool = current_pool()
         if pool is None:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
@@ -88,14 +88,14 @@ class PoolScheduler:
                 fix = "a rollout engine in a pool computes prompts in chunks: drop --no-enable-chunked-prefill"
                 raise ConfigError("--enable-chunked-prefill", False, fix)
             minimum = pool.geometry.pages_a_group
-            turns = RolloutAdmission(scheduler, pool.pool, costs_of(config, options, unknown=0.02), minimum)
-            return cls(scheduler, pool, options.kv_pool_keep, turns=turns)
+            admission = RolloutAdmission(scheduler, pool.pool, load_costs(config, options, unknown=0.02), minimum)
+            return cls(scheduler, pool, options.kv_pool_keep, admission=admission)
         shares = options.kv_pool_headroom, options.kv_pool_watermark, options.kv_pool_lent
         guardian = Guardian(pool.pool, SharingRules(pool.pool.pages, *shares), time.monotonic, options.kv_pool_window)
         slo = Slo(options.kv_pool_ttft, options.kv_pool_tpot)
         meter = ServingMeter(
             pool.pool,
-            costs_of(config, options, unknown=math.inf, slo=slo),
+            load_costs(config, options, unknown=math.inf, slo=slo),
             slo,
             cast(Mode, options.kv_pool_admission),
             phase=_PHASES.get(str(getattr(config.kv_transfer_config, "kv_role", "")), "both"),
@@ -104,68 +104,73 @@ class PoolScheduler:
         )
         return cls(scheduler, pool, options.kv_pool_keep, guardian, meter)
 
-    def arrived(self, request: Any) -> None:
+    def request_added(self, request: Any) -> None:
         """A request was added."""
         if self._meter is not None:
-            self._meter.arrived(request)
+            self._meter.request_added(request)
 
     def schedule(self, stock: Callable[..., Any], throttle: bool = False) -> Any:
         """One step of stock's scheduler, with its pages and its time."""
         self.before_step()
-        output = stock(throttle) if self._turns is None else self._turns.schedule(stock, throttle)
-        self._parking.began()
+        output = stock(throttle) if self._admission is None else self._admission.schedule(stock, throttle)
+        self._parked.note_scheduled()
         if self._meter is not None:
-            self._meter.began(output)
+            self._meter.step_scheduled(output)
         return output
 
-    def ended(self, output: Any, answers: dict[int, Any]) -> None:
+    def step_ended(self, output: Any, answers: dict[int, Any]) -> None:
         """Stock has taken a step's output; ``answers``: what it tells the clients, by their index."""
-        self._parking.ended()
+        self._parked.note_ended()
         if self._meter is not None:
-            self._meter.ended()
-        if self._turns is not None:
-            self._turns.ended(output)
-            names = self._turns.to_hand_back(self._displaced)
+            self._meter.step_ended()
+        if self._admission is not None:
+            self._admission.step_ended(output)
+            names = self._admission.requests_to_hand_back(self._displaced)
             self._displaced.clear()
             if names:
                 self._hand_back(names, answers)
 
-    def rl_step(self) -> None:
+    def begin_rl_step(self) -> None:
         """An RL step begins: of a rollout engine, which got the weights of it. The serving engine opens the budgets anew."""
-        if self._turns is not None:
+        if self._admission is not None:
             self._pool.pool.control(ControlWord.STEPS, 1, add=True)
 
     def command(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """One of POOL_COMMANDS: see the methods."""
-        does: tuple[Callable[..., dict[str, Any]], ...] = (self.look, self.deactivate, self.activate, self.note_weights)
+        does: tuple[Callable[..., dict[str, Any]], ...] = (
+            self.check_pages,
+            self.deactivate,
+            self.activate,
+            self.note_weights,
+        )
         return dict(zip(POOL_COMMANDS, does, strict=True))[command](**arguments)
 
     def deactivate(self, stepped: bool = True) -> dict[str, Any]:
         """Of a rollout engine that is paused: every page goes back, no KV is kept. {"pages"}, or {"refused": why}. Not
         ``stepped``: since it was activated, so that requests which wait have nothing yet, and stay."""
-        if self._turns is None:
+        if self._admission is None:
             return {"refused": "a serving engine is not deactivated"}
         if stepped and self._scheduler.requests:
             return {"refused": f"it has {len(self._scheduler.requests)} requests"}
-        if self._parking.in_flight:  # with async scheduling the last request ends before the last batch
+        if self._parked.steps_in_flight:  # with async scheduling the last request ends before the last batch
             return {"refused": "its last batch is in flight"}
-        if not self._parking.asleep:
+        if not self._parked.asleep:
             if not self._scheduler.reset_prefix_cache():
                 return {"refused": "its prefix cache is in use"}
-            self._parking.sleep()
-        self._turns.is_active(False)
+            self._parked.sleep()
+        self._admission.set_active(False)
         return {"pages": 0}
 
     def activate(self) -> dict[str, Any]:
         """The other way: the pages that it needs at least. {"pages"}, or {"refused": why} and it is as before. Waits a moment:
         the serving engine may have to see that this one is to be reckoned with again."""
-        if self._turns is None:
+        if self._admission is None:
             return {"refused": "a serving engine is always active"}
-        self._turns.is_active(True)
+        self._admission.set_active(True)
         deadline = time.monotonic() + PATIENCE
-        while not self._parking.wake():
+        while not self._parked.wake():
             if time.monotonic() >= deadline:
-                self._turns.is_active(False)
+                self._admission.set_active(False)
                 view = self._pool.pool.view()
                 return {"refused": f"no pages for its first blocks ({view.free} free, {view.headroom} for serving)"}
             time.sleep(0.005)
@@ -173,13 +178,13 @@ class PoolScheduler:
 
     def note_weights(self, weights: int, activation: float | None = None) -> dict[str, Any]:
         """Said of this engine in the pool: bytes of its weights in memory, seconds that its activation took."""
-        if self._turns is not None:
-            self._turns.note(weights, activation)
+        if self._admission is not None:
+            self._admission.note_weights(weights, activation)
         return {}
 
-    def shared(self) -> dict[str, Any] | None:
+    def device_status(self) -> dict[str, Any] | None:
         """What a rollout engine has of its device, and how serving is beside it; None: of a serving engine."""
-        return None if self._turns is None else neighbour_status.shared(self._pool.pool, self._pool.slot)
+        return None if self._admission is None else neighbour_status.device_status(self._pool.pool, self._pool.slot)
 
     def tune(self, slo: Slo, mode: Mode, partition: float = 0.0) -> None:
         """Other SLOs, and which of them count, from now on; of a serving engine without requests. ``partition``: the share of the
@@ -191,17 +196,17 @@ class PoolScheduler:
             return
         self._partition = partition
         pages = self._guardian.partition(partition)
-        self._parking.most = min(self._pool.geometry.groups, pages // self._pool.geometry.pages_a_group)
-        self._parking.shrink(self._parking.backed - self._parking.most)
+        self._parked.most = min(self._pool.geometry.groups, pages // self._pool.geometry.pages_a_group)
+        self._parked.shrink(self._parked.backed_groups - self._parked.most)
 
     @property
-    def pages(self) -> int:
+    def held_pages(self) -> int:
         """That this engine holds."""
-        return self._parking.held * self._pool.geometry.pages_a_group
+        return self._parked.held_groups * self._pool.geometry.pages_a_group
 
-    def keep(self, seconds: float) -> None:
+    def set_keep_seconds(self, seconds: float) -> None:
         """Pages that nobody used for so long go back, from now on."""
-        self._parking.keep = seconds
+        self._parked.keep = seconds
 
     def stop(self) -> None:
         """The engine ends."""
@@ -210,25 +215,25 @@ class PoolScheduler:
 
     def before_step(self) -> None:
         """Comply, then have what the next step may allocate."""
-        allowed = self._comply()
+        allowed = self._comply_with_budget()
         if self._guardian is not None:
             self._guardian.tick()
-        self._parking.want(self._wanted(), allowed)
+        self._parked.ensure_free(self._blocks_wanted(), allowed)
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
-            self._parking.look()
+            self._parked.park_idle()
 
-    def look(self, opened: bool = False) -> dict[str, Any]:
+    def check_pages(self, opened: bool = False) -> dict[str, Any]:
         """The same without a step, for an engine that has nothing to do. ``opened``: an RL step begins, rollout engines get their
         budgets anew (of a serving engine only)."""
         if self._guardian is not None:
             if opened:
-                self._guardian.open()
+                self._guardian.open_budget()
             self._guardian.tick()
-        self._comply()
+        self._comply_with_budget()
         self._looked = time.monotonic()
-        self._parking.look()
+        self._parked.park_idle()
         view = self._pool.pool.view()
         mine = next(tenant for tenant in view.tenants if tenant.slot == self._pool.slot)
         return {
@@ -240,36 +245,36 @@ class PoolScheduler:
             "revision": mine.revision,
             "free": view.free,
             "page_bytes": view.page_bytes,
-            "groups": self._parking.backed,
-            "blocks": self.blocks,
+            "groups": self._parked.backed_groups,
+            "blocks": self.usable_blocks,
             "displaced": self.displaced,
-            **self._lent(),
-            **self._time(),
+            **self._budget_status(),
+            **self._admission_status(),
         }
 
     @property
-    def blocks(self) -> int:
+    def usable_blocks(self) -> int:
         """That the engine could use, its null block not counted: of a rollout engine all that its budget allows, also those that
         have no pages yet; of a serving engine those that have."""
         geometry = self._pool.geometry
-        groups = self._parking.backed
+        groups = self._parked.backed_groups
         if self._pool.role != "serving":
             mine = next(tenant for tenant in self._pool.pool.view().tenants if tenant.slot == self._pool.slot)
             groups = max(groups, min(geometry.groups, mine.budget // geometry.pages_a_group))
         return groups * geometry.group_blocks - 1
 
-    def _time(self) -> dict[str, Any]:
-        if self._turns is not None:
-            return {**asdict(self._turns.told()), "reason": self._turns.reason}
+    def _admission_status(self) -> dict[str, Any]:
+        if self._admission is not None:
+            return {**asdict(self._admission.words()), "reason": self._admission.reason}
         return asdict(self._meter.latest) if self._meter is not None else {}
 
-    def _lent(self) -> dict[str, Any]:
+    def _budget_status(self) -> dict[str, Any]:
         if self._guardian is None:
             return {}
         budget = self._guardian.budget
         return {"lent": budget.pages, "state": budget.state, "cuts": self._guardian.cuts, "kills": self._guardian.kills}
 
-    def _wanted(self) -> int:
+    def _blocks_wanted(self) -> int:
         """Blocks that running and waiting requests may ask for in the next step: an upper bound, so that stock finds them."""
         scheduler, most = self._scheduler, 0
         tokens = scheduler.max_num_scheduled_tokens
@@ -282,22 +287,22 @@ class PoolScheduler:
             most += -(-request.num_tokens // self._block_tokens) + 1
         return most
 
-    def _comply(self) -> int | None:
+    def _comply_with_budget(self) -> int | None:
         """Give back what is beyond the budget. Returns the groups that may be used; None: there is no budget."""
-        if self._pool.role == "serving" or self._parking.asleep:
+        if self._pool.role == "serving" or self._parked.asleep:
             return None
         mine = next(tenant for tenant in self._pool.pool.view().tenants if tenant.slot == self._pool.slot)
         each = self._pool.geometry.pages_a_group
         excess = -(-(mine.used - mine.budget) // each)
-        excess -= self._parking.held - self._parking.backed  # those that are on their way
+        excess -= self._parked.held_groups - self._parked.backed_groups  # those that are on their way
         if excess > 0:
-            excess -= self._parking.shrink(excess)
+            excess -= self._parked.shrink(excess)
         while excess > 0 and self._scheduler.running:
-            self._displace()
-            excess -= self._parking.shrink(excess)
+            self._displace_last()
+            excess -= self._parked.shrink(excess)
         return int(mine.budget // each)
 
-    def _displace(self) -> None:
+    def _displace_last(self) -> None:
         """Stock's own preemption, of the request that ranks last."""
         scheduler = self._scheduler
         request = max(scheduler.running, key=lambda request: (request.priority, request.arrival_time))

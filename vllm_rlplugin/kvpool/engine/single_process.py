@@ -14,7 +14,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # named in full, 
 _FLAG = "--distributed-executor-backend"
 
 
-def executor(given: Any, *, on_cpu: bool) -> Any:
+def single_process_executor(given: Any, *, on_cpu: bool) -> Any:
     """What ``--distributed-executor-backend`` is to be, where ``given`` was. Raises ConfigError for one with other processes.
 
     An executor of the user's own is believed: an engine whose KV cache is not in the pool ends its start in any case.

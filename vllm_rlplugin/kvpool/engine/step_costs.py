@@ -20,7 +20,7 @@ _FORMAT = 1  # of orchestrator.profiler.profile_file
 _HOW = "make one with `rl-coserve profile` for this engine"
 
 
-def costs_of(config: Any, options: PluginOptions, *, unknown: float, slo: Slo | None = None) -> Costs:
+def load_costs(config: Any, options: PluginOptions, *, unknown: float, slo: Slo | None = None) -> Costs:
     """``config``: vLLM's; ``unknown``: seconds of what was never measured; ``slo``: of a serving engine. Raises ConfigError."""
     if not options.kv_pool_profile:
         return LearnedCosts(unknown)

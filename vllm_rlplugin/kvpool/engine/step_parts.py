@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def parts_of(output: Any, requests: Mapping[str, Any]) -> tuple[int, int]:
+def count_parts(output: Any, requests: Mapping[str, Any]) -> tuple[int, int]:
     """Tokens of prefill, and sequences that decode, of a step that was scheduled just now. ``requests``: vLLM's own, by name."""
     tokens = batch = 0
     for name, count in output.num_scheduled_tokens.items():

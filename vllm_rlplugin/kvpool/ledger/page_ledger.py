@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from orchestrator.api import ConfigError, RunError
 from vllm_rlplugin.kvpool.ledger import native_pages
-from vllm_rlplugin.kvpool.ledger.tenant_processes import kill, stopped
+from vllm_rlplugin.kvpool.ledger.tenant_processes import is_stopped, kill_tenant
 
 Pages = npt.NDArray[np.uint64]
 Role = Literal["serving", "rollout"]
@@ -151,19 +151,19 @@ class PagePool:
             raise ConfigError("kv_pool.name", name, f"must have 1 to {native_pages.NAME - 1} bytes")
         if self._role is not None:
             raise PoolError(f"{self.path}: this process is a tenant already")
-        slot = self._try("rlc_pool_join", name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
+        slot = self._try_native("rlc_pool_join", name.encode(), ROLES.index(role) + 1, os.getpid(), budget)
         if slot == native_pages.BUSY:
             there = ", ".join(f"{tenant.name} ({tenant.role}, process {tenant.pid})" for tenant in self.view().tenants)
             fix = f"the pool has one serving engine, and each name once; there are: {there}"
             raise ConfigError("kv_pool.name", name, fix)
         if slot == native_pages.FULL:
             raise ConfigError("kv_pool.name", name, f"the pool has {native_pages.TENANTS} tenants already")
-        self._role, self._slot = role, self._checked(slot)
+        self._role, self._slot = role, self._check_code(slot)
         return self._slot
 
     def leave(self) -> None:
         """No tenant any more. Raises PoolError while it owns pages."""
-        self._call("rlc_pool_leave")
+        self._call_native("rlc_pool_leave")
         self._role = None
 
     def _owns(self) -> int:
@@ -173,23 +173,23 @@ class PagePool:
         """``count`` free pages, or none at all; ``whole=False``: as many as there may be. Leased until ``lease`` (seconds of
         the monotonic clock), None: for good. What may not be had is not an error: the result is empty, or short."""
         out = np.empty(count, np.uint64)
-        found = self._call("rlc_pool_acquire", count, whole, _time(lease), out.ctypes.data)
+        found = self._call_native("rlc_pool_acquire", count, whole, _time(lease), out.ctypes.data)
         return out[:found]
 
     def release(self, pages: Pages) -> None:
         """Give back. Raises PoolError, and keeps all of them, where one is not ours or is mapped."""
         pages = _contiguous(pages)
-        self._call("rlc_pool_release", pages.ctypes.data, pages.size)
+        self._call_native("rlc_pool_release", pages.ctypes.data, pages.size)
 
     def renew(self, pages: Pages, lease: float | None) -> None:
         """A new lease; None: for good."""
         pages = _contiguous(pages)
-        self._call("rlc_pool_renew", pages.ctypes.data, pages.size, _time(lease))
+        self._call_native("rlc_pool_renew", pages.ctypes.data, pages.size, _time(lease))
 
     def expired(self, now: float) -> Pages:
         """Our pages whose lease has ended."""
         out = np.empty(self.pages, np.uint64)
-        found = self._call("rlc_pool_expired", _time(now), out.ctypes.data, out.size)
+        found = self._call_native("rlc_pool_expired", _time(now), out.ctypes.data, out.size)
         return out[:found].copy()
 
     def publish(self, words: npt.NDArray[np.uint64]) -> None:
@@ -198,41 +198,41 @@ class PagePool:
             raise ValueError(
                 f"{native_pages.WORDS} words of uint64 are published, not {words.dtype}{list(words.shape)}"
             )
-        self._call("rlc_pool_publish", _contiguous(words).ctypes.data)
+        self._call_native("rlc_pool_publish", _contiguous(words).ctypes.data)
 
     # -- anybody -----------------------------------------------------------------------------------------------------
 
     def read(self, slot: int) -> npt.NDArray[np.uint64] | None:
         """What that tenant published last; None: nothing, or nobody is there."""
         words = np.empty(native_pages.WORDS, np.uint64)
-        return words if self._call("rlc_pool_read", slot, words.ctypes.data) else None
+        return words if self._call_native("rlc_pool_read", slot, words.ctypes.data) else None
 
     def set_budget(self, slot: int, pages: int, revision: int) -> bool:
         """Pages that a tenant may own from now on; False: a newer revision is there already. Raises TenantGone: nobody is."""
-        code = self._try("rlc_pool_budget", slot, pages, revision)
-        return code != native_pages.OLD and self._checked(code) == 0
+        code = self._try_native("rlc_pool_budget", slot, pages, revision)
+        return code != native_pages.OLD and self._check_code(code) == 0
 
     def set_headroom(self, pages: int) -> None:
         """Pages that stay free for serving whenever a rollout tenant acquires."""
-        self._call("rlc_pool_headroom", pages)
+        self._call_native("rlc_pool_headroom", pages)
 
     def controls(self) -> tuple[int, ...]:
         """What people and other processes ask for: :class:`vllm_rlplugin.kvpool.ledger.tenant_words.ControlWord`. Never waits."""
         found = (ctypes.c_uint64 * native_pages.CONTROLS)()
-        self._checked(self._library.rlc_pool_controls(self.handle, found))
+        self._check_code(self._library.rlc_pool_controls(self.handle, found))
         return tuple(found)
 
     def control(self, index: int, value: int, *, add: bool = False) -> None:
         """Ask for it. ``add``: so much more than now. Never waits."""
-        self._checked(self._library.rlc_pool_control(self.handle, index, value, add))
+        self._check_code(self._library.rlc_pool_control(self.handle, index, value, add))
 
     def reap(self) -> int:
         """Take back what dead tenants owned; returns how many those were."""
-        return int(self._call("rlc_pool_reap"))
+        return int(self._call_native("rlc_pool_reap"))
 
     def trim(self, pages: int) -> int:
         """Return the memory of up to so many free pages to the system (host memory only); returns how many."""
-        return int(self._call("rlc_pool_trim", pages))
+        return int(self._call_native("rlc_pool_trim", pages))
 
     def view(self) -> PoolView:
         """A snapshot."""
@@ -247,7 +247,7 @@ class PagePool:
     def _snapshot(self, owners: npt.NDArray[np.uint8] | None) -> PoolView:
         numbers, rows = (ctypes.c_uint64 * 8)(), (native_pages.TenantRow * native_pages.TENANTS)()
         at = None if owners is None else owners.ctypes.data
-        self._call("rlc_pool_snapshot", numbers, rows, at, None)
+        self._call_native("rlc_pool_snapshot", numbers, rows, at, None)
         tenants = tuple(
             TenantView(
                 *(slot, row.name.decode(), ROLES[row.role - 1], row.pid, row.used, row.budget),
@@ -259,25 +259,30 @@ class PagePool:
         pages, page_bytes, free, headroom, epoch, deaths, recoveries, _ = numbers
         return PoolView(pages, page_bytes, free, headroom, epoch, deaths, recoveries, tenants)
 
-    def _call(self, name: str, *arguments: Any) -> int:
-        return self._checked(self._try(name, *arguments))
+    def _call_native(self, name: str, *arguments: Any) -> int:
+        return self._check_code(self._try_native(name, *arguments))
 
-    def _try(self, name: str, *arguments: Any) -> int:
+    def _try_native(self, name: str, *arguments: Any) -> int:
         """Under the ledger's lock. Who holds it for long was stopped or hangs in there: a serving tenant ends it, as its pages
         are needed; others wait for the serving tenant to do so. Raises PoolError when nothing helps."""
         function, since, asked = getattr(self._library, name), 0.0, 0.0
         while (code := int(function(self.handle, *arguments))) == native_pages.STUCK:
             now, holder = time.monotonic(), int(self._library.rlc_pool_holder(self.handle))
             since = since or now
-            if self._role == "serving" and holder and (stopped(holder) or now - since > STUCK_SECONDS) and now > asked:
+            if (
+                self._role == "serving"
+                and holder
+                and (is_stopped(holder) or now - since > STUCK_SECONDS)
+                and now > asked
+            ):
                 asked = now + 0.05
-                if kill(holder, self.path):
+                if kill_tenant(holder, self.path):
                     _logger.warning("process %d held the pool's ledger without moving, and was killed", holder)
             if now - since > 2 * STUCK_SECONDS:
                 raise PoolError(f"{self.path}: process {holder} holds the ledger and does not move; end it")
         return code
 
-    def _checked(self, code: int) -> int:
+    def _check_code(self, code: int) -> int:
         if code >= 0:
             return code
         if code == native_pages.SYSTEM:

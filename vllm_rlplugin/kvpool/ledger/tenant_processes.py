@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 
-def holds(pid: int, path: Path) -> bool:
+def holds_file(pid: int, path: Path) -> bool:
     """Whether this process has the file open."""
     try:
         wanted = path.stat()
@@ -27,7 +27,7 @@ def holds(pid: int, path: Path) -> bool:
     return False
 
 
-def stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether it was stopped by a signal, or by a debugger."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
@@ -36,9 +36,9 @@ def stopped(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-def kill(pid: int, path: Path) -> bool:
+def kill_tenant(pid: int, path: Path) -> bool:
     """End it, if it may be; whether that was done."""
-    if pid <= 0 or pid == os.getpid() or not holds(pid, path):
+    if pid <= 0 or pid == os.getpid() or not holds_file(pid, path):
         return False
     os.kill(pid, signal.SIGKILL)
     return True

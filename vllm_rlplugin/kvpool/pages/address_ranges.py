@@ -37,7 +37,7 @@ class PageRange(ABC):
         """Places with a page."""
         return int((self._pages >= 0).sum())
 
-    def back(self, places: Pages, *, lease: float | None = None) -> bool:
+    def map_places(self, places: Pages, *, lease: float | None = None) -> bool:
         """Acquire pages and map them at these places, all or none; False: there are not so many. Raises ValueError for a
         place that is outside, or has a page."""
         places = self._places(places, with_page=False)
@@ -54,7 +54,7 @@ class PageRange(ABC):
             self._pages[places.astype(np.int64)] = pages.astype(np.int64)
         return done
 
-    def drop(self, places: Pages) -> None:
+    def unmap_places(self, places: Pages) -> None:
         """Unmap these places and release their pages. Nothing may use them any more. Raises ValueError."""
         places = self._places(places, with_page=True)
         pages = self._pages[places.astype(np.int64)].astype(np.uint64)
@@ -73,7 +73,7 @@ class PageRange(ABC):
     def close(self) -> None:
         """Drop everything and give the addresses back. Idempotent."""
         if self.address:
-            self.drop(np.flatnonzero(self._pages >= 0).astype(np.uint64))
+            self.unmap_places(np.flatnonzero(self._pages >= 0).astype(np.uint64))
             self._free()
             self.address = 0
 
@@ -83,7 +83,7 @@ class PageRange(ABC):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def settle(self) -> None:  # noqa: B027  nothing to wait for, unless a device computes by itself
+    def synchronize(self) -> None:  # noqa: B027  nothing to wait for, unless a device computes by itself
         """Returns when nothing that was begun touches this range any more."""
 
     @abstractmethod

@@ -50,7 +50,7 @@ class CudaDriver:
             self._library.rlc_cuda_close(self._handle)
             self._handle = None
 
-    def create(self, count: int) -> Handles:
+    def create_pages(self, count: int) -> Handles:
         """So many physical pages, all or none, that other processes may import. Raises DeviceFull."""
         out, made = np.zeros(count, np.uint64), ctypes.c_uint64()
         code = self._library.rlc_cuda_create(self._handle, count, out.ctypes.data, ctypes.byref(made))
@@ -59,17 +59,17 @@ class CudaDriver:
         self._check(code)
         return out
 
-    def release(self, handles: Handles) -> None:
+    def release_handles(self, handles: Handles) -> None:
         """Their memory is free when nobody has mapped it or holds another handle of it."""
         self._check(self._library.rlc_cuda_release(self._handle, handles.ctypes.data, handles.size))
 
-    def export(self, handle: int) -> int:
+    def export_handle(self, handle: int) -> int:
         """A file descriptor for another process; the caller closes it."""
         found = ctypes.c_int(-1)
         self._check(self._library.rlc_cuda_export(self._handle, handle, ctypes.byref(found)))
         return found.value
 
-    def take(self, descriptors: list[int]) -> Handles:
+    def import_handles(self, descriptors: list[int]) -> Handles:
         """Handles of what another process exported, all or none; the descriptors stay open."""
         given, out = np.array(descriptors, np.int32), np.zeros(len(descriptors), np.uint64)
         self._check(self._library.rlc_cuda_import(self._handle, given.ctypes.data, given.size, out.ctypes.data))
@@ -101,7 +101,7 @@ class CudaDriver:
         """Zeros, there when this returns."""
         self._check(self._library.rlc_cuda_zero(self._handle, address, places.ctypes.data, places.size))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when all that this process told the device to do is done."""
         self._check(self._library.rlc_cuda_settle(self._handle))
 

@@ -34,10 +34,10 @@ _logger = logging.getLogger(__name__)
 class PageSource(Protocol):
     """Where the memory of pages comes from."""
 
-    def take(self, pages: Pages) -> Handles:
+    def acquire_handles(self, pages: Pages) -> Handles:
         """Of these pages, which are ours now. Raises DeviceFull or KeeperGone, and then nothing was taken."""
 
-    def give(self, pages: Pages) -> None:
+    def release_handles(self, pages: Pages) -> None:
         """They are not mapped any more, and will be somebody else's."""
 
     def close(self) -> None:
@@ -51,21 +51,21 @@ class CreatedPages:
         self._driver = driver
         self._handles: Handles = np.zeros(pages, np.uint64)
 
-    def take(self, pages: Pages) -> Handles:
+    def acquire_handles(self, pages: Pages) -> Handles:
         """See :class:`PageSource`."""
         at = pages.astype(np.int64)
-        self._handles[at] = self._driver.create(pages.size)
+        self._handles[at] = self._driver.create_pages(pages.size)
         return self._handles[at]
 
-    def give(self, pages: Pages) -> None:
+    def release_handles(self, pages: Pages) -> None:
         """See the protocol."""
         at = pages.astype(np.int64)
-        self._driver.release(self._handles[at])
+        self._driver.release_handles(self._handles[at])
         self._handles[at] = 0
 
     def close(self) -> None:
         """See the protocol."""
-        self.give(np.flatnonzero(self._handles).astype(np.uint64))
+        self.release_handles(np.flatnonzero(self._handles).astype(np.uint64))
 
 
 class CudaRange(PageRange):
@@ -84,9 +84,9 @@ class CudaRange(PageRange):
             super().close()
             self._memory.close()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See the base class."""
-        self._driver.settle()
+        self._driver.synchronize()
 
     def _reserve(self) -> int:
         return self._driver.reserve(self.bytes)
@@ -96,7 +96,7 @@ class CudaRange(PageRange):
 
     def _map(self, places: Pages, pages: Pages) -> bool:
         try:
-            handles = self._memory.take(pages)
+            handles = self._memory.acquire_handles(pages)
         except (DeviceFull, KeeperGone) as error:
             self._say(str(error))
             return False
@@ -111,7 +111,7 @@ class CudaRange(PageRange):
             self._say(str(error))
         finally:
             if not done:
-                self._memory.give(pages)
+                self._memory.release_handles(pages)
                 self._mark(pages, False)
         return done
 
@@ -124,7 +124,7 @@ class CudaRange(PageRange):
 
     def _unmap(self, places: Pages, pages: Pages) -> None:
         self._driver.unmap(self.address, places)
-        self._memory.give(pages)
+        self._memory.release_handles(pages)
         self._mark(pages, False)
 
     def _mark(self, pages: Pages, mapped: bool) -> None:
@@ -138,6 +138,6 @@ class CudaRange(PageRange):
             _logger.warning("no memory for pages that the pool has: %s", text)
 
 
-def memory_of(pool: PagePool, driver: CudaDriver, supply: Supply) -> PageSource:
+def open_page_source(pool: PagePool, driver: CudaDriver, supply: Supply) -> PageSource:
     """Of this pool. Raises KeeperGone."""
     return KeptPages(pool, driver) if supply == "kept" else CreatedPages(driver, pool.pages)

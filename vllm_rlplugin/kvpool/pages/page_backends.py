@@ -18,7 +18,7 @@ from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, Role
 from vllm_rlplugin.kvpool.pages import page_keeper
 from vllm_rlplugin.kvpool.pages.address_ranges import PageRange
 from vllm_rlplugin.kvpool.pages.cuda_driver import LIBRARY, CudaDriver
-from vllm_rlplugin.kvpool.pages.cuda_pages import SUPPLIES, CudaRange, Supply, memory_of
+from vllm_rlplugin.kvpool.pages.cuda_pages import SUPPLIES, CudaRange, Supply, open_page_source
 from vllm_rlplugin.kvpool.pages.dlpack import byte_tensor
 from vllm_rlplugin.kvpool.pages.host_pages import HostRange
 from vllm_rlplugin.kvpool.pages.page_keeper import KeeperGone
@@ -76,7 +76,7 @@ class CudaBackend:
         pool = PagePool.create(path, pages, page_bytes=self._page_bytes, host=False, device=device)
         if self._supply == "kept":
             try:
-                page_keeper.ensure(pool, self._driver, library=self._library)
+                page_keeper.ensure_keeper(pool, self._driver, library=self._library)
             except Exception:
                 pool.close()
                 raise
@@ -85,11 +85,11 @@ class CudaBackend:
     def range(self, pool: PagePool, places: int, role: Role, *, scrub: bool) -> PageRange:
         """See the protocol."""
         supply: Supply = "kept" if pool.device == self._device("kept") else "created"
-        memory = memory_of(pool, self._driver, supply)
+        memory = open_page_source(pool, self._driver, supply)
         if supply == "kept":
             first = pool.pages if role == "serving" else 1
             try:
-                memory.take(np.arange(first, dtype=np.uint64))
+                memory.acquire_handles(np.arange(first, dtype=np.uint64))
             except KeeperGone as error:
                 raise ConfigError("kv_pool", str(pool.path), str(error)) from error
         _logger.info("KV pages on %s (%s), %s", self._driver.name, self._driver.uuid, supply)

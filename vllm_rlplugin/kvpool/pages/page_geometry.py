@@ -27,7 +27,7 @@ class PageGeometry:
     group_blocks: int
 
     @classmethod
-    def of(cls, blocks: int, regions: Iterable[tuple[int, int]], page_bytes: int) -> PageGeometry:
+    def from_regions(cls, blocks: int, regions: Iterable[tuple[int, int]], page_bytes: int) -> PageGeometry:
         """Raises ValueError, with the number of blocks that would do, where groups do not lie in whole pages."""
         found = tuple(sorted(set(regions)))
         if blocks < 1 or not found:

@@ -1,15 +1,18 @@
 """The process that keeps the memory of a pool's pages on a GPU, and hands it to the engines as file descriptors.
 
-``python -m vllm_rlplugin.kvpool.pages.page_keeper POOL``, started by the engine that makes the pool (:func:`ensure`).
-It makes all pages before anybody joins, computes nothing and has no context on the device. Guarantees:
+``python -m vllm_rlplugin.kvpool.pages.page_keeper POOL``, started by the engine that makes the pool
+(:func:`ensure_keeper`). It makes all pages before anybody joins, computes nothing and has no context on the device.
+Guarantees:
 
-* It belongs to no engine: whichever dies, the pages stay. One a pool, by a lock on the pool's file that the kernel drops with it.
-* Its socket is for the pool's owner: mode 0600, and each side asks the kernel who the other is before a descriptor goes over.
+* It belongs to no engine: whichever dies, the pages stay. One a pool, by a lock on the pool's file that the kernel
+  drops with it.
+* Its socket is for the pool's owner: mode 0600, and each side asks the kernel who the other is before a descriptor goes
+  over.
 * It ends when nobody has lived in the pool for ``linger`` seconds, or when the pool is made anew or its file is
   removed, and the memory is free then.
 * What it says after its start is in a file beside the socket (``.log``), which a clean end removes.
-* If it dies, engines keep every page they ever had (a handle holds its memory), the serving engine all of them; what an engine
-  never had it cannot get any more: "no page", and an engine that starts is told so.
+* If it dies, engines keep every page they ever had (a handle holds its memory), the serving engine all of them; what an
+  engine never had it cannot get any more: "no page", and an engine that starts is told so.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ class KeptPages:
         """Pages whose memory this process could map without the keeper."""
         return int(np.count_nonzero(self._handles))
 
-    def take(self, pages: Pages) -> Handles:
+    def acquire_handles(self, pages: Pages) -> Handles:
         """See the protocol."""
         at = pages.astype(np.int64)
         missing = pages[self._handles[at] == 0]
@@ -86,17 +89,17 @@ class KeptPages:
             self._import(missing[begin : begin + BATCH])
         return self._handles[at]
 
-    def give(self, pages: Pages) -> None:
+    def release_handles(self, pages: Pages) -> None:
         """Nothing to do: the handles are used again."""
 
     def close(self) -> None:
         """See the protocol."""
         self._hang_up()
-        self._driver.release(self._handles[self._handles != 0])
+        self._driver.release_handles(self._handles[self._handles != 0])
         self._handles[:] = 0
 
     def _import(self, pages: Pages) -> None:
-        descriptors = self._ask(pages)
+        descriptors = self._request_handles(pages)
         try:
             if len(descriptors) != pages.size:
                 self._hang_up()
@@ -104,12 +107,12 @@ class KeptPages:
                 raise KeeperGone(
                     f"the keeper of {self._pool.path} gave {len(descriptors)} of {pages.size} pages: {why}"
                 )
-            self._handles[pages.astype(np.int64)] = self._driver.take(descriptors)
+            self._handles[pages.astype(np.int64)] = self._driver.import_handles(descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _ask(self, pages: Pages) -> list[int]:
+    def _request_handles(self, pages: Pages) -> list[int]:
         try:
             if self._socket is None:
                 self._socket = _connect(socket_path(self._pool.path))
@@ -143,18 +146,18 @@ def _connect(path: Path) -> socket.socket:
     return found
 
 
-def kept(pool: PagePool) -> bool:
+def is_keeper_alive(pool: PagePool) -> bool:
     """Whether a keeper of this pool lives."""
     return bool(native_pages.library().rlc_pool_kept(pool.handle))
 
 
-def ensure(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY, linger: float = LINGER) -> None:
+def ensure_keeper(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY, linger: float = LINGER) -> None:
     """Start the pool's keeper if there is none; returns when it has the pages. Raises ConfigError: the device has no room for
     so many; RunError: it did not start."""
     deadline = time.monotonic() + _START
     command = [sys.executable, "-m", MODULE, str(pool.path), "--device", str(driver.ordinal), "--library", library]
     while True:
-        if kept(pool):
+        if is_keeper_alive(pool):
             if _has(pool, driver):
                 return
             if time.monotonic() > deadline:
@@ -176,7 +179,7 @@ def ensure(pool: PagePool, driver: CudaDriver, *, library: str = LIBRARY, linger
             raise ConfigError("kv_pool_mib", pool.pages * pool.page_bytes >> 20, fix)
         if "error" not in said:
             return
-        if not kept(pool):
+        if not is_keeper_alive(pool):
             raise RunError(f"the keeper of {pool.path} did not start: {said['error']}")
 
 
@@ -198,7 +201,7 @@ def _first_words(child: subprocess.Popen[bytes], pool: PagePool) -> dict[str, An
 def _has(pool: PagePool, driver: CudaDriver) -> bool:
     pages = KeptPages(pool, driver)
     try:
-        pages.take(np.zeros(1, np.uint64))
+        pages.acquire_handles(np.zeros(1, np.uint64))
     except KeeperGone:
         return False
     finally:
@@ -217,7 +220,7 @@ class PageKeeper:
             raise RunError(f"{pool.path} has a keeper already")
         self._pool, self._driver = pool, driver
         self._epoch = pool.view().epoch
-        self._handles = driver.create(pool.pages)
+        self._handles = driver.create_pages(pool.pages)
         path = socket_path(pool.path)
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -239,8 +242,8 @@ class PageKeeper:
                 found = key.fileobj
                 assert isinstance(found, socket.socket)
                 if found is self._socket:
-                    self._greet()
-                elif not self._answer(found):
+                    self._accept_client()
+                elif not self._answer_client(found):
                     self._watch.unregister(found)
                     found.close()
             try:
@@ -259,9 +262,9 @@ class PageKeeper:
         self._socket.close()
         if self._pool.view().epoch == self._epoch:
             socket_path(self._pool.path).unlink(missing_ok=True)
-        self._driver.release(self._handles)
+        self._driver.release_handles(self._handles)
 
-    def _greet(self) -> None:
+    def _accept_client(self) -> None:
         try:
             found, _ = self._socket.accept()
         except OSError:  # it went away, or no file may be opened just now: it waits in the kernel's queue
@@ -272,7 +275,7 @@ class PageKeeper:
         found.setblocking(False)
         self._watch.register(found, selectors.EVENT_READ)
 
-    def _answer(self, client: socket.socket) -> bool:
+    def _answer_client(self, client: socket.socket) -> bool:
         """One request; False: this client is done with. Nobody is waited for."""
         descriptors: list[int] = []
         try:
@@ -283,7 +286,7 @@ class PageKeeper:
             pages = np.frombuffer(asked, "<u8", offset=_ASK.size)
             right = epoch == self._epoch and 0 < count == pages.size and int(pages.max()) < self._handles.size
             if right:
-                descriptors += [self._driver.export(int(self._handles[int(page)])) for page in pages]
+                descriptors += [self._driver.export_handle(int(self._handles[int(page)])) for page in pages]
             socket.send_fds(client, [b"pages" if right else b"other"], descriptors)
         except (OSError, PoolError):  # it went away, does not read, or the driver has no descriptor for it
             return False

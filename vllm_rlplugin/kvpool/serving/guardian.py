@@ -6,10 +6,11 @@ ledger, and now and then writes a budget. A rollout engine that does not give ba
 be seen and holds this pool's file (a process number may mean another process in another namespace); else that is said
 once, and its pages stay where they are.
 
-Opened when a rollout engine joins, by :meth:`Guardian.open`, and when a rollout engine says that an RL step begins. What the
-serving team says about the most that is lent holds from the next look on, in both directions. Looks are made before each step
-and, so that an idle engine reacts too, by a thread (:meth:`Guardian.watch`). What a rollout engine cannot give back while it
-lives (the pages of its null block) is on top of its budget. ``now``: seconds, monotonic.
+Opened when a rollout engine joins, by :meth:`Guardian.open_budget`, and when a rollout engine says that an RL step
+begins. What the serving team says about the most that is lent holds from the next look on, in both directions. Looks
+are made before each step and, so that an idle engine reacts too, by a thread (:meth:`Guardian.watch`). What a rollout
+engine cannot give back while it lives (the pages of its null block) is on top of its budget. ``now``: seconds,
+monotonic.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import replace
 
 from orchestrator.policies.serving.kv_sharing import Budget, KvSharing, SharingRules
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolError, PoolView, TenantGone, TenantView
-from vllm_rlplugin.kvpool.ledger.tenant_processes import holds, kill
+from vllm_rlplugin.kvpool.ledger.tenant_processes import holds_file, kill_tenant
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords
 
 _TICK = 0.005  # seconds between two looks
@@ -63,10 +64,10 @@ class Guardian:
         """Those that hold now: ``lent`` may have been changed."""
         return self._sharing.rules
 
-    def open(self) -> Budget:
+    def open_budget(self) -> Budget:
         """An RL step begins: budgets anew, from serving's recent peak."""
         with self._lock:
-            return self._open(self._pool.view(), self._now())
+            return self._open_budget(self._pool.view(), self._now())
 
     def partition(self, share: float) -> int:
         """From now on rollouts have this share of the pool, whatever serving needs, and serving the rest, which the caller sees
@@ -105,10 +106,10 @@ class Guardian:
         """End the thread."""
         self._over.set()
 
-    def _open(self, view: PoolView, now: float) -> Budget:
-        self._note(view, now)
+    def _open_budget(self, view: PoolView, now: float) -> Budget:
+        self._record_peak(view, now)
         budget = self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
-        self._tell(view, budget)
+        self._set_budgets(view, budget)
         return budget
 
     def _tick(self, now: float) -> None:
@@ -118,36 +119,36 @@ class Guardian:
         self._pool.reap()  # also those that were killed a moment ago
         view = self._pool.view()
         self.rollouts = tuple(tenant.slot for tenant in self._active(view))
-        self._hear(view, now)
+        self._read_controls(view, now)
         if not self.rollouts:
             self._known.clear()
             return
-        self._note(view, now)
+        self._record_peak(view, now)
         if any((tenant.slot, tenant.generation) not in self._known for tenant in self._active(view)):
             self._sharing.open(now, self._peak() + self._minimum(view), self._used(view))
         before = self._sharing.budget
         budget = self._sharing.observe(now, _serving(view) + self._minimum(view), self._used(view))
         self.cuts += budget.pages < before.pages
         if budget.kill:
-            budget = self._end(view, budget)
+            budget = self._kill_overdrawn(view, budget)
             view = self._pool.view()
-        self._tell(view, budget)
+        self._set_budgets(view, budget)
 
-    def _hear(self, view: PoolView, now: float) -> None:
+    def _read_controls(self, view: PoolView, now: float) -> None:
         """What people and rollout engines have asked for."""
         controls = self._pool.controls()
         if controls[ControlWord.LENT] != self._said:
             self._said = controls[ControlWord.LENT]
             share = (self._said - 1) / 1e6 if self._said else self._flag
-            self._note(view, now)
+            self._record_peak(view, now)
             self._sharing.lend(now, min(1.0, share), self._used(view))
-            self._open(view, now)
+            self._open_budget(view, now)
         if controls[ControlWord.STEPS] != self._steps:
             self._steps = controls[ControlWord.STEPS]
-            self._open(view, now)
+            self._open_budget(view, now)
         self._pool.control(ControlWord.LOOKS, 1, add=True)
 
-    def _note(self, view: PoolView, now: float) -> None:
+    def _record_peak(self, view: PoolView, now: float) -> None:
         used = _serving(view)
         while self._peaks and self._peaks[-1][1] <= used:
             self._peaks.pop()
@@ -158,35 +159,39 @@ class Guardian:
     def _peak(self) -> int:
         return self._peaks[0][1] if self._peaks else 0
 
-    def _tell(self, view: PoolView, budget: Budget) -> None:
+    def _set_budgets(self, view: PoolView, budget: Budget) -> None:
         tenants = self._active(view)
         share = budget.pages // len(tenants) if tenants else 0
         told: dict[tuple[int, int], int] = {}
         for tenant in tenants:
             key = (tenant.slot, tenant.generation)
-            told[key] = pages = share + self._least(tenant)
+            told[key] = pages = share + self._minimum_pages(tenant)
             if self._known.get(key) != pages:
                 with contextlib.suppress(TenantGone):  # it left since it was looked at: the next look knows
                     self._pool.set_budget(tenant.slot, pages, tenant.revision + 1)
         self._known = told
 
-    def _end(self, view: PoolView, budget: Budget) -> Budget:
+    def _kill_overdrawn(self, view: PoolView, budget: Budget) -> Budget:
         """Kill those that hold more than their share."""
         tenants = self._active(view)
         share = budget.pages // max(1, len(tenants))
-        gone = [tenant for tenant in tenants if tenant.used > share + self._least(tenant) and self._kill(tenant)]
+        gone = [
+            tenant
+            for tenant in tenants
+            if tenant.used > share + self._minimum_pages(tenant) and self._kill_tenant(tenant)
+        ]
         if not gone:
             return budget
         self.kills += len(gone)
         return self._sharing.killed() if len(gone) == len(tenants) else budget
 
-    def _kill(self, tenant: TenantView) -> bool:
+    def _kill_tenant(self, tenant: TenantView) -> bool:
         key = (tenant.slot, tenant.generation)
-        if kill(tenant.pid, self._pool.path):
+        if kill_tenant(tenant.pid, self._pool.path):
             text = "rollout engine %s did not give back its pages in time: process %d is killed"
             _logger.warning(text, tenant.name, tenant.pid)
             return True
-        if not holds(tenant.pid, self._pool.path) and key not in self._blamed:
+        if not holds_file(tenant.pid, self._pool.path) and key not in self._blamed:
             self._blamed.add(key)
             text = "rollout engine %s holds %d pages more than it may, and its process %d cannot be killed from here"
             _logger.error(text, tenant.name, tenant.used - tenant.budget, tenant.pid)
@@ -197,16 +202,16 @@ class Guardian:
         said = [(tenant, RolloutWords.unpack(self._pool.read(tenant.slot))) for tenant in _rollouts(view)]
         return [tenant for tenant, found in said if tenant.used or found is None or not found.inactive]
 
-    def _least(self, tenant: TenantView) -> int:
+    def _minimum_pages(self, tenant: TenantView) -> int:
         """Pages that it cannot give back, or needs to start."""
         found = RolloutWords.unpack(self._pool.read(tenant.slot))
         return found.minimum if found is not None else 0
 
     def _minimum(self, view: PoolView) -> int:
-        return sum(self._least(tenant) for tenant in _rollouts(view))
+        return sum(self._minimum_pages(tenant) for tenant in _rollouts(view))
 
     def _used(self, view: PoolView) -> int:
-        return sum(max(0, tenant.used - self._least(tenant)) for tenant in _rollouts(view))
+        return sum(max(0, tenant.used - self._minimum_pages(tenant)) for tenant in _rollouts(view))
 
 
 def _rollouts(view: PoolView) -> list[TenantView]:

@@ -26,7 +26,7 @@ def folder_of(pool: str) -> Path:
     return FOLDER / f"rlc-mps-{os.getuid()}-{pool}"
 
 
-def enter(pool: str, percentage: int, environment: MutableMapping[str, str], *, library: str = LIBRARY) -> None:
+def join_mps(pool: str, percentage: int, environment: MutableMapping[str, str], *, library: str = LIBRARY) -> None:
     """Make this process, and all that it starts, clients from their first use of CUDA on. Raises ConfigError."""
     if not percentage:
         return
@@ -44,7 +44,7 @@ def enter(pool: str, percentage: int, environment: MutableMapping[str, str], *, 
     environment[_SHARE] = str(percentage)
 
 
-def check(percentage: int, device: str, environment: MutableMapping[str, str]) -> None:
+def check_mps(percentage: int, device: str, environment: MutableMapping[str, str]) -> None:
     """In the engine's process, which has begun. Raises ConfigError where it is no such client."""
     if not percentage:
         return

@@ -15,7 +15,7 @@ from vllm_rlplugin.kvpool.ledger.tenant_words import ServingWords
 _COUNTS = ("firsts", "late_first", "blamed_first", "nexts", "late_next", "blamed_next")
 
 
-def shared(pool: PagePool, slot: int) -> dict[str, Any] | None:
+def device_status(pool: PagePool, slot: int) -> dict[str, Any] | None:
     """Of the rollout tenant in ``slot``; None: it is none any more."""
     view = pool.view()
     mine = next((tenant for tenant in view.tenants if tenant.slot == slot), None)

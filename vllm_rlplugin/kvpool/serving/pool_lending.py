@@ -1,9 +1,10 @@
 """For the serving team: what is lent of a device's pool, to whom, and how to take it back.
 
-``rl-coserve lend`` and ``rl-coserve reclaim`` are carried out by :func:`run`. Guarantees: who may use the pool's file (its owner
-only) may decide; what was said stays in the pool until something else is said, and holds for rollout engines that join later. The
-serving engine carries it out, also when it is idle; where there is none, budgets are set here. ``--kill`` ends rollout engines at
-once, whatever they do, by their process, which must have the pool's file open; nothing is lent afterwards.
+``rl-coserve lend`` and ``rl-coserve reclaim`` are carried out by :func:`run_command`. Guarantees: who may use the
+pool's file (its owner only) may decide; what was said stays in the pool until something else is said, and holds for
+rollout engines that join later. The serving engine carries it out, also when it is idle; where there is none, budgets
+are set here. ``--kill`` ends rollout engines at once, whatever they do, by their process, which must have the pool's
+file open; nothing is lent afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from orchestrator.api import ConfigError, RetryableError
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, TenantGone
-from vllm_rlplugin.kvpool.ledger.tenant_processes import kill
+from vllm_rlplugin.kvpool.ledger.tenant_processes import kill_tenant
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
 
@@ -26,7 +27,7 @@ WAIT = 5.0  # seconds that `reclaim` waits until everything is back
 _PART = 1_000_000
 
 
-def status(pool: PagePool) -> dict[str, Any]:
+def lending_status(pool: PagePool) -> dict[str, Any]:
     """What is lent, by whom and to whom. Plain data; pages, seconds, tokens."""
     view, controls = pool.view(), pool.controls()
     serving = view.serving
@@ -50,16 +51,16 @@ def status(pool: PagePool) -> dict[str, Any]:
     }
 
 
-def leased(pool: PagePool) -> dict[str, Any] | None:
+def lease_status(pool: PagePool) -> dict[str, Any] | None:
     """Which RL job has the pool's GPU, and for how long unless it renews that; None: none. Raises ConfigError."""
     try:
-        lease = LeaseBook("", lease_path(pool.path)).present()
+        lease = LeaseBook("", lease_path(pool.path)).current_lease()
     except RetryableError as error:
         raise ConfigError("--pool", str(pool.path), str(error)) from error
-    return None if lease is None else {"job": lease.job, "seconds": round(lease.left(time.monotonic()), 3)}
+    return None if lease is None else {"job": lease.job, "seconds": round(lease.seconds_left(time.monotonic()), 3)}
 
 
-def lend(pool: PagePool, most: float | None, dry: bool | None) -> None:
+def set_lent(pool: PagePool, most: float | None, dry: bool | None) -> None:
     """Say how much of the pool is lent at most, and whether rollouts only say what they would run; None: as before."""
     if most is not None:
         if not 0 <= most <= 1:
@@ -71,15 +72,17 @@ def lend(pool: PagePool, most: float | None, dry: bool | None) -> None:
         pool.control(ControlWord.DRY, int(dry))
 
 
-def reclaim(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str, Any]:
+def reclaim_pages(pool: PagePool, *, end: bool, wait: float = WAIT) -> dict[str, Any]:
     """Take everything back; ``end``: kill whoever has any. Returns how many pages are still out, and who was killed."""
-    lend(pool, 0.0, None)
+    set_lent(pool, 0.0, None)
     killed: list[int] = []
     deadline = time.monotonic() + wait
     while True:
         tenants = [tenant for tenant in pool.view().tenants if tenant.role == "rollout"]
         if end:
-            killed += [tenant.pid for tenant in tenants if tenant.pid not in killed and kill(tenant.pid, pool.path)]
+            killed += [
+                tenant.pid for tenant in tenants if tenant.pid not in killed and kill_tenant(tenant.pid, pool.path)
+            ]
         pool.reap()
         least = {
             tenant.slot: (RolloutWords.unpack(pool.read(tenant.slot)) or RolloutWords()).minimum for tenant in tenants
@@ -120,7 +123,7 @@ def _open(name: str) -> PagePool:
     return PagePool.open(path)
 
 
-def describe(found: dict[str, Any]) -> str:
+def describe_status(found: dict[str, Any]) -> str:
     """For people."""
     mib = found["page_bytes"] / (1 << 20)
     most = "as the serving engine's flag says" if found["most"] is None else f"{found['most']:.0%}"
@@ -160,12 +163,12 @@ def _state(row: dict[str, Any]) -> str:
     return ("inactive" if row["inactive"] else f"{row['pages']} of {row['budget']} pages") + weights + took
 
 
-def run(options: argparse.Namespace) -> int:
+def run_command(options: argparse.Namespace) -> int:
     """``rl-coserve lend`` or ``reclaim``, as ``orchestrator/cli.py`` has parsed it; returns the exit code. Raises ConfigError."""
     pool = _open(options.pool)
     try:
         if options.command == "reclaim":
-            found = reclaim(pool, end=options.kill)
+            found = reclaim_pages(pool, end=options.kill)
             kept = f", {found['kept']} of them what engines that live cannot give" if found["kept"] else ""
             text = f"{found['out']} pages are still out{kept}; killed: {found['killed'] or 'nobody'}"
             print(json.dumps(found) if options.json else text)
@@ -173,9 +176,9 @@ def run(options: argparse.Namespace) -> int:
         if not options.status:
             if options.max is None and options.dry_run is None:
                 raise ConfigError("--max", None, "say what is lent: --max SHARE, --dry-run, or --status")
-            lend(pool, options.max, options.dry_run)
-        found = {**status(pool), "lease": leased(pool)}
-        print(json.dumps(found) if options.json else describe(found))
+            set_lent(pool, options.max, options.dry_run)
+        found = {**lending_status(pool), "lease": lease_status(pool)}
+        print(json.dumps(found) if options.json else describe_status(found))
         return 0
     finally:
         pool.close()

@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestrator.policies.parallelism.learned_costs import Costs
 from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, Admitted
-from vllm_rlplugin.kvpool.engine.step_parts import parts_of
+from vllm_rlplugin.kvpool.engine.step_parts import count_parts
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
 
@@ -58,43 +58,43 @@ class RolloutAdmission:
         self._moved = 0.0  # when anything was computed last
         self._inactive, self._weights, self._activation = False, 0, 0.0
         self.reason = ""  # why the last step was refused; "" if it was not
-        self._tell()
+        self._publish()
 
     # -- before a step -----------------------------------------------------------------------------------------------
 
     def schedule(self, stock: Callable[..., Any], throttle: bool) -> Any:
         """Stock's step, cut to what is admitted."""
         now = self._now()
-        serving = self._state(now)
-        free = self._free(serving)
+        serving = self._serving_words(now)
+        free = self._is_unlimited(serving)
         if self._flights and not free:
-            return self._limited(stock, 0, throttle)  # async scheduling: one step at a time
+            return self._schedule_limited(stock, 0, throttle)  # async scheduling: one step at a time
         self._before = serving
         if free:
             output = stock(throttle)
         else:
             admitted = self._admit(serving, now)
             size = admitted.tokens + admitted.decode
-            output = self._limited(stock, size, throttle or not admitted.tokens)
+            output = self._schedule_limited(stock, size, throttle or not admitted.tokens)
             if not size:
-                self._refuse(serving, now)
+                self._refuse_step(serving, now)
         if output.total_num_scheduled_tokens:
-            self._begin(output)
+            self._note_scheduled(output)
         return output
 
-    def _free(self, serving: ServingWords | None) -> bool:
+    def _is_unlimited(self, serving: ServingWords | None) -> bool:
         """Whether there is nobody to consider."""
         return self._serving < 0 or (serving is not None and serving.mode == "none")
 
     def _admit(self, serving: ServingWords | None, now: float) -> Admitted:
-        dry = self._dry()
+        dry = self._is_dry_run()
         if serving is None:
             found = Admitted(reason="serving has not said anything yet")
         elif dry and now < self._pretends:
             found = Admitted(reason="a step of the dry run")
         else:
             self._admission.mode = serving.mode
-            found = self._admission.admit(serving.state, now, *self._work())
+            found = self._admission.admit(serving.state, now, *self._pending_work())
             self._granted = found.seconds or self._granted
         self.reason = found.reason
         if dry and (size := found.tokens + found.decode):
@@ -104,10 +104,10 @@ class RolloutAdmission:
             return Admitted(reason=self.reason)
         return found
 
-    def _dry(self) -> bool:
+    def _is_dry_run(self) -> bool:
         return bool(self._pool.controls()[ControlWord.DRY])
 
-    def _work(self) -> tuple[int, int]:
+    def _pending_work(self) -> tuple[int, int]:
         """Tokens to prefill, at least a chunk of them if there are so many, and sequences that decode."""
         scheduler, tokens, decoding = self._scheduler, 0, 0
         for request in scheduler.running:
@@ -123,7 +123,7 @@ class RolloutAdmission:
                 tokens += max(1, request.num_tokens - request.num_computed_tokens)
         return tokens, decoding
 
-    def _limited(self, stock: Callable[..., Any], tokens: int, throttle: bool) -> Any:
+    def _schedule_limited(self, stock: Callable[..., Any], tokens: int, throttle: bool) -> Any:
         """``throttle``: stock defers prefills, as it does to balance data-parallel engines."""
         scheduler = self._scheduler
         most, bound = scheduler.max_num_scheduled_tokens, scheduler.prefill_capacity_bound
@@ -135,23 +135,23 @@ class RolloutAdmission:
             scheduler.max_num_scheduled_tokens = most
             scheduler.prefill_capacity_bound = bound
 
-    def _refuse(self, serving: ServingWords | None, now: float) -> None:
+    def _refuse_step(self, serving: ServingWords | None, now: float) -> None:
         self._counts["refused"] += 1
         if self._counts["refused"] % 64 == 1:
-            self._tell()
+            self._publish()
         pause = _LEAST_PAUSE if serving is None else serving.state.step_end - now
         self._sleep(min(_LONGEST_PAUSE, max(_LEAST_PAUSE, pause)))
 
-    def _begin(self, output: Any) -> None:
-        tokens, batch = parts_of(output, self._scheduler.requests)
+    def _note_scheduled(self, output: Any) -> None:
+        tokens, batch = count_parts(output, self._scheduler.requests)
         if not self._flights:
             self._begun = self._now()
         self._flights.append((tokens, batch))
-        self._tell()
+        self._publish()
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
-    def ended(self, output: Any) -> None:
+    def step_ended(self, output: Any) -> None:
         """The output of a step is there."""
         if not output.total_num_scheduled_tokens or not self._flights:
             return
@@ -160,7 +160,7 @@ class RolloutAdmission:
         self._busy += seconds
         self._counts["steps"] += 1
         self._counts["tokens"] += tokens + batch
-        after, before = self._state(now), self._before
+        after, before = self._serving_words(now), self._before
         shared = any(found is not None and found.state.busy for found in (before, after))
         self._costs.saw(tokens, batch, seconds, shared)
         if after is not None and before is not None and after.state.tick > before.state.tick and after.state.busy:
@@ -168,9 +168,9 @@ class RolloutAdmission:
             if least > -math.inf:
                 self._counts["misses"] += least < 0
                 self._admission.ran(least, seconds > self._granted)
-        self._tell()
+        self._publish()
 
-    def to_hand_back(self, displaced: set[str]) -> list[str]:
+    def requests_to_hand_back(self, displaced: set[str]) -> list[str]:
         """Names of the requests that go on elsewhere: ``displaced``, and those that stalled."""
         now = self._now()
         if now - self._looked < _FIND_SECONDS and not displaced:
@@ -198,7 +198,7 @@ class RolloutAdmission:
         self._progress = seen
         self._counts["returned"] += len(names)
         if names:
-            self._tell()
+            self._publish()
         return names
 
     def _alone(self) -> bool:
@@ -206,7 +206,7 @@ class RolloutAdmission:
 
     # -- the other side ----------------------------------------------------------------------------------------------
 
-    def _state(self, now: float) -> ServingWords | None:
+    def _serving_words(self, now: float) -> ServingWords | None:
         """What the serving tenant published last; None: nothing, or there is none."""
         if now - self._found >= _FIND_SECONDS:
             self._found = now
@@ -215,25 +215,25 @@ class RolloutAdmission:
             self._serving = -1 if serving is None else serving.slot
         return ServingWords.unpack(self._pool.read(self._serving)) if self._serving >= 0 else None
 
-    def is_active(self, active: bool) -> None:
+    def set_active(self, active: bool) -> None:
         """Whether it is; the serving engine reckons with one that is, and with what it needs at least."""
         self._inactive = not active
-        self._tell()
+        self._publish()
 
-    def note(self, weights: int, activation: float | None) -> None:
+    def note_weights(self, weights: int, activation: float | None) -> None:
         """Bytes of the weights that are in memory; what the last activation took, None: as before."""
         self._weights = weights
         self._activation = self._activation if activation is None else activation
-        self._tell()
+        self._publish()
 
-    def _tell(self) -> None:
-        self._pool.publish(self.told().pack())
+    def _publish(self) -> None:
+        self._pool.publish(self.words().pack())
 
-    def told(self) -> RolloutWords:
+    def words(self) -> RolloutWords:
         """What is published."""
         running = bool(self._flights)
         times = (self._begun, self._busy, self._admission.guard)
         minimum = 0 if self._inactive else self._minimum
         counts: dict[str, Any] = self._counts
-        said = RolloutWords(running, self._dry(), *times, minimum, **counts)
+        said = RolloutWords(running, self._is_dry_run(), *times, minimum, **counts)
         return replace(said, inactive=self._inactive, weights=self._weights, activation=self._activation)

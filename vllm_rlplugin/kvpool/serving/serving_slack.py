@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.policies.parallelism.learned_costs import Costs
 from orchestrator.policies.serving.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack, tpot_slack
-from vllm_rlplugin.kvpool.engine.step_parts import parts_of
+from vllm_rlplugin.kvpool.engine.step_parts import count_parts
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
 
@@ -78,7 +78,7 @@ class ServingMeter:
 
     # -- from the scheduler ------------------------------------------------------------------------------------------
 
-    def arrived(self, request: Any) -> None:
+    def request_added(self, request: Any) -> None:
         """A request was added."""
         now = self._now()
         if request.request_id not in self._requests:
@@ -87,10 +87,10 @@ class ServingMeter:
             self._requests[request.request_id] = _Request(request, _arrival(request, now), self._rolled_until(now))
         self._publish(now)
 
-    def began(self, output: Any) -> None:
+    def step_scheduled(self, output: Any) -> None:
         """A step was scheduled. With async scheduling the one before it may still be under way."""
         now = self._now()
-        tokens, batch = parts_of(output, {name: found.core for name, found in self._requests.items()})
+        tokens, batch = count_parts(output, {name: found.core for name, found in self._requests.items()})
         expected = self._costs.prefill(tokens) + self._costs.decode(batch) if tokens or batch else 0.0
         names = frozenset(output.num_scheduled_tokens)
         self._steps.append(
@@ -98,7 +98,7 @@ class ServingMeter:
         )
         self._publish(now)
 
-    def ended(self) -> None:
+    def step_ended(self) -> None:
         """The output of the earliest step under way is there, and vLLM has taken it."""
         now = self._now()
         step, rolled = self._steps.popleft(), self._rolled_until(now)
@@ -108,10 +108,10 @@ class ServingMeter:
         self._over, self._over_rolled = now, rolled
         for name in step.names:
             if (found := self._requests.get(name)) is not None:
-                self._note(found, now, rolled)
+                self._count_token(found, now, rolled)
         self._publish(now)
 
-    def _note(self, found: _Request, now: float, rolled: float) -> None:
+    def _count_token(self, found: _Request, now: float, rolled: float) -> None:
         new = found.core.num_output_tokens - found.outputs
         if new <= 0:
             return
@@ -133,7 +133,7 @@ class ServingMeter:
 
     # -- from the guardian's thread ----------------------------------------------------------------------------------
 
-    def idle(self) -> None:
+    def publish_idle(self) -> None:
         """Nothing may have happened for long: say that there is nothing to do, if so, as after requests that were aborted."""
         if not self._steps:
             self._publish(self._now(), only_idle=True)
@@ -149,10 +149,10 @@ class ServingMeter:
             if not sharers or (only_idle and self._requests):
                 return
             self._tick += 1
-            self.latest = ServingWords(self.state(now, sharers), self._mode, *self._counts)
+            self.latest = ServingWords(self.serving_state(now, sharers), self._mode, *self._counts)
             self._pool.publish(self.latest.pack())
 
-    def state(self, now: float, sharers: int = 1) -> ServingState:
+    def serving_state(self, now: float, sharers: int = 1) -> ServingState:
         """Slacks now. Those of unknown costs are minus infinity: nothing is lent of what is not known."""
         steps = tuple(self._steps)
         ends = self._ends(steps, now)

@@ -103,7 +103,7 @@ class Probe:
             kv_pool_page_kib=page >> 10,
             kv_pool_supply="created",  # an inactive engine's pages are nobody's then, and not in the figure
         )
-        more = sleep_options.engine_arguments(options, os.environ, on_cpu=on_cpu)
+        more = sleep_options.sleep_mode_arguments(options, os.environ, on_cpu=on_cpu)
         arguments = EngineArgs(
             model=str(folder),
             load_format="dummy",
@@ -179,9 +179,9 @@ class Probe:
 
     def _process(self) -> int | None:
         from vllm_rlplugin.sleep.device_memory import process_memory
-        from vllm_rlplugin.sleep.host_offload import resident
+        from vllm_rlplugin.sleep.host_offload import resident_bytes
 
-        return resident() if self.on_cpu else process_memory()
+        return resident_bytes() if self.on_cpu else process_memory()
 
 
 def main() -> int:

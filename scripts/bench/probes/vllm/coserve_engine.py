@@ -121,7 +121,7 @@ class Child:
             outputs = engine.step()
             ended = time.monotonic()
             busy += ended - now
-            pages = max(pages, self._core.scheduler._rl_pages.pages)
+            pages = max(pages, self._core.scheduler._rl_pages.held_pages)
             for output in outputs:
                 name = output.request_id
                 first.setdefault(name, ended)
@@ -142,7 +142,7 @@ class Child:
     ) -> dict[str, Any]:
         """See the module."""
         engine, begun = self._engine, time.monotonic()
-        self._core.scheduler._rl_pages.keep(self._keep if cached else 0.0)
+        self._core.scheduler._rl_pages.set_keep_seconds(self._keep if cached else 0.0)
         end, most = begun + seconds, int(engine.model_config.max_model_len)
         waiting: list[tuple[float, list[int], int, int]] = [
             (begun, self._prompt(prompt), answer, turns) for _ in range(sequences)

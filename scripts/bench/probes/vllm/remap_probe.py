@@ -71,11 +71,11 @@ class PoolSide:
 
     def back(self) -> bool:
         """See the protocol."""
-        return self._memory.back(self._places)
+        return self._memory.map_places(self._places)
 
     def drop(self) -> None:
         """See the protocol."""
-        self._memory.drop(self._places)
+        self._memory.unmap_places(self._places)
 
     def mark(self) -> None:
         """See the protocol."""
