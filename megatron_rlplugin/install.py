@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from megatron_rlplugin.flags import STREAM, STREAM_NEEDS, relay_from, settings_from
-from megatron_rlplugin.stream.gradient_stream import GradientStream, StepResult
-from megatron_rlplugin.stream.rank_agreement import agree
+from megatron_rlplugin.stream.gradient_stream import GradientStream, OptimizerStepResult
+from megatron_rlplugin.stream.rank_agreement import agree_on_step
 from megatron_rlplugin.stream.stock_schedule import part_size
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from orchestrator.api import ConfigError, PublishResult
@@ -42,7 +42,7 @@ class RLTraining:
 
     def step(
         self, forward_step_func: ForwardStep, micro_batches: Iterable[Any], *, seq_length: int, micro_batch_size: int
-    ) -> tuple[StepResult, list[Any]]:
+    ) -> tuple[OptimizerStepResult, list[Any]]:
         """One optimizer step on these micro-batches, streamed or in one call, and the loss functions' reports.
 
         ``forward_step_func`` returns losses as (SUM, denominator, report). A step whose gradient norm is not finite is
@@ -52,7 +52,7 @@ class RLTraining:
         if self.stream is None:
             return self._stock_step(forward_step_func, list(micro_batches), sizes)
         reports: list[Any] = []
-        self.stream.begin()
+        self.stream.begin_step()
         source = iter(micro_batches)  # may block: gradients of what has arrived are taken meanwhile
         while part := list(islice(source, part_size(self.model))):
             if self.stream.state == "offloaded":
@@ -62,7 +62,7 @@ class RLTraining:
                 self.stream.offload()
         if self.stream.state == "offloaded":
             self.stream.reload()
-        return self.stream.finish(), reports
+        return self.stream.finish_step(), reports
 
     def publish(self, version: int) -> PublishResult:
         """Put the present weights on the relay of ``--rl-weight-relay`` as this version. Every rank calls it, each
@@ -84,7 +84,7 @@ class RLTraining:
 
     def _stock_step(
         self, forward_step_func: ForwardStep, micro_batches: list[Any], sizes: dict[str, int]
-    ) -> tuple[StepResult, list[Any]]:
+    ) -> tuple[OptimizerStepResult, list[Any]]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not micro_batches:
@@ -102,14 +102,14 @@ class RLTraining:
             forward_only=False,
             **sizes,
         )
-        total = agree(math.fsum(counted), None, interrupted=False, finite=True).denominator
+        total = agree_on_step(math.fsum(counted), None, interrupted=False, finite=True).denominator
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             reason = f"the norm of the gradients is not finite ({norm})"
-            return StepResult(False, norm, total, reason), list(reports)
+            return OptimizerStepResult(False, norm, total, reason), list(reports)
         taken, _, _ = self.optimizer.step()
-        return StepResult(bool(taken), norm, total, "" if taken else "the optimizer refused it"), list(reports)
+        return OptimizerStepResult(bool(taken), norm, total, "" if taken else "the optimizer refused it"), list(reports)
 
 
 def wrap(model: Sequence[Any], optimizer: Any, args: argparse.Namespace) -> RLTraining:

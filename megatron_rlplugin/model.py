@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_rlplugin.model_families import ModelShape, read_config, read_shape
-from megatron_rlplugin.parallel_layout import Layout, device
+from megatron_rlplugin.parallel_layout import ParallelLayout, device
 from orchestrator.api import ConfigError
 
 __all__ = ["DTYPES", "ModelShape", "RMSNorm", "build_model", "causal_mask", "read_config", "read_shape", "unwrap"]
@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def transformer_config(shape: ModelShape, dtype: torch.dtype, layout: Layout) -> Any:
+def transformer_config(shape: ModelShape, dtype: torch.dtype, layout: ParallelLayout) -> Any:
     """Megatron's config of this shape. Losses are sums: the divisor arrives with the finalizer (per-token loss)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -116,7 +116,7 @@ def uses_transformer_engine() -> bool:
 
 
 def build_model(
-    shape: ModelShape, dtype: str, layout: Layout | None = None, *, parallel_output: bool = True
+    shape: ModelShape, dtype: str, layout: ParallelLayout | None = None, *, parallel_output: bool = True
 ) -> list[Any]:
     """This rank's model chunks (one, or ``layout.virtual``): the stock ``GPTModel``, or (bfloat16) it in Megatron's
     ``Float16Module``. Needs :func:`initialize_parallel` with the same layout.
@@ -125,7 +125,7 @@ def build_model(
     objective; without ``parallel_output`` every tensor-parallel rank gives all of them. (``unwrap(chunk).parallel_output``
     says which.) With sequence parallelism ``length`` must be a multiple of TP.
     """
-    layout = layout or Layout()
+    layout = layout or ParallelLayout()
     if dtype not in DTYPES:
         raise ConfigError("model.dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     check_layout(shape, layout)
@@ -158,7 +158,7 @@ def build_model(
     return chunks
 
 
-def check_layout(shape: ModelShape, layout: Layout) -> None:
+def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     """Raises ConfigError when this model cannot be cut so."""
     sizes = {"vocab_size": layout.tensor, "num_key_value_heads": layout.tensor, "num_attention_heads": layout.tensor}
     sizes["moe_intermediate_size" if shape.num_experts else "intermediate_size"] = layout.tensor

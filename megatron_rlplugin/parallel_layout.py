@@ -19,7 +19,7 @@ from orchestrator.api import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """Sizes of the parallel groups. Data parallelism is what is left of the world: world / (tensor * pipeline * context).
 
     ``expert`` splits the experts of a mixture over data-parallel ranks (its ranks train in lock-step). ``virtual``: model
@@ -46,7 +46,7 @@ class Layout:
             raise ConfigError("layout.sequence", self.sequence, "needs tensor parallelism (layout.tensor >= 2)")
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+    def from_dict(cls, data: Mapping[str, Any]) -> ParallelLayout:
         """Strict: an unknown key is a ConfigError."""
         known = [field.name for field in fields(cls)]
         for key in data:
@@ -54,7 +54,7 @@ class Layout:
                 raise ConfigError(f"layout.{key}", data[key], f"no such key; known keys: {', '.join(known)}")
         return cls(**data)
 
-    def data(self, world_size: int) -> int:
+    def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel replicas in a world of this size. Raises ConfigError when it does not divide."""
         model = self.tensor * self.pipeline * self.context
         if world_size % model:
@@ -70,18 +70,18 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-_joined: list[tuple[Layout, int]] = []  # the layout and world size of this process, once joined
+_joined: list[tuple[ParallelLayout, int]] = []  # the layout and world size of this process, once joined
 
 
 def initialize_parallel(
-    layout: Layout | None = None, rank: int = 0, world_size: int = 1, init_method: str = ""
+    layout: ParallelLayout | None = None, rank: int = 0, world_size: int = 1, init_method: str = ""
 ) -> None:
     """Join torch.distributed and make Megatron's groups. Once a process; the same layout again changes nothing.
 
     A single rank rendezvouses with itself in memory, so it needs no port. More need ``init_method`` (``tcp://``).
     """
-    layout = layout or Layout()
-    layout.data(world_size)
+    layout = layout or ParallelLayout()
+    layout.data_parallel_size(world_size)
     cpu.activate()
     from megatron.core import parallel_state
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin.weights.collective_sender import Sender
+from megatron_rlplugin.weights.collective_sender import CollectiveSender
 from orchestrator.api import ShardKey
 from orchestrator.transfer import Publisher, RelayEndpoint
 
@@ -106,11 +106,11 @@ def _answer(process: subprocess.Popen[str]) -> str:
 def _collective(
     shards: list[tuple[ShardKey, torch.Tensor]], workers: int, versions: int
 ) -> tuple[list[float], set[str]]:
-    sender = Sender(lambda: [key for key, _ in shards], lambda: iter(shards), torch.device("cpu"))
+    sender = CollectiveSender(lambda: [key for key, _ in shards], lambda: iter(shards), torch.device("cpu"))
     processes, seconds, contents = _started(RECEIVE, workers), [], set[str]()
     for version in range(versions):
         started = time.perf_counter()
-        meeting = sender.begin(version, workers, 120.0, False)
+        meeting = sender.begin_send(version, workers, 120.0, False)
         for place, process in enumerate(processes, 1):
             _ask(process, [version, [meeting.name, meeting.backend, meeting.where, meeting.receivers], place])
         contents |= {_answer(process) for process in processes}

@@ -242,7 +242,7 @@ MUTATIONS = (
     ),
     Mutation(
         "objective: a sequence-mean counts tokens",
-        "megatron_rlplugin/objective/token_weights.py",
+        "megatron_rlplugin/objective/policy_loss.py",
         'kept if loss == "token-mean" else min(kept, 1)',
         "kept",
         "tests/megatron/test_policy_loss.py tests/megatron/test_row_packing.py tests/megatron/test_trainer.py",

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from megatron_rlplugin import cpu
 from megatron_rlplugin.flags import add_rl_args, relay_from, temperature_from
 from megatron_rlplugin.install import RLTraining, wrap
-from megatron_rlplugin.objective.advantages import Outcome, advantages_of
+from megatron_rlplugin.objective.advantages import TrajectoryOutcome, advantages_of
 from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
-from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, micro_batch, row_of
+from megatron_rlplugin.trainer.micro_batches import MicroBatch, MicroBatchLimits, micro_batch, row_of
 from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights.rank_publisher import TorchRanks
 from orchestrator.api import ConfigError, CoserveError, RunError, TrainSample
@@ -118,7 +118,7 @@ def forward_step_provider(args: argparse.Namespace, rl: RLTraining) -> Any:
     """Megatron's forward step. Its loss function returns (SUM, denominator, report)."""
     from megatron.core import parallel_state
 
-    coefficients, temperature = Coefficients.of(rl.settings), temperature_from(args)
+    coefficients, temperature = Coefficients.from_settings(rl.settings), temperature_from(args)
     group = parallel_state.get_tensor_model_parallel_group() if args.tensor_model_parallel_size > 1 else None
 
     def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
@@ -238,13 +238,13 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Of the groups of this data-parallel replica, while the server makes the next ones."""
     replicas, settings = Replicas(), rl.settings
-    limits = Limits(settings.micro_batch_size, "arrival")
+    limits = MicroBatchLimits(settings.micro_batch_size, "arrival")
     for place, group in enumerate(groups):
         seen += group
         if place % replicas.count != replicas.index:
             continue
         rows = [row_of(one, version, settings.max_token_lag) for one in group]
-        found = advantages_of([Outcome(row.group, row.reward, row.kept) for row in rows], settings).advantages
+        found = advantages_of([TrajectoryOutcome(row.group, row.reward, row.kept) for row in rows], settings).advantages
         rows = [replace(row, advantages=value) for row, value in zip(rows, found, strict=True)]
         chosen = [index for index, row in enumerate(rows) if row.kept.any()]
         for start in range(0, len(chosen), limits.size):

@@ -26,11 +26,19 @@ from megatron_rlplugin.flags import add_rl_args, settings_from, temperature_from
 from megatron_rlplugin.hookpoints import require_megatron
 from megatron_rlplugin.install import RLTraining, wrap
 from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
-from megatron_rlplugin.objective.advantages import Outcome, advantages_of, says_nothing
+from megatron_rlplugin.objective.advantages import TrajectoryOutcome, advantages_of, says_nothing
 from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
 from megatron_rlplugin.parallel_layout import initialize_parallel, shutdown_parallel
 from megatron_rlplugin.trainer.learner import layout_of
-from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, Row, micro_batch, plan, row_of, usable
+from megatron_rlplugin.trainer.micro_batches import (
+    MicroBatch,
+    MicroBatchLimits,
+    TrainRow,
+    micro_batch,
+    plan_micro_batches,
+    row_of,
+    usable_samples,
+)
 from megatron_rlplugin.trainer.recorded_rows import read_batches
 from megatron_rlplugin.trainer.replicas import Replicas
 from megatron_rlplugin.weights import hf_bridge
@@ -101,22 +109,24 @@ def optimizer_provider(args: argparse.Namespace, model: list[Any]) -> Any:
 
 def micro_batches(batch: TrainBatch, shape: Any, settings: TrainerSettings, replicas: Replicas) -> list[MicroBatch]:
     """What this data-parallel replica computes of a batch."""
-    samples, _ = usable(batch.samples, shape.vocab_size, shape.max_position_embeddings)
+    samples, _ = usable_samples(batch.samples, shape.vocab_size, shape.max_position_embeddings)
     rows = [row_of(sample, batch.version, settings.max_token_lag) for sample in samples]
     rows = [row for row in _with_advantages(rows, settings) if row.kept.any()]
     layout = layout_of(settings, shape)
-    limits = Limits(settings.micro_batch_size, settings.order, multiple=layout.tensor if layout.sequence else 1)
-    _, own = replicas.dealer().deal(plan(rows, range(len(rows)), limits), last=True)
+    limits = MicroBatchLimits(
+        settings.micro_batch_size, settings.order, multiple=layout.tensor if layout.sequence else 1
+    )
+    _, own = replicas.dealer().deal_micro_batches(plan_micro_batches(rows, range(len(rows)), limits), last=True)
     return [micro_batch(rows, share.members, limits, settings.loss_mean, idle=share.idle) for share in own]
 
 
-def _with_advantages(rows: list[Row], settings: TrainerSettings) -> list[Row]:
+def _with_advantages(rows: list[TrainRow], settings: TrainerSettings) -> list[TrainRow]:
     if settings.objective == "dapo":  # dynamic sampling: a group with equal rewards teaches nothing
         rewards: dict[str, list[float]] = {}
         for row in rows:
             rewards.setdefault(row.group, []).append(row.reward)
         rows = [row for row in rows if not says_nothing(rewards[row.group])]
-    found = advantages_of([Outcome(row.group, row.reward, row.kept) for row in rows], settings).advantages
+    found = advantages_of([TrajectoryOutcome(row.group, row.reward, row.kept) for row in rows], settings).advantages
     return [replace(row, advantages=value) for row, value in zip(rows, found, strict=True)]
 
 
@@ -124,7 +134,7 @@ def forward_step_provider(settings: TrainerSettings, temperature: float) -> Call
     """Megatron's forward step. Its loss function returns (SUM, denominator, report)."""
     from megatron.core import parallel_state
 
-    coefficients = Coefficients.of(settings)
+    coefficients = Coefficients.from_settings(settings)
     group = parallel_state.get_tensor_model_parallel_group() if settings.tensor_parallel > 1 else None
 
     def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[..., Any]]:

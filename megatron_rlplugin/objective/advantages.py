@@ -36,10 +36,10 @@ VARIANCE_EPSILON = 1e-8  # added to the variance of a whitening, as in PPO's pub
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrajectoryOutcome:
     """A finished trajectory with T policy tokens.
 
-    ``kept_T``: bool, False for tokens that the loss leaves out (:func:`megatron_rlplugin.objective.token_weights.kept_tokens`).
+    ``kept_T``: bool, False for tokens that the loss leaves out (:func:`megatron_rlplugin.objective.policy_loss.kept_tokens`).
     ``kl_T``: log pi_old - log pi_ref of each policy token, with ``kl_in_reward``. ``values_T``: the critic's, for ppo.
     """
 
@@ -52,7 +52,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class AdvantageEstimate:
     """float32[T] for each trajectory: advantages, and for ppo the returns that the critic is fitted to."""
 
     advantages: list[NDArray[np.float32]]
@@ -144,7 +144,7 @@ def whitened(arrays: Sequence[Floats], kept: Sequence[NDArray[np.bool_]]) -> lis
     return [(values_T - mean) * scale for values_T in arrays]
 
 
-def advantages_of(outcomes: Sequence[Outcome], settings: TrainerSettings) -> Estimate:
+def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettings) -> AdvantageEstimate:
     """The advantages of ``settings.objective``.
 
     grpo, dapo, gspo, rloo: one number a trajectory, from its group, which must be complete; other groups do not matter.
@@ -160,7 +160,7 @@ def advantages_of(outcomes: Sequence[Outcome], settings: TrainerSettings) -> Est
         else:
             scalars = group_advantages(rewards, groups, names, normalize=settings.normalize_advantage)
         pairs = zip(outcomes, scalars, strict=True)
-        return Estimate([np.full(len(outcome.kept_T), scalar, dtype=np.float32) for outcome, scalar in pairs])
+        return AdvantageEstimate([np.full(len(outcome.kept_T), scalar, dtype=np.float32) for outcome, scalar in pairs])
     raw: list[Floats] = []
     returns: list[NDArray[np.float32]] = []
     for outcome in outcomes:
@@ -173,15 +173,15 @@ def advantages_of(outcomes: Sequence[Outcome], settings: TrainerSettings) -> Est
         returns.append((raw[-1] + values_T).astype(np.float32))
     if whitens(settings):
         raw = whitened(raw, [outcome.kept_T for outcome in outcomes])
-    return Estimate([values_T.astype(np.float32) for values_T in raw], returns if kind == "gae" else None)
+    return AdvantageEstimate([values_T.astype(np.float32) for values_T in raw], returns if kind == "gae" else None)
 
 
-def _rewards(outcome: Outcome, settings: TrainerSettings) -> Floats:
+def _rewards(outcome: TrajectoryOutcome, settings: TrainerSettings) -> Floats:
     kl_T = _required(outcome.kl_T, outcome, "kl") if settings.kl_in_reward else None
     return token_rewards(outcome.reward, len(outcome.kept_T), kl_T, settings.kl_coefficient)
 
 
-def _required(array: Floats | None, outcome: Outcome, what: str) -> Floats:
+def _required(array: Floats | None, outcome: TrajectoryOutcome, what: str) -> Floats:
     if array is None or array.shape != outcome.kept_T.shape:
         found = "none" if array is None else str(len(array))
         need = f"{len(outcome.kept_T)} {what}, one a policy token, but has {found}"

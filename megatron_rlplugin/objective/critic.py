@@ -72,7 +72,7 @@ class ValueTokens:
 
     returns_T: Tensor  # what it is fitted to, see advantages.Estimate
     old_T: Tensor  # its values when the step began
-    weights_T: Tensor  # the policy's, see megatron_rlplugin.objective.token_weights
+    weights_T: Tensor  # the policy's, see megatron_rlplugin.objective.policy_loss
     denominator: int
 
 

@@ -1,10 +1,12 @@
-"""The objectives as pure functions: no state, no engine, no randomness.
+"""The objectives as pure functions of a token's log-probs, its weight in the loss, and the denominators: no state, no engine,
+no randomness.
 
 Guarantees: a loss is a SUM with its denominator, so that any split into micro-batches adds up to the same gradient (of
 whole trajectories for gspo, of any tokens for the others); nothing but the current policy's log-probs (and the entropy
 bonus) carries a gradient. Log-probs are those of the sampling distribution, that is after the temperature, as the rollout
-reports them. Tokens that do not count (``max_token_lag``) are not here at all:
-``megatron_rlplugin.objective.token_weights`` owns which tokens count, their weights and the denominators.
+reports them. A token that does not count (:func:`kept_tokens`) has no weight and is in no denominator; weights
+and denominator of a trajectory depend on nothing but itself (:func:`token_weights`), so a micro-batch concatenates weights
+and adds denominators, and any split of a batch over micro-batches and replicas gives the same sum over the same divisor.
 
 With r_t = pi(t) / pi_old(t), A_t the advantage and w_t = min(pi_old(t) / pi_rollout(t), ``tis_cap``), a constant:
 
@@ -21,7 +23,7 @@ With r_t = pi(t) / pi_old(t), A_t the advantage and w_t = min(pi_old(t) / pi_rol
     gspo         as grpo                                    sequence       3e-4 / 4e-4    sequence-mean   no      loss
 
 ``reference``: where the KL to the reference goes when ``kl_coefficient`` is above 0 (no reference is needed at 0). In the
-loss it is the estimator k2 or k3 (``megatron_rlplugin.objective.kl_estimators``); in the reward it is k1, subtracted
+loss it is the estimator k2 or k3 (:func:`kl_estimate`); in the reward it is k1, subtracted
 from each token's reward. ``clip``, ``mean`` and (grpo, dapo, gspo, ppo) the normalisation can be set; gspo's mean
 cannot. gspo's ratio is exp(mean over the trajectory's tokens of log r_t), with the gradient of GSPO 4.1 eq. 5 in the
 token form of 4.3, so that w_t stays per token.
@@ -43,18 +45,100 @@ Shapes: ``_T`` counted policy tokens of a micro-batch one after the other, ``_TV
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from itertools import accumulate
+from typing import Any, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rlplugin.objective import logprob_drift as drifts
-from megatron_rlplugin.objective.kl_estimators import kl_estimate
-from megatron_rlplugin.objective.logprob_drift import Counts
-from megatron_rlplugin.objective.vocab_logprobs import logprobs, logprobs_and_entropy
-from orchestrator.policies.training.objective_table import OBJECTIVES
+from megatron_rlplugin.objective.vocab_logprobs import logprobs_and_entropy
+from orchestrator.api import VersionSpans
+from orchestrator.policies.training.objective_table import OBJECTIVES, LossMean
 from orchestrator.settings.trainer_settings import TrainerSettings
+
+DriftCounts = tuple[float, ...]
+
+_SCALE = 0.01  # a bin is 0.1 wide in asinh(d / this): linear below it, logarithmic above
+_WIDTH = 0.1
+_HALF = math.ceil(math.asinh(20.0 / _SCALE) / _WIDTH)  # bins on each side of the one around 0
+BINS = 2 * _HALF + 1
+PERCENTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+
+def kept_tokens(spans: VersionSpans, version: int, max_token_lag: int | None) -> NDArray[np.bool_]:
+    """bool[T]: made by weights at most ``max_token_lag`` versions older than ``version`` (None: all are kept)."""
+    kept = [max_token_lag is None or version - made <= max_token_lag for made, _ in spans]
+    return np.repeat(np.asarray(kept, dtype=np.bool_), [count for _, count in spans])
+
+
+def token_weights(kept: int, loss: str) -> tuple[NDArray[np.float32], int]:
+    """(weights[kept], denominator) of a trajectory with ``kept`` tokens that count.
+
+    "token-mean": weight 1, one a token. "sequence-mean": weight 1 / kept, one a trajectory. "sequence-sum": weight 1, one
+    a trajectory. A trajectory without a counted token adds nothing to either.
+    """
+    if loss not in get_args(LossMean):
+        raise ValueError(f"unknown loss mean {loss!r}")
+    weight = 1.0 / max(kept, 1) if loss == "sequence-mean" else 1.0
+    return np.full(kept, weight, dtype=np.float32), kept if loss == "token-mean" else min(kept, 1)
+
+
+def kl_estimate(estimator: str, logp_T: Tensor, reference_T: Tensor) -> Tensor:
+    """The estimate of each token of KL(pi || pi_ref), from one token that pi sampled (J. Schulman, "Approximating KL
+    divergence", 2020); the gradient runs through ``logp_T`` only. Raises ValueError for an unknown name.
+
+    With d = log pi - log pi_ref of the sampled token:
+        k1 = d                 unbiased, may be negative; as a loss its gradient has the mean 0 (it is the score function), so
+                               it is used as a penalty inside the reward
+        k2 = d^2 / 2           biased value; its gradient, d * grad log pi, is the gradient of the KL
+        k3 = exp(-d) - 1 + d   unbiased and never negative (GRPO eq. 4); its gradient, (1 - exp(-d)) * grad log pi, agrees with
+                               k2's to first order in d
+    The mean of each is a KL only over tokens that pi itself sampled; on tokens of older weights it is an approximation.
+    """
+    difference_T = logp_T - reference_T.detach()
+    if estimator == "k1":
+        return difference_T
+    if estimator == "k2":
+        return 0.5 * difference_T.square()
+    if estimator == "k3":
+        return (-difference_T).exp() - 1 + difference_T
+    raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+def no_drifts() -> DriftCounts:
+    """Of no token."""
+    return (0.0,) * BINS
+
+
+def drift_counts(drift_T: Tensor) -> Tensor:
+    """float64[BINS] on the device of ``drift_T``: how far trainer and rollout differ, d = log pi_old - log pi_rollout.
+
+    Counts of any split into micro-batches and replicas add up to those of the whole.
+    """
+    place_T = torch.asinh(drift_T.double() / _SCALE).div_(_WIDTH).round_().clamp_(-_HALF, _HALF)
+    return torch.bincount(place_T.long() + _HALF, minlength=BINS).double()
+
+
+def drift_percentiles(counted: Sequence[float]) -> dict[str, float]:
+    """The percentiles of pi_old / pi_rollout of a whole step, before any cap; none of no token.
+
+    Each is that of the definition (the smallest value that at least so many of a hundred do not exceed), to within the
+    bin: a log-ratio d is known to 0.0005 near 0 and to a twentieth of itself far from it. Drifts beyond 20 are in the
+    outermost bins.
+    """
+    total = math.fsum(counted)
+    found: dict[str, float] = {}
+    for name, share in PERCENTILES.items() if total else ():
+        place = next(
+            (index for index, seen in enumerate(accumulate(counted)) if seen >= share * total), len(counted) - 1
+        )
+        found[name] = math.exp(_SCALE * math.sinh((place - _HALF) * _WIDTH))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +148,7 @@ class Tokens:
     targets_T: Tensor
     rollout_T: Tensor  # log-probs reported by the rollout
     advantages_T: Tensor
-    weights_T: Tensor  # of each token in the loss, see megatron_rlplugin.objective.token_weights
+    weights_T: Tensor  # of each token in the loss, see token_weights
     fresh_T: Tensor  # bool: made by the version that is being trained
     old_T: Tensor | None  # log-probs when the step began; None: they are the current ones (first optimizer step)
     denominator: int  # what this micro-batch adds to the loss's divisor: tokens, or trajectories
@@ -89,7 +173,7 @@ class Coefficients:
     to_rollout: bool = False  # the ratio is to what sampled
 
     @classmethod
-    def of(cls, settings: TrainerSettings) -> Coefficients:
+    def from_settings(cls, settings: TrainerSettings) -> Coefficients:
         """Those of ``settings.objective``. A KL inside the reward is not one of the loss."""
         low, high = settings.clip_range
         return cls(
@@ -124,7 +208,7 @@ class Totals:
     tis_squared: float = 0.0
     tis_max: float = 0.0
     tis_capped: float = 0.0  # tokens whose ratio reaches the cap (also where no weight is used), or that are left out
-    drifts: Counts = field(default_factory=drifts.empty)  # log pi_old - log pi_rollout of each token, by bin
+    drifts: DriftCounts = field(default_factory=no_drifts)  # log pi_old - log pi_rollout of each token, by bin
     gap: float = 0.0
     fresh_tokens: float = 0.0
     gap_max: float = 0.0
@@ -153,7 +237,7 @@ class Totals:
             "tis_max": self.tis_max,
             "tis_capped": self.tis_capped / tokens,
             "ess": self.tis**2 / (tokens * self.tis_squared) if self.tis_squared else 0.0,
-            **{f"tis_{name}": value for name, value in drifts.ratios(self.drifts).items()},
+            **{f"tis_{name}": value for name, value in drift_percentiles(self.drifts).items()},
             "logprob_gap_mean": self.gap / max(self.fresh_tokens, 1.0),
             "logprob_gap_max": self.gap_max,
             "logprob_gap_tokens": self.fresh_tokens,
@@ -262,11 +346,6 @@ def _importance(old_T: Tensor, rollout_T: Tensor, coefficients: Coefficients) ->
     return (weights_T > 0).to(weights_T.dtype) if coefficients.to_rollout else weights_T
 
 
-def cross_entropy(logits_TV: Tensor, targets_T: Tensor, group: Any = None) -> Tensor:
-    """Supervised warm-up: the SUM of the negative log-likelihood over the tokens."""
-    return -logprobs(logits_TV, targets_T, group=group).sum()
-
-
 def _totals(
     logp_T: Tensor,
     entropy_T: Tensor,
@@ -301,6 +380,6 @@ def _totals(
     largest = {"tis_max": tis_T, "gap_max": fresh_T}
     scalars = [value_T.sum(dtype=torch.float64) for value_T in added.values()]
     scalars += [value_T.max().double() for value_T in largest.values()]
-    read = torch.cat([torch.stack(scalars), drifts.counts(drift_T)]).tolist()
+    read = torch.cat([torch.stack(scalars), drift_counts(drift_T)]).tolist()
     values = dict(zip([*added, *largest], read[: len(scalars)], strict=True))
     return Totals(tokens=float(count), drifts=tuple(read[len(scalars) :]), **values)

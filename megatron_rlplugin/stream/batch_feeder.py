@@ -13,33 +13,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_rlplugin.trainer.experience import Experience
-from megatron_rlplugin.trainer.micro_batches import Arrival, Limits, Row
+from megatron_rlplugin.trainer.micro_batches import ArrivalPacker, MicroBatchLimits, TrainRow
 from megatron_rlplugin.trainer.optimizer_step import Stepper, StepReport
 from orchestrator.api import TrainBatch, TrainSample
 
 
 @dataclass(slots=True)
-class Fed:
+class FedBatch:
     """What the open step has been given so far. ``gradients``: of how many rows they have been taken."""
 
     version: int
-    arrival: Arrival
+    arrival: ArrivalPacker
     samples: list[TrainSample] = field(default_factory=list)
     kept: list[TrainSample] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TrainRow] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     gradients: int = 0
 
 
-class Feeder:
+class BatchFeeder:
     """The open step of a streaming trainer. ``offload``: gradients wait in host memory between feeds."""
 
-    def __init__(self, stepper: Stepper, experience: Experience, limits: Limits, *, offload: bool) -> None:
+    def __init__(self, stepper: Stepper, experience: Experience, limits: MicroBatchLimits, *, offload: bool) -> None:
         self._stepper = stepper
         self._experience = experience
         self._limits = limits
         self._offload = offload
-        self._fed: Fed | None = None
+        self._fed: FedBatch | None = None
         self.restarts = 0  # since the last step: streams that were begun and dropped
         self.seconds = 0.0  # since the last step: computing before the batch was complete
 
@@ -48,13 +48,13 @@ class Feeder:
         """Trajectories whose gradient is taken and still counts."""
         return self._fed.gradients if self._fed is not None else 0
 
-    def feed(self, samples: Sequence[TrainSample], version: int, *, last: bool = False) -> Fed:
+    def feed(self, samples: Sequence[TrainSample], version: int, *, last: bool = False) -> FedBatch:
         """Take the gradients of what fills micro-batches; ``last``: of everything. An error leaves no step open."""
         begun = time.perf_counter()
         try:
             fed = self._take(samples, version, last=last)
         except BaseException:
-            self.drop()
+            self.drop_fed()
             raise
         if not last:
             self.seconds += time.perf_counter() - begun
@@ -75,28 +75,28 @@ class Feeder:
         )
         return rest if keeps else None
 
-    def finish(self, fed: Fed) -> StepReport | None:
+    def finish_batch(self, fed: FedBatch) -> StepReport | None:
         """Take the step over everything fed; None when there was nothing to train on."""
         try:
             if fed.rows:
-                return self._stepper.finish(fed.rows)
+                return self._stepper.finish_step(fed.rows)
             return None
         finally:
             self._close()
 
-    def drop(self) -> None:
+    def drop_fed(self) -> None:
         """Forget what was fed; its gradients are gone. Counted as a restart if there was any."""
         self.restarts += self._fed is not None
         self._close()
 
     def _close(self) -> None:
         self._fed = None
-        self._stepper.abandon()
+        self._stepper.abandon_step()
 
-    def _take(self, samples: Sequence[TrainSample], version: int, *, last: bool) -> Fed:
+    def _take(self, samples: Sequence[TrainSample], version: int, *, last: bool) -> FedBatch:
         if self._fed is None:
-            self._fed = Fed(version, Arrival(self._limits))
-            self._stepper.begin()
+            self._fed = FedBatch(version, ArrivalPacker(self._limits))
+            self._stepper.begin_step()
         fed = self._fed
         rows, kept, skipped = self._experience.rows(samples, version)
         first = len(fed.rows)

@@ -3,7 +3,7 @@
 Guarantees (RollPacker, section 4.4): the step is that of one batch with all that was fed. Each replica i contributes the
 SUM of its losses' gradients, and the sum over replicas is divided once by N, the sum of all denominators n_i: that is the
 mean of each replica weighted by n_i / N, for uneven n_i and for n_i = 0. Nothing is synchronised and no optimizer state is
-read or written before :meth:`GradientStream.finish`. An interrupted stream cannot be finished. A step is taken by all
+read or written before :meth:`GradientStream.finish_step`. An interrupted stream cannot be finished. A step is taken by all
 ranks or by none: not with a gradient that is not finite, not after an interruption, not with another N than expected;
 weights and optimizer state are then as before, bit for bit. Megatron's config is patched only inside a call.
 """
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 from megatron_rlplugin.parallel_layout import device
-from megatron_rlplugin.stream.rank_agreement import TOLERANCE, agree, any_rank
+from megatron_rlplugin.stream.rank_agreement import TOLERANCE, agree_on_step, any_rank
 from megatron_rlplugin.stream.stream_conditions import check_streamable, stream_units
 from megatron_rlplugin.trainer.gradient_buffers import GradientBuffers, bucket_groups
 from orchestrator.api import ConfigError, RunError
 
-__all__ = ["GradientStream", "StepResult", "stream_units"]
+__all__ = ["GradientStream", "OptimizerStepResult", "stream_units"]
 
 IDLE, OPEN, OFFLOADED = "idle", "open", "offloaded"
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class OptimizerStepResult:
     """What one step did. Not ``taken``: ``reason`` says why, weights and optimizer state are as before."""
 
     taken: bool
@@ -45,7 +45,7 @@ class GradientStream:
 
     From then on only the stream steps the optimizer: with ``overlap_param_gather`` it takes Megatron's hooks out of the
     forward (they would wait for replicas that are not training) and gathers the weights at the end of the step instead.
-    ``optimizer`` may be None for a caller that uses :meth:`merge` and steps it himself.
+    ``optimizer`` may be None for a caller that uses :meth:`merge_gradients` and steps it himself.
     ``elastic``: replicas may feed at different times and different amounts. The amounts may differ without it, too.
     """
 
@@ -72,7 +72,7 @@ class GradientStream:
         """Why the open step cannot be finished; empty: it can."""
         return self._interrupted
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Open a step: gradients are zero. Touches no optimizer state and talks to no other rank."""
         self._require(IDLE, "begin a step")
         self.gradients.allocate()
@@ -100,7 +100,7 @@ class GradientStream:
         ``micro_batch_size`` and whatever else the schedule takes. Returns the reports (last pipeline stage; else []).
 
         Raises ConfigError for input that cannot be fed; what the schedule raises passes through. If either happens after
-        the first micro-batch was taken, the step is interrupted: :meth:`abandon` it.
+        the first micro-batch was taken, the step is interrupted: :meth:`abandon_step` it.
         """
         self._require(OPEN, "feed it")
         if self._interrupted:
@@ -138,8 +138,8 @@ class GradientStream:
         self.gradients.reload()
         self.state = OPEN
 
-    def abandon(self) -> None:
-        """Drop the gradients of the open step, if there is one. The next :meth:`begin` starts anew. Local to this rank.
+    def abandon_step(self) -> None:
+        """Drop the gradients of the open step, if there is one. The next :meth:`begin_step` starts anew. Local to this rank.
 
         A replica whose stream was interrupted may abandon, begin and feed again while the others keep what they fed.
         """
@@ -149,7 +149,7 @@ class GradientStream:
         self._denominator, self._interrupted = 0.0, ""
         self.state = IDLE
 
-    def finish(self, expected: float | None = None) -> StepResult:
+    def finish_step(self, expected: float | None = None) -> OptimizerStepResult:
         """Merge the gradients of all replicas and take the optimizer step. A collective: every rank calls it.
 
         ``expected``: the N that the caller counted; ranks may leave it out. ConfigError (on every rank, before any
@@ -159,37 +159,39 @@ class GradientStream:
         """
         if self.optimizer is None:
             raise ConfigError(
-                "optimizer", None, "must be given to finish a step; merge() leaves the step to the caller"
+                "optimizer", None, "must be given to finish a step; merge_gradients() leaves the step to the caller"
             )
         total, reason = self._merge(expected)
         if reason:
-            return self._end(StepResult(False, math.nan, total, reason))
+            return self._end(OptimizerStepResult(False, math.nan, total, reason))
         with self._surviving("weights and optimizer state are as before"):
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             refused = any_rank(not math.isfinite(norm))
         if refused:
-            return self._end(StepResult(False, norm, total, f"the norm of the merged gradients is not finite ({norm})"))
+            return self._end(
+                OptimizerStepResult(False, norm, total, f"the norm of the merged gradients is not finite ({norm})")
+            )
         with self._surviving("it had begun: weights and optimizer state are not usable"):
             taken, _, _ = self.optimizer.step()
             for chunk in self._gathers:
                 chunk.start_param_sync(force_sync=True)
-        return self._end(StepResult(bool(taken), norm, total, "" if taken else "the optimizer refused it"))
+        return self._end(OptimizerStepResult(bool(taken), norm, total, "" if taken else "the optimizer refused it"))
 
-    def merge(self, expected: float | None = None) -> float:
-        """The first half of :meth:`finish`, for a caller that steps the optimizer itself: the merged gradients stand in
-        Megatron's buffers, not clipped, the stream is idle. Returns N. Raises as :meth:`finish` does, and RunError where
+    def merge_gradients(self, expected: float | None = None) -> float:
+        """The first half of :meth:`finish_step`, for a caller that steps the optimizer itself: the merged gradients stand in
+        Megatron's buffers, not clipped, the stream is idle. Returns N. Raises as :meth:`finish_step` does, and RunError where
         that would not take the step. With ``overlap_param_gather`` the caller must gather the weights after its step.
         """
         total, reason = self._merge(expected)
-        self._end(StepResult(False, math.nan, total, reason))
+        self._end(OptimizerStepResult(False, math.nan, total, reason))
         if reason:
             raise RunError(f"the gradients of this step cannot be used: {reason}")
         return total
 
     # --- inside a step
 
-    def _end(self, result: StepResult) -> StepResult:
+    def _end(self, result: OptimizerStepResult) -> OptimizerStepResult:
         self._denominator = 0.0
         self.state = IDLE
         return result
@@ -265,7 +267,7 @@ class GradientStream:
         """(N, why there are no gradients to use; empty: they are merged)."""
         self._require(OPEN, "finish it")
         with self._surviving("no gradient was sent"):
-            agreed = agree(
+            agreed = agree_on_step(
                 self._denominator,
                 expected,
                 interrupted=bool(self._interrupted),

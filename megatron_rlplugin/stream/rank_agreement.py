@@ -20,7 +20,7 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class RankAgreement:
     """What all ranks know after they spoke."""
 
     denominator: float  # N: the sum over all replicas
@@ -30,7 +30,7 @@ class Agreed:
     not_finite: int  # ranks with a gradient that is not finite
 
 
-def agree(denominator: float, expected: float | None, *, interrupted: bool, finite: bool) -> Agreed:
+def agree_on_step(denominator: float, expected: float | None, *, interrupted: bool, finite: bool) -> RankAgreement:
     """Denominators are summed over data-parallel (x context-parallel) replicas, as Megatron's finalizer does.
 
     Only the last pipeline stage knows them; tensor-parallel ranks must have counted the same. ``interrupted`` and not
@@ -51,7 +51,7 @@ def agree(denominator: float, expected: float | None, *, interrupted: bool, fini
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=parts)
     most, least, high, low = extremes.tolist()
-    return Agreed(
+    return RankAgreement(
         denominator=most,
         uneven=not math.isclose(most, -least, rel_tol=TOLERANCE),
         expected=None if high == -math.inf else (-low, high),

@@ -30,10 +30,10 @@ def streaming(stock: Callable[..., Any]) -> Callable[..., Any]:
         if stream is None:
             stream = streams[id(chunks[0])] = GradientStream(chunks, None)
         reports: list[Any] = []
-        stream.begin()
+        stream.begin_step()
         for size in _parts(num_microbatches, part_size(chunks)):
             reports += stream.feed(num_microbatches=size, **schedule)
-        stream.merge()
+        stream.merge_gradients()
         return reports
 
     return forward_backward

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin.parallel_layout import Layout
+from megatron_rlplugin.parallel_layout import ParallelLayout
 from megatron_rlplugin.trainer.gradient_buffers import grad_buffers
 from orchestrator.api import ConfigError
 
 
-def stream_units(layout: Layout, world_size: int) -> list[tuple[int, ...]]:
+def stream_units(layout: ParallelLayout, world_size: int) -> list[tuple[int, ...]]:
     """The ranks that must train at the same time, unit by unit: those that share a TP, PP, CP or EP group.
 
     A unit may train while others still roll out; its groups communicate in forward and backward, so none may be missing.
     With experts a unit is one expert-data-parallel replica, which spans several dense replicas. Ranks are Megatron's
     default order (tp-cp-ep-dp-pp, ``parallel_state.RankGenerator``). Raises ConfigError when the layout does not fit.
     """
-    layout.data(world_size)
+    layout.data_parallel_size(world_size)
     stage = world_size // layout.pipeline  # ranks of one pipeline stage; the same place in each stage is one pipeline
     block = math.lcm(layout.tensor * layout.context, layout.tensor * layout.expert)
     return [

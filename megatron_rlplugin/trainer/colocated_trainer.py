@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer
-from megatron_rlplugin.trainer.memory_residency import Residency
+from megatron_rlplugin.trainer.memory_residency import TrainerResidency
 from orchestrator.api import Meeting, PublishResult, ResidencyResult, RunError, TrainBatch, TrainMetrics, TrainSample
 
 
@@ -26,7 +26,7 @@ class ColocatedTrainer(MegatronTrainer):
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._residencies: list[
-            tuple[Any, Residency]
+            tuple[Any, TrainerResidency]
         ] = []  # of policy and critic, with the optimizer each was made for
         self._streaming = True  # all replicas have their weights
 
@@ -35,7 +35,7 @@ class ColocatedTrainer(MegatronTrainer):
         self._finish_sending()
         everyone = replicas is None or set(replicas) >= set(range(self._replicas.count))
         concerned = everyone or self._replicas.index in (replicas or ())
-        results = [part.to(level) for part in self._parts_here()] if concerned else []
+        results = [part.move_to(level) for part in self._parts_here()] if concerned else []
         self._streaming = level == "step" or (level == "stream" and everyone)
         return ResidencyResult(
             level,
@@ -103,7 +103,7 @@ class ColocatedTrainer(MegatronTrainer):
         for part in self._parts_here():
             part.require(level)
 
-    def _parts_here(self) -> list[Residency]:
+    def _parts_here(self) -> list[TrainerResidency]:
         """One for the policy, one for the critic; made anew after their optimizers were."""
         learners = [learner for learner in (self._learner, self._critic) if learner is not None]
         made_for = [optimizer for optimizer, _ in self._residencies]
@@ -117,7 +117,9 @@ class ColocatedTrainer(MegatronTrainer):
             self._residencies = [
                 (
                     learner.optimizer,
-                    Residency(learner.chunks, learner.optimizer, learner.stream, self._others if not index else tuple),
+                    TrainerResidency(
+                        learner.chunks, learner.optimizer, learner.stream, self._others if not index else tuple
+                    ),
                 )
                 for index, learner in enumerate(learners)
             ]

@@ -14,20 +14,20 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from megatron_rlplugin.objective.advantages import Outcome, advantages_of, says_nothing
+from megatron_rlplugin.objective.advantages import TrajectoryOutcome, advantages_of, says_nothing
 from megatron_rlplugin.trainer.learner import Learner
 from megatron_rlplugin.trainer.micro_batches import (
     SILENT,
     TOO_OLD,
     Floats,
-    Limits,
     MicroBatch,
-    Row,
+    MicroBatchLimits,
+    TrainRow,
     micro_batch,
     row_of,
-    usable,
+    usable_samples,
 )
-from megatron_rlplugin.trainer.replicas import Replicas, Share
+from megatron_rlplugin.trainer.replicas import MicroBatchShare, Replicas
 from orchestrator.api import TrainSample
 from orchestrator.settings.trainer_settings import TrainerSection
 
@@ -40,7 +40,7 @@ class Experience:
     def __init__(
         self,
         settings: TrainerSection,
-        limits: Limits,
+        limits: MicroBatchLimits,
         policy: Learner,
         critic: Learner | None,
         replicas: Replicas,
@@ -61,11 +61,13 @@ class Experience:
         """The present weights are the reference from here on, if one is asked for."""
         self.reference = self._policy.snapshot(host=True) if self._settings.keeps_reference else None
 
-    def rows(self, samples: Sequence[TrainSample], version: int) -> tuple[list[Row], list[TrainSample], dict[str, int]]:
+    def rows(
+        self, samples: Sequence[TrainSample], version: int
+    ) -> tuple[list[TrainRow], list[TrainSample], dict[str, int]]:
         """(the rows to train on, the usable samples, how many were left out by cause). Groups must be complete."""
         shape, settings = self._policy.shape, self._settings
         pack = self._limits.pack_tokens
-        kept, skipped = usable(samples, shape.vocab_size, shape.max_position_embeddings, pack)
+        kept, skipped = usable_samples(samples, shape.vocab_size, shape.max_position_embeddings, pack)
         rewards: dict[str, list[float]] = {}
         for sample in kept:
             rewards.setdefault(sample.group_id, []).append(sample.reward)
@@ -80,8 +82,13 @@ class Experience:
         skipped[TOO_OLD] = len(rows) - len(trained)
         return trained, kept, skipped
 
-    def complete(
-        self, rows: list[Row], plans: Sequence[Sequence[int]], own: Sequence[Share], *, everywhere: bool = False
+    def complete_rows(
+        self,
+        rows: list[TrainRow],
+        plans: Sequence[Sequence[int]],
+        own: Sequence[MicroBatchShare],
+        *,
+        everywhere: bool = False,
     ) -> None:
         """Fill in what needs forward passes, for the rows of these micro-batches, of which this replica computes its
         ``own``. ``everywhere``: also the rows of other replicas."""
@@ -96,11 +103,11 @@ class Experience:
                 found["old"] = self._by_row(self._policy.logprobs(batches, self._temperature), batches)
             if asked[1]:
                 assert self.reference is not None, "the reference is kept when RL begins"
-                with self._policy.holding(self.reference):
+                with self._policy.swapped_weights(self.reference):
                     found["reference"] = self._by_row(self._policy.logprobs(batches, self._temperature), batches)
             if asked[2]:
                 assert self._critic is not None
-                found["values"] = self._by_row(self._critic.evaluate(batches, _values), batches)
+                found["values"] = self._by_row(self._critic.forward_only(batches, _values), batches)
             answered = {index for share in own if not share.idle for index in share.members}
             for name, arrays in found.items():
                 known = arrays
@@ -108,11 +115,11 @@ class Experience:
                     mine = {index: array for index, array in arrays.items() if index in answered}
                     known = self._replicas.exchange(mine, lengths)
                 for index, array in known.items():
-                    rows[index] = rows[index].knowing(name, array)
+                    rows[index] = rows[index].with_array(name, array)
         if self._by_token:
             self._estimate(rows, [index for members in plans for index in members])
 
-    def _estimate(self, rows: list[Row], indices: Sequence[int]) -> None:
+    def _estimate(self, rows: list[TrainRow], indices: Sequence[int]) -> None:
         """Advantages by token, and the critic's targets."""
         ordered = sorted(indices)
         estimate = advantages_of([_outcome(rows[index]) for index in ordered], self._settings)
@@ -122,7 +129,7 @@ class Experience:
             old = rows[index].old if self._settings.minibatches > 1 else None
             rows[index] = replace(rows[index], advantages=estimate.advantages[place], returns=returns, old=old)
 
-    def _whole(self, rows: Sequence[Row], members: Sequence[int]) -> MicroBatch:
+    def _whole(self, rows: Sequence[TrainRow], members: Sequence[int]) -> MicroBatch:
         return micro_batch(rows, members, self._limits, self._settings.loss_mean, whole=True)
 
     def _by_row(self, outputs: Sequence[Tensor], batches: Sequence[MicroBatch]) -> dict[int, Floats]:
@@ -138,8 +145,8 @@ def _values(values_T1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return values_T1.new_zeros(()), values_T1.squeeze(-1).float()
 
 
-def _outcome(row: Row) -> Outcome:
+def _outcome(row: TrainRow) -> TrajectoryOutcome:
     kl_T = None
     if row.old is not None and row.reference is not None:
         kl_T = row.old.astype(np.float64) - row.reference.astype(np.float64)
-    return Outcome(row.group, row.reward, row.kept, kl_T=kl_T, values_T=row.values, member=row.name)
+    return TrajectoryOutcome(row.group, row.reward, row.kept, kl_T=kl_T, values_T=row.values, member=row.name)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rlplugin.model import DTYPES, build_model, causal_mask, read_shape
 from megatron_rlplugin.objective.vocab_logprobs import logprobs
-from megatron_rlplugin.parallel_layout import Layout, device, initialize_parallel
+from megatron_rlplugin.parallel_layout import ParallelLayout, device, initialize_parallel
 from megatron_rlplugin.stream.gradient_stream import GradientStream
 from megatron_rlplugin.trainer.micro_batches import MicroBatch
 from megatron_rlplugin.trainer.row_packing import block_causal_mask, packed_seq_params, takes_boundaries
@@ -32,7 +32,7 @@ LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class Rendezvous:
     """Which of how many ranks this process is; ``init_method`` is where they meet (not needed by a single one)."""
 
     rank: int = 0
@@ -41,7 +41,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class LearnerUpdate:
     """What one optimizer step did. ``taken`` is False, with a ``reason``, when the gradient was not finite."""
 
     taken: bool
@@ -64,7 +64,7 @@ class Learner:
         settings: TrainerSettings,
         total_steps: int,
         dtype: str,
-        ranks: Ranks | None = None,
+        ranks: Rendezvous | None = None,
         *,
         prepare: Callable[[list[Any]], None] | None = None,
         learning_rate: float | None = None,
@@ -75,9 +75,9 @@ class Learner:
         self.dtype = dtype
         self.folder = folder
         self.shape = read_shape(folder)
-        ranks = ranks or Ranks()
+        ranks = ranks or Rendezvous()
         self.layout = layout_of(settings, self.shape)
-        if self.layout.data(ranks.world_size) != settings.data_parallel:
+        if self.layout.data_parallel_size(ranks.world_size) != settings.data_parallel:
             ask = settings.tensor_parallel * settings.pipeline_parallel * settings.data_parallel
             raise ConfigError("world_size", ranks.world_size, f"must be tensor * pipeline * data parallel = {ask}")
         initialize_parallel(self.layout, ranks.rank, ranks.world_size, ranks.init_method)
@@ -174,10 +174,10 @@ class Learner:
 
     # -- one optimizer step ------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Open a step: no gradient yet."""
         self._reports = []
-        self.stream.begin()
+        self.stream.begin_step()
 
     def feed(self, batches: Sequence[MicroBatch], loss: LossFunction) -> None:
         """Add the gradients of these micro-batches of this replica. Brings offloaded gradients back."""
@@ -192,40 +192,42 @@ class Learner:
         if self.stream.state == "open":
             self.stream.offload()
 
-    def finish(self, expected: float | None = None) -> Update:
+    def finish_step(self, expected: float | None = None) -> LearnerUpdate:
         """Take the step. ``expected``: the denominator of all replicas; another is a ConfigError, and nothing changed."""
         if self.stream.state == "offloaded":
             self.stream.reload()
-        result = self.stream.finish(expected)
+        result = self.stream.finish_step(expected)
         reports, self._reports = tuple(self._reports), []
-        return Update(result.taken, result.grad_norm, reports, result.denominator, result.reason)
+        return LearnerUpdate(result.taken, result.grad_norm, reports, result.denominator, result.reason)
 
-    def abandon(self) -> None:
+    def abandon_step(self) -> None:
         """Drop the gradients of a step that will not be finished. Idempotent."""
         self._reports = []
         if self.stream.state != "idle":
-            self.stream.abandon()
+            self.stream.abandon_step()
 
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction) -> Update:
+    def update_weights(self, batches: Sequence[MicroBatch], loss: LossFunction) -> LearnerUpdate:
         """One optimizer step on these micro-batches."""
-        self.begin()
+        self.begin_step()
         self.feed(batches, loss)
-        return self.finish()
+        return self.finish_step()
 
-    def supervised_update(self, batches: Sequence[MicroBatch], loss: LossFunction, learning_rate: float) -> Update:
+    def supervised_update(
+        self, batches: Sequence[MicroBatch], loss: LossFunction, learning_rate: float
+    ) -> LearnerUpdate:
         """An update at a learning rate of its own, outside the schedule."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        return self.update(batches, loss)
+        return self.update_weights(batches, loss)
 
     def gradient_is_finite(self, batch: MicroBatch, loss: LossFunction) -> bool:
         """Whether this micro-batch alone has a finite gradient on every rank; all ranks call it with the same one, outside
         of a step. No gradient stays."""
-        self.begin()
+        self.begin_step()
         self.feed([batch], loss)
         finite = torch.tensor(float(self.stream.gradients.finite()), device=device())
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        self.abandon()
+        self.abandon_step()
         return bool(finite > 0)
 
     # -- without a gradient ------------------------------------------------------------------------------------------
@@ -237,9 +239,9 @@ class Learner:
             logp_T = logprobs(logits_TV, batch.tokens.targets_T, temperature, group=self.tensor_group)
             return logits_TV.new_zeros(()), logp_T
 
-        return self.evaluate(batches, report)
+        return self.forward_only(batches, report)
 
-    def evaluate(self, batches: Sequence[MicroBatch], report: LossFunction) -> list[Any]:
+    def forward_only(self, batches: Sequence[MicroBatch], report: LossFunction) -> list[Any]:
         """Forward passes only: what ``report`` says of each micro-batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -257,7 +259,7 @@ class Learner:
             return [value.to("cpu", copy=True) if host else value.clone() for value in weights]
 
     @contextlib.contextmanager
-    def holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+    def swapped_weights(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """The model with other weights (a snapshot's) for a while; the present ones come back bit for bit."""
         present = self.snapshot()
         self._set_weights(weights)
@@ -281,9 +283,9 @@ class Learner:
         }
 
 
-def layout_of(settings: TrainerSettings, shape: Any) -> Layout:
+def layout_of(settings: TrainerSettings, shape: Any) -> ParallelLayout:
     """The layout that the settings ask for. Megatron wants sequence parallelism for experts under tensor parallelism."""
-    return Layout(
+    return ParallelLayout(
         tensor=settings.tensor_parallel,
         pipeline=settings.pipeline_parallel,
         expert=settings.expert_parallel,

@@ -42,30 +42,29 @@ from megatron_rlplugin import cpu
 from megatron_rlplugin.hookpoints import engine_status, require_megatron
 from megatron_rlplugin.objective.advantages import group_counts
 from megatron_rlplugin.objective.critic import install_value_head
-from megatron_rlplugin.objective.kl_estimators import kl_estimate
-from megatron_rlplugin.objective.policy_loss import Totals
+from megatron_rlplugin.objective.policy_loss import Totals, kl_estimate
 from megatron_rlplugin.objective.vocab_logprobs import logprobs
 from megatron_rlplugin.parallel_layout import device
-from megatron_rlplugin.stream.batch_feeder import Feeder
+from megatron_rlplugin.stream.batch_feeder import BatchFeeder
 from megatron_rlplugin.trainer import trainer_checkpoint
 from megatron_rlplugin.trainer.experience import Experience
-from megatron_rlplugin.trainer.learner import Learner, Ranks
+from megatron_rlplugin.trainer.learner import Learner, Rendezvous
 from megatron_rlplugin.trainer.micro_batches import (
     SKIP_CAUSES,
-    Limits,
     MicroBatch,
-    Row,
+    MicroBatchLimits,
+    TrainRow,
     check_tokens,
     micro_batch,
-    plan,
+    plan_micro_batches,
     row_of,
     split_rows,
     supervised_row,
-    usable,
+    usable_samples,
 )
 from megatron_rlplugin.trainer.optimizer_step import Stepper, StepReport
 from megatron_rlplugin.trainer.replicas import Replicas
-from megatron_rlplugin.weights.collective_sender import Sender, sender_of
+from megatron_rlplugin.weights.collective_sender import CollectiveSender, sender_of
 from megatron_rlplugin.weights.rank_publisher import WeightPublisher
 from orchestrator.api import ConfigError, Meeting, PublishResult, RunError, TrainBatch, TrainMetrics, TrainSample
 from orchestrator.settings.trainer_settings import TrainerSection
@@ -80,7 +79,7 @@ class _Trained:
     """What the optimizer steps of one training step were given and did."""
 
     samples: list[TrainSample]
-    rows: list[Row]
+    rows: list[TrainRow]
     skipped: Mapping[str, int]
     reports: list[StepReport] = field(default_factory=list)
 
@@ -113,11 +112,11 @@ class MegatronTrainer:
         self._temperature = temperature
         self._endpoint = RelayEndpoint.from_dict(relay) if relay is not None else None
         self._publisher: WeightPublisher | None = None
-        self._sender: Sender | None = None
+        self._sender: CollectiveSender | None = None
         torch.set_num_threads(settings_.threads)
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(seed)  # deals trajectories to mini-batches
-        ranks = Ranks(rank, world_size, init_method)
+        ranks = Rendezvous(rank, world_size, init_method)
         self._learner = Learner(model, settings_, total_steps, dtype, ranks)
         self._critic: Learner | None = None
         if settings_.needs_critic:
@@ -132,12 +131,14 @@ class MegatronTrainer:
             )
         self._replicas = Replicas()
         multiple = self._learner.layout.tensor if self._learner.layout.sequence else 1
-        self._limits = limits = Limits(settings_.micro_batch_size, settings_.order, settings_.pack_tokens, multiple)
+        self._limits = limits = MicroBatchLimits(
+            settings_.micro_batch_size, settings_.order, settings_.pack_tokens, multiple
+        )
         parts = self._learner, self._critic, self._replicas
         self._experience = Experience(settings_, limits, *parts, temperature)
         self._experience.keep_reference()
         self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature)
-        self._feeder = Feeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
+        self._feeder = BatchFeeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
         self._version = weight_version
         self._step = 0
         self._warming_up = False
@@ -153,13 +154,13 @@ class MegatronTrainer:
         self._finish_sending()
         if batch.version != self._version:
             raise RunError(f"a batch for version {batch.version}, but the trainer is at version {self._version}")
-        usable_samples = self._usable(batch.samples)  # malformed ones stop the run before anything changed
+        kept = self._usable(batch.samples)  # malformed ones stop the run before anything changed
         fed, rest = self._fed_before(batch)
         rate = self._learner.advance_schedule()
         if self._critic is not None:
             self._critic.advance_schedule()
-        previous_gap = self._previous_gap(usable_samples)
-        reference_kl = self._reference_kl(usable_samples)
+        previous_gap = self._previous_gap(kept)
+        reference_kl = self._reference_kl(kept)
         if self._settings.logprob_gap_samples:
             self._previous = self._version, self._learner.snapshot()
         trained = self._streamed(rest) if self._settings.stream else self._monolithic(batch.samples)
@@ -196,18 +197,18 @@ class MegatronTrainer:
         self._require_rl("send")
         if self._sender is None:
             self._sender = sender_of(self._learner.chunks, device())
-        return (self._sender.begin(self._version, receivers, limit, anew, host),)
+        return (self._sender.begin_send(self._version, receivers, limit, anew, host),)
 
     async def save(self, folder: str) -> None:
         """See the protocol. Every rank writes its optimizer's part, rank 0 the weights; all see the same folder."""
         self._require_rl("save")
         trainer_checkpoint.save(
-            self._parts(), trainer_checkpoint.Position(step=self._step, version=self._version), folder
+            self._parts(), trainer_checkpoint.TrainerPosition(step=self._step, version=self._version), folder
         )
 
     async def load(self, folder: str) -> int:
         """See the protocol. What this process published before belongs to the abandoned history."""
-        self._feeder.drop()
+        self._feeder.drop_fed()
         self._finish_sending()
         parts = self._parts()
         position = trainer_checkpoint.load(parts, folder)
@@ -243,7 +244,9 @@ class MegatronTrainer:
         rows = [supervised_row(token_ids, loss_mask) for token_ids, loss_mask in samples if any(loss_mask)]
         if not rows:
             raise RunError("supervised_step: no sample has a token to learn")
-        _, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
+        _, own = self._replicas.dealer().deal_micro_batches(
+            plan_micro_batches(rows, range(len(rows)), self._limits), last=True
+        )
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         update = self._learner.supervised_update(batches, self._supervised_loss, learning_rate)
         loss = self._replicas.total(Totals(loss=math.fsum(update.reports))).loss
@@ -299,14 +302,14 @@ class MegatronTrainer:
         """(trajectories whose gradient is taken, what of the batch is not fed yet). The same on every rank."""
         rest = self._feeder.rest_of(batch)  # decided on equal arguments, but a rank may have lost its stream
         if rest is None or not self._replicas.same(len(rest)):
-            self._feeder.drop()
+            self._feeder.drop_fed()
             return 0, batch.samples
         return self._feeder.fed, rest
 
     def _streamed(self, rest: Sequence[TrainSample]) -> _Trained:
         """The optimizer step over what was fed and the rest."""
         fed = self._feeder.feed(rest, self._version, last=True)
-        report = self._feeder.finish(fed)
+        report = self._feeder.finish_batch(fed)
         return _Trained(fed.kept, fed.rows, fed.skipped, [] if report is None else [report])
 
     def _monolithic(self, samples: Sequence[TrainSample]) -> _Trained:
@@ -318,14 +321,15 @@ class MegatronTrainer:
         several = self._settings.minibatches > 1
         try:
             if several:
-                plans, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
-                self._experience.complete(rows, plans, own)
+                planned = plan_micro_batches(rows, range(len(rows)), self._limits)
+                plans, own = self._replicas.dealer().deal_micro_batches(planned, last=True)
+                self._experience.complete_rows(rows, plans, own)
             for part in split_rows(len(rows), self._settings.minibatches, self._generator):
-                self._stepper.begin()
-                self._stepper.feed(rows, plan(rows, part, self._limits), last=True, complete=not several)
-                trained.reports.append(self._stepper.finish(rows))
+                self._stepper.begin_step()
+                self._stepper.feed(rows, plan_micro_batches(rows, part, self._limits), last=True, complete=not several)
+                trained.reports.append(self._stepper.finish_step(rows))
         except BaseException:
-            self._stepper.abandon()
+            self._stepper.abandon_step()
             raise
         return trained
 
@@ -367,13 +371,15 @@ class MegatronTrainer:
 
     def _usable(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         shape = self._learner.shape
-        kept, _ = usable(samples, shape.vocab_size, shape.max_position_embeddings, self._limits.pack_tokens)
+        kept, _ = usable_samples(samples, shape.vocab_size, shape.max_position_embeddings, self._limits.pack_tokens)
         return kept
 
     def _gap(self, samples: Sequence[TrainSample], version: int) -> Totals:
         """|log pi_trainer - log pi_rollout| of the tokens that ``version`` made; the model holds its weights."""
         rows = [row_of(sample, version) for sample in samples]
-        _, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
+        _, own = self._replicas.dealer().deal_micro_batches(
+            plan_micro_batches(rows, range(len(rows)), self._limits), last=True
+        )
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         outputs = self._learner.logprobs(batches, self._temperature)
         totals = Totals()
@@ -390,7 +396,7 @@ class MegatronTrainer:
             return Totals()
         version, weights = self._previous
         made = [sample for sample in samples if any(span[0] == version for span in sample.versions)]
-        with self._learner.holding(weights):
+        with self._learner.swapped_weights(weights):
             return self._gap(made[: self._settings.logprob_gap_samples], version)
 
     def _reference_kl(self, samples: Sequence[TrainSample]) -> dict[str, float]:
@@ -400,10 +406,12 @@ class MegatronTrainer:
         if self._settings.needs_reference or not most or reference is None or not samples:
             return {}
         rows = [row_of(sample, self._version) for sample in samples[:: max(1, len(samples) // most)][:most]]
-        _, own = self._replicas.dealer().deal(plan(rows, range(len(rows)), self._limits), last=True)
+        _, own = self._replicas.dealer().deal_micro_batches(
+            plan_micro_batches(rows, range(len(rows)), self._limits), last=True
+        )
         batches = [micro_batch(rows, share.members, self._limits, "token-mean", idle=share.idle) for share in own]
         now = self._learner.logprobs(batches, self._temperature)
-        with self._learner.holding(reference):
+        with self._learner.swapped_weights(reference):
             then = self._learner.logprobs(batches, self._temperature)
         totals = Totals()
         for share, logp_T, reference_T in zip(own, now, then, strict=True) if now else ():
@@ -419,8 +427,8 @@ class MegatronTrainer:
         loss = -(logp_T * batch.tokens.weights_T).sum()
         return loss, float(loss.detach())
 
-    def _parts(self) -> trainer_checkpoint.Parts:
-        return trainer_checkpoint.Parts(
+    def _parts(self) -> trainer_checkpoint.TrainerParts:
+        return trainer_checkpoint.TrainerParts(
             self._learner,
             self._critic,
             self._experience.reference,
@@ -432,14 +440,14 @@ class MegatronTrainer:
     def _finish_sending(self) -> None:
         """Before the weights change, or others take their place for a while."""
         if self._sender is not None:
-            self._sender.finish()
+            self._sender.finish_send()
 
     def _require_rl(self, what: str) -> None:
         if self._warming_up:
             raise RunError(f"{what}: the warm-up was not finished (call finish_warmup)")
 
 
-def _spread(rows: Sequence[Row]) -> float:
+def _spread(rows: Sequence[TrainRow]) -> float:
     """Standard deviation of the advantages over the tokens that are trained on; with 0 there is nothing to learn from."""
     counted = [row.advantages[row.kept] for row in rows]
     return float(np.concatenate(counted).astype(np.float64).std()) if counted else 0.0

@@ -89,7 +89,7 @@ class Storages:
         return moved
 
 
-class Residency:
+class TrainerResidency:
     """Of this rank. ``optimizer``: Megatron's. ``stream``: the
     :class:`~megatron_rlplugin.stream.gradient_stream.GradientStream` over these chunks, if there is one: gradients of
     an open step are kept, between two steps they are freed without a copy. ``others``: further tensors that go where
@@ -140,7 +140,7 @@ class Residency:
         if not self._level or levels.index(self._level) < levels.index(level):
             raise RunError(f"needs residency {level}, but it is {self._level or 'in between'}: {self._places()}")
 
-    def to(self, level: str) -> ResidencyResult:
+    def move_to(self, level: str) -> ResidencyResult:
         """Move what ``level`` says, and nothing that is there already. RetryableError: some of it did not move; ``where``
         and the message say what is where; move again, or to another level."""
         if level not in _RESIDENT:

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlplugin.objective.policy_loss import Tokens
-from megatron_rlplugin.objective.token_weights import kept_tokens, token_weights
+from megatron_rlplugin.objective.policy_loss import Tokens, kept_tokens, token_weights
 from megatron_rlplugin.parallel_layout import device
 from megatron_rlplugin.trainer.row_packing import check_fits, first_fit_decreasing
 from orchestrator.api import RunError, TrainSample
@@ -32,7 +31,7 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainRow:
     """One trajectory, ready to be put into a micro-batch; the arrays but ``token_ids`` have one entry a policy token.
 
     ``kept``: whether the token is trained on; ``fresh``: whether the version that is trained made it. ``old``,
@@ -60,11 +59,11 @@ class Row:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def knowing(self, name: str, array: Floats) -> Row:
+    def with_array(self, name: str, array: Floats) -> TrainRow:
         """With ``old``, ``reference`` or ``values`` as a forward pass gave them."""
         return replace(self, **{name: array})  # type: ignore[arg-type]
 
-    def trained(self) -> Row:
+    def trained(self) -> TrainRow:
         """The row without the tokens that are not trained on; they stay context."""
         if self.kept.all():
             return self
@@ -98,7 +97,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MicroBatchLimits:
     """What a micro-batch may hold, and in which order it is filled (``length`` or ``arrival``).
 
     ``multiple``: rows are padded to a multiple of this many tokens (sequence parallelism splits them evenly).
@@ -113,7 +112,7 @@ class Limits:
 # -- trajectories ----------------------------------------------------------------------------------------------------
 
 
-def usable(
+def usable_samples(
     samples: Sequence[TrainSample], vocabulary: int, longest: int, pack_tokens: int | None = None
 ) -> tuple[list[TrainSample], dict[str, int]]:
     """The samples that can be trained on, and how many were skipped, by cause. Raises RunError for malformed ones."""
@@ -150,10 +149,10 @@ def check_tokens(name: str, token_ids: Sequence[int], loss_mask: Sequence[int], 
         raise RunError(f"trajectory {name}: a token id outside the vocabulary of {vocabulary}")
 
 
-def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) -> Row:
+def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) -> TrainRow:
     """A usable sample without advantages yet, to be trained at ``version``."""
     positions = np.flatnonzero(np.asarray(sample.loss_mask, dtype=np.int64))
-    return Row(
+    return TrainRow(
         name=sample.trajectory_id,
         group=sample.group_id,
         token_ids=np.asarray(sample.token_ids, dtype=np.int64),
@@ -169,12 +168,14 @@ def row_of(sample: TrainSample, version: int, max_token_lag: int | None = None) 
     )
 
 
-def supervised_row(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Row:
+def supervised_row(token_ids: Sequence[int], loss_mask: Sequence[int]) -> TrainRow:
     """A row for the warm-up: no rollout, no advantage."""
     positions = np.flatnonzero(np.asarray(loss_mask, dtype=np.int64))
     nothing = np.zeros(len(positions), dtype=np.float32)
     ids = np.asarray(token_ids, dtype=np.int64)
-    return Row("", "", ids, positions, nothing, nothing.astype(np.bool_), np.ones(len(positions), np.bool_), nothing)
+    return TrainRow(
+        "", "", ids, positions, nothing, nothing.astype(np.bool_), np.ones(len(positions), np.bool_), nothing
+    )
 
 
 # -- which trajectories meet -----------------------------------------------------------------------------------------
@@ -189,14 +190,14 @@ def split_rows(count: int, parts: int, generator: torch.Generator) -> list[list[
     return [sorted(int(index) for index in chunk) for chunk in chunks]
 
 
-class Arrival:
+class ArrivalPacker:
     """Fills micro-batches in the order given: a group joins the open one if it fits in whole, else begins the next; a group
     that fits in none is split. A group is a run of rows with one group id.
 
     So the micro-batches of a sequence of groups are the same whether they are added one by one or all at once.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: MicroBatchLimits) -> None:
         self._limits = limits
         self._open: list[int] = []
         self._tokens = 0
@@ -237,10 +238,10 @@ class Arrival:
         return len(self._open) + count <= self._limits.size and (capacity is None or self._tokens + tokens <= capacity)
 
 
-def plan(rows: Sequence[Row], indices: Sequence[int], limits: Limits) -> list[list[int]]:
+def plan_micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], limits: MicroBatchLimits) -> list[list[int]]:
     """``indices`` in micro-batches. ``length``: longest first, then by index; packed: first-fit decreasing."""
     if limits.order == "arrival":
-        arrival = Arrival(limits)
+        arrival = ArrivalPacker(limits)
         return arrival.add((index, rows[index].group, len(rows[index])) for index in indices) + arrival.rest()
     if limits.pack_tokens is not None:
         return first_fit_decreasing(indices, [len(row) for row in rows], limits.pack_tokens, limits.size)
@@ -252,9 +253,15 @@ def plan(rows: Sequence[Row], indices: Sequence[int], limits: Limits) -> list[li
 
 
 def micro_batch(
-    rows: Sequence[Row], indices: Sequence[int], limits: Limits, loss: str, *, whole: bool = False, idle: bool = False
+    rows: Sequence[TrainRow],
+    indices: Sequence[int],
+    limits: MicroBatchLimits,
+    loss: str,
+    *,
+    whole: bool = False,
+    idle: bool = False,
 ) -> MicroBatch:
-    """``rows[indices]`` as tensors; ``loss`` is the kind of mean, see :mod:`megatron_rlplugin.objective.token_weights`.
+    """``rows[indices]`` as tensors; ``loss`` is the kind of mean, see :mod:`megatron_rlplugin.objective.policy_loss`.
 
     ``whole``: all of the policy's tokens, also those that are not trained on (for log-probs). ``idle``: it is computed but
     weighs nothing, in loss and in denominator.
@@ -308,7 +315,7 @@ def micro_batch(
     )
 
 
-def _optional(members: Sequence[Row], name: str) -> Floats | None:
+def _optional(members: Sequence[TrainRow], name: str) -> Floats | None:
     parts = [getattr(row, name) for row in members]
     return None if any(part is None for part in parts) else np.concatenate(parts)
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_rlplugin.objective.critic import ValueTokens, ValueTotals, value_loss
-from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss
-from megatron_rlplugin.objective.token_weights import token_weights
+from megatron_rlplugin.objective.policy_loss import Coefficients, Totals, policy_loss, token_weights
 from megatron_rlplugin.trainer.experience import Experience
-from megatron_rlplugin.trainer.learner import Learner, LossFunction, Update
-from megatron_rlplugin.trainer.micro_batches import Limits, MicroBatch, Row, micro_batch
+from megatron_rlplugin.trainer.learner import Learner, LearnerUpdate, LossFunction
+from megatron_rlplugin.trainer.micro_batches import MicroBatch, MicroBatchLimits, TrainRow, micro_batch
 from megatron_rlplugin.trainer.replicas import Dealer, Replicas
 from orchestrator.settings.trainer_settings import TrainerSettings
 
@@ -27,9 +26,9 @@ from orchestrator.settings.trainer_settings import TrainerSettings
 class StepReport:
     """What one optimizer step did, summed over replicas. ``faulty``: the trajectories that kept it from being taken."""
 
-    update: Update
+    update: LearnerUpdate
     totals: Totals
-    value_update: Update | None = None
+    value_update: LearnerUpdate | None = None
     values: ValueTotals = field(default_factory=ValueTotals)
     faulty: tuple[str, ...] = ()
 
@@ -40,7 +39,7 @@ class Stepper:
     def __init__(
         self,
         settings: TrainerSettings,
-        limits: Limits,
+        limits: MicroBatchLimits,
         policy: Learner,
         critic: Learner | None,
         replicas: Replicas,
@@ -54,24 +53,26 @@ class Stepper:
         self._replicas = replicas
         self._experience = experience
         self._temperature = temperature
-        self._coefficients = Coefficients.of(settings)
+        self._coefficients = Coefficients.from_settings(settings)
         self._dealer: Dealer = replicas.dealer()
         self._expected = 0
         self._plans: list[list[int]] = []
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Open a step."""
         self._dealer = self._replicas.dealer()
         self._expected, self._plans = 0, []
         for learner in self._learners():
-            learner.begin()
+            learner.begin_step()
 
-    def feed(self, rows: list[Row], plans: Sequence[list[int]], *, last: bool = False, complete: bool = True) -> None:
+    def feed(
+        self, rows: list[TrainRow], plans: Sequence[list[int]], *, last: bool = False, complete: bool = True
+    ) -> None:
         """Add the gradients of these micro-batches. ``last``: no more will come. ``complete``: what needs forward passes
         is filled into ``rows`` first."""
-        now, own = self._dealer.deal(plans, last=last)
+        now, own = self._dealer.deal_micro_batches(plans, last=last)
         if complete:
-            self._experience.complete(rows, now, own)
+            self._experience.complete_rows(rows, now, own)
         loss = self._settings.loss_mean
         self._plans += now
         self._expected += sum(token_weights(int(rows[i].kept.sum()), loss)[1] for members in now for i in members)
@@ -85,39 +86,39 @@ class Stepper:
         for learner in self._learners():
             learner.offload()
 
-    def finish(self, rows: list[Row]) -> StepReport:
+    def finish_step(self, rows: list[TrainRow]) -> StepReport:
         """Take the step. A policy that does not step keeps its critic from stepping."""
-        update = self._policy.finish(self._expected)
+        update = self._policy.finish_step(self._expected)
         totals, values = Totals(), ValueTotals()
         for report in update.reports:
             totals.add(report)
         totals = self._replicas.total(totals)
         if not update.taken:
             if self._critic is not None:
-                self._critic.abandon()
+                self._critic.abandon_step()
             return StepReport(update, totals, faulty=self._blame(rows, self._policy, self._policy_loss))
         if self._critic is None:
             return StepReport(update, totals)
-        value_update = self._critic.finish(self._expected)
+        value_update = self._critic.finish_step(self._expected)
         for report in value_update.reports:
             values.add(report)
         values = self._replicas.total(values)
         faulty = () if value_update.taken else self._blame(rows, self._critic, self._value_loss)
         return StepReport(update, totals, value_update, values, faulty)
 
-    def abandon(self) -> None:
+    def abandon_step(self) -> None:
         """Drop the open step, if there is one."""
         for learner in self._learners():
-            learner.abandon()
+            learner.abandon_step()
 
     def _learners(self) -> list[Learner]:
         return [self._policy] if self._critic is None else [self._policy, self._critic]
 
-    def _blame(self, rows: list[Row], learner: Learner, loss: LossFunction) -> tuple[str, ...]:
+    def _blame(self, rows: list[TrainRow], learner: Learner, loss: LossFunction) -> tuple[str, ...]:
         """The trajectories whose gradient is not finite, when they are computed alone. Every rank computes them all."""
         if self._replicas.world > 1:
-            now, own = self._replicas.dealer().deal(self._plans, last=True)
-            self._experience.complete(rows, now, own, everywhere=True)
+            now, own = self._replicas.dealer().deal_micro_batches(self._plans, last=True)
+            self._experience.complete_rows(rows, now, own, everywhere=True)
         faulty = []
         for members in self._plans:
             if not self._is_finite(rows, members, learner, loss):
@@ -125,7 +126,7 @@ class Stepper:
                 faulty += [index for index in alone if not self._is_finite(rows, [index], learner, loss)] or members
         return tuple(rows[index].name for index in sorted(faulty))
 
-    def _is_finite(self, rows: list[Row], members: list[int], learner: Learner, loss: LossFunction) -> bool:
+    def _is_finite(self, rows: list[TrainRow], members: list[int], learner: Learner, loss: LossFunction) -> bool:
         batch = micro_batch(rows, members, self._limits, self._settings.loss_mean)
         return learner.gradient_is_finite(batch, loss)
 

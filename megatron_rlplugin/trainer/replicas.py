@@ -24,7 +24,7 @@ Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MicroBatchShare:
     """A micro-batch for this replica: the rows in it; ``idle``: it keeps experts in step and weighs nothing."""
 
     members: list[int]
@@ -109,14 +109,16 @@ class Dealer:
         self._dealt = 0
         self._waiting: list[list[int]] = []
 
-    def deal(self, plans: Sequence[list[int]], *, last: bool = False) -> tuple[list[list[int]], list[Share]]:
+    def deal_micro_batches(
+        self, plans: Sequence[list[int]], *, last: bool = False
+    ) -> tuple[list[list[int]], list[MicroBatchShare]]:
         """(the micro-batches that replicas compute now, those of this one). Replicas in step wait for a whole round,
         except for the ``last``, which idle copies make whole."""
         now = [*self._waiting, *plans]
         whole = len(now) if last or not self._in_step else len(now) // self._count * self._count
         now, self._waiting = now[:whole], now[whole:]
-        own = [Share(members) for k, members in enumerate(now, self._dealt) if k % self._count == self._index]
+        own = [MicroBatchShare(members) for k, members in enumerate(now, self._dealt) if k % self._count == self._index]
         self._dealt += len(now)
         if last and self._in_step and self._dealt % self._count and self._index >= self._dealt % self._count:
-            own.append(Share(now[-1], idle=True))
+            own.append(MicroBatchShare(now[-1], idle=True))
         return now, own

@@ -32,7 +32,7 @@ _MORE_BESIDE = ("special_tokens_map.json", "vocab.json", "merges.txt", "chat_tem
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class TrainerPosition:
     """Where in the run the trainer is: steps done, version of the weights."""
 
     step: int
@@ -40,7 +40,7 @@ class Position:
 
 
 @dataclass(slots=True)
-class Parts:
+class TrainerParts:
     """What of a trainer is saved and restored; :func:`load` replaces ``reference``."""
 
     policy: Learner
@@ -77,7 +77,7 @@ def export(learner: Learner, replicas: Replicas, folder: str | Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def save(parts: Parts, position: Position, folder: str | Path) -> None:
+def save(parts: TrainerParts, position: TrainerPosition, folder: str | Path) -> None:
     """Write into an empty folder (made if needed). When it returns, every rank has written."""
     path, replicas = Path(folder), parts.replicas
 
@@ -106,7 +106,7 @@ def save(parts: Parts, position: Position, folder: str | Path) -> None:
     _together(replicas, "write its optimizer state", write)
 
 
-def load(parts: Parts, folder: str | Path) -> Position:
+def load(parts: TrainerParts, folder: str | Path) -> TrainerPosition:
     """Restore what :func:`save` wrote."""
     path = Path(folder)
     state: dict[str, Any] = {}
@@ -119,10 +119,10 @@ def load(parts: Parts, folder: str | Path) -> Position:
     parts.reference = state["reference"]
     torch.set_rng_state(state["torch_rng"])
     parts.generator.set_state(state["minibatch_rng"])
-    return Position(**state["position"])
+    return TrainerPosition(**state["position"])
 
 
-def _checked(parts: Parts, path: Path) -> dict[str, Any]:
+def _checked(parts: TrainerParts, path: Path) -> dict[str, Any]:
     """The state of this rank, when it fits this trainer."""
     shape = read_shape(path)
     for name, value in asdict(parts.policy.shape).items():
@@ -144,7 +144,7 @@ def _checked(parts: Parts, path: Path) -> dict[str, Any]:
     return state
 
 
-def _layout(parts: Parts) -> dict[str, Any]:
+def _layout(parts: TrainerParts) -> dict[str, Any]:
     return {**asdict(parts.policy.layout), "world_size": parts.replicas.world}
 
 

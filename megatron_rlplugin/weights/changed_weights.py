@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rlplugin.weights.tensor_places import Piece, pieces
+from megatron_rlplugin.weights.tensor_places import TensorPiece, tensor_pieces
 from megatron_rlplugin.weights.weight_export import BUCKET_BYTES, ENCODING, serving_shards
 from orchestrator.api import ConfigError, RunError, ShardKey
 
@@ -31,7 +31,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WeightChange:
     """What changed in one shard. ``indices``: row-major positions in the shard, ascending, int32 (int64 where the shard is
     larger than that reaches); ``values``: what stands there now, in the shard's dtype."""
 
@@ -71,7 +71,7 @@ class Snapshot:
         self._kept = {key: self._copy(value) for key, value in self._shards()}
         self.cost = Cost(sum(value.nbytes for value in self._kept.values()))
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[WeightChange]:
         """What changed since the last call (or the beginning). To be consumed completely: the copy moves along with it."""
         started = self._clock()
         for key, value in self._shards():
@@ -79,7 +79,7 @@ class Snapshot:
             indices = _changed(kept.to(value.device, non_blocking=True), value)
             if len(indices):
                 kept.copy_(value)  # all of it: on the host, scattered writes cost more than one copy
-                change = Change(key, indices, value.view(-1)[indices.long()])
+                change = WeightChange(key, indices, value.view(-1)[indices.long()])
                 self.cost.seconds += self._clock() - started
                 yield change
                 started = self._clock()
@@ -112,19 +112,19 @@ class Masters:
     ) -> None:
         self._clock = clock
         self.cost = Cost()
-        self._changes: dict[ShardKey, Change] = {}
+        self._changes: dict[ShardKey, WeightChange] = {}
         inner = getattr(optimizer, "chained_optimizers", [optimizer])
         for one in inner:
             _require_masters(one)
-        self._pieces: dict[int, list[Piece]] = {}
-        for piece in pieces(chunks):
+        self._pieces: dict[int, list[TensorPiece]] = {}
+        for piece in tensor_pieces(chunks):
             self._pieces.setdefault(id(piece.parameter), []).append(piece)
         self._hooked = list(inner)
         for one in inner:
             stock = getattr(one, _HOOKED)
             setattr(one, _HOOKED, self._before(one, stock))
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[WeightChange]:
         """What the steps since the last call changed. A value that one step changed and a later one changed back is in it."""
         found, self._changes = self._changes, {}
         yield from found.values()
@@ -158,15 +158,15 @@ class Masters:
                     if _first_of_model_parallel(piece):
                         self._note(piece, old, new)
 
-    def _note(self, piece: Piece, old: Tensor, new: Tensor) -> None:
-        after = piece.of(new)
-        indices = _changed(piece.of(old), after)
+    def _note(self, piece: TensorPiece, old: Tensor, new: Tensor) -> None:
+        after = piece.cut_from(new)
+        indices = _changed(piece.cut_from(old), after)
         if not len(indices):
             return
         dtype = str(after.dtype).removeprefix("torch.")
         start, stop = (0, 0) if piece.dim < 0 else (piece.start, piece.stop)
         key = ShardKey(piece.name, piece.dim, start, stop, piece.shape, dtype, ENCODING, 0)
-        change = Change(key, indices, after.view(-1)[indices.long()])
+        change = WeightChange(key, indices, after.view(-1)[indices.long()])
         earlier = self._changes.get(key)
         self._changes[key] = change if earlier is None else _followed_by(earlier, change)
 
@@ -177,7 +177,7 @@ def _changed(old: Tensor, new: Tensor) -> Tensor:
     return found.to(torch.int32) if new.numel() < 1 << 31 else found
 
 
-def _followed_by(earlier: Change, later: Change) -> Change:
+def _followed_by(earlier: WeightChange, later: WeightChange) -> WeightChange:
     """Both in one: where both changed something, the later value."""
     stays = ~torch.isin(earlier.indices, later.indices)
     indices = torch.cat([earlier.indices[stays], later.indices])
@@ -186,7 +186,7 @@ def _followed_by(earlier: Change, later: Change) -> Change:
     return replace(later, indices=indices[order], values=values[order])
 
 
-def _first_of_model_parallel(piece: Piece) -> bool:
+def _first_of_model_parallel(piece: TensorPiece) -> bool:
     """The optimizer divides a parameter among its data-parallel holders; of tensor or pipeline holders the first speaks."""
     from megatron.core import parallel_state as groups
 

@@ -4,7 +4,7 @@ Every rank of the trainer sends its own shards to a group of its own, in which i
 vLLM's stock backends; nothing is gathered among the trainer's ranks. :mod:`orchestrator.transfer.announcement` says what is
 sent.
 
-Guarantees: the sending goes on in one background thread that only reads the weights; :meth:`Sender.finish`, called before
+Guarantees: one background thread sends and only reads the weights; :meth:`CollectiveSender.finish_send`, called before
 they change, returns when it has ended or was given up: within the time limit (plus some seconds to abort NCCL), whatever the
 receivers do. A failure is kept and logged, never raised: the version is on the relay, too. A group that failed is left at
 once, so that no receiver waits for it, and is not used again.
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 Shards = Iterator[tuple[ShardKey, Tensor]]
 
 
-class Group(Protocol):
+class SendGroup(Protocol):
     """A group with this rank as its sender. Making one starts nothing that waits; ``join`` does."""
 
     meeting: Meeting
@@ -72,17 +72,17 @@ class Group(Protocol):
         """Leave it. Idempotent, raises nothing; ends what another thread waits for in it."""
 
 
-def sender_of(chunks: Sequence[Any], device: torch.device) -> Sender:
+def sender_of(chunks: Sequence[Any], device: torch.device) -> CollectiveSender:
     """For this rank's model chunks: what :class:`~megatron_rlplugin.weights.rank_publisher.WeightPublisher` publishes,
     cut alike."""
-    return Sender(
+    return CollectiveSender(
         lambda: serving_keys(chunks, None, bucket_bytes=PART_BYTES),
         lambda: serving_shards(chunks, None, bucket_bytes=PART_BYTES),
         device,
     )
 
 
-class Sender:
+class CollectiveSender:
     """One rank's. Its methods are for one thread. ``keys`` and ``shards``: what this rank sends, in one order; ``device``:
     where that is."""
 
@@ -92,16 +92,16 @@ class Sender:
         self._keys = keys
         self._shards = shards
         self._device = device
-        self._group: Group | None = None
+        self._group: SendGroup | None = None
         self._groups = 0
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
         self.error = ""  # why the last version was not sent; empty: it was, or is on its way
         self.seconds = 0.0  # that the last version took
 
-    def begin(self, version: int, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> Meeting:
+    def begin_send(self, version: int, receivers: int, limit: float, anew: bool, host: str = "127.0.0.1") -> Meeting:
         """See :class:`orchestrator.api.CollectiveTrainer`. ``host``: this rank's address. Raises ConfigError."""
-        self.finish()
+        self.finish_send()
         group = self._group
         if group is None or anew or self.error or group.meeting.receivers != receivers:
             self._leave()
@@ -117,7 +117,7 @@ class Sender:
         self._thread.start()
         return group.meeting
 
-    def finish(self) -> None:
+    def finish_send(self) -> None:
         """Wait until nothing reads the weights any more. See the module."""
         thread, self._thread = self._thread, None
         if thread is None:
@@ -133,7 +133,7 @@ class Sender:
     def close(self) -> None:
         """Idempotent. What is being sent is waited for no longer than a moment."""
         self._deadline = min(self._deadline, time.monotonic() + CLOSE_SECONDS)
-        self.finish()
+        self.finish_send()
         self._leave()
 
     def _leave(self) -> None:
@@ -141,7 +141,7 @@ class Sender:
         if group is not None:
             group.close()
 
-    def _send(self, group: Group, version: int, deadline: float) -> None:
+    def _send(self, group: SendGroup, version: int, deadline: float) -> None:
         started = time.monotonic()
         try:
             group.join(deadline)
@@ -155,7 +155,7 @@ class Sender:
             group.close()
         self.seconds = time.monotonic() - started
 
-    def _wanted(self, keys: Sequence[ShardKey], group: Group) -> Shards:
+    def _wanted(self, keys: Sequence[ShardKey], group: SendGroup) -> Shards:
         """Just what was announced. Nothing is read any more once it was given up."""
         places = iter(keys)
         with torch.no_grad():
@@ -237,7 +237,7 @@ class NcclGroup:
     """vLLM's own group and packed broadcast. Not run by the tests of this project: they have no machine with two GPUs."""
 
     def __init__(self, receivers: int, host: str, number: int, limit: float) -> None:
-        del limit  # NCCL has none: :meth:`Sender.finish` aborts it
+        del limit  # NCCL has none: :meth:`CollectiveSender.finish_send` aborts it
         try:
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         except ImportError as error:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlplugin.weights.tensor_places import Piece, chunks_of, model_group, pieces, tensors
+from megatron_rlplugin.weights.tensor_places import TensorPiece, chunks_of, model_group, tensor_pieces, tensor_shapes
 from orchestrator.api import ConfigError
 
 
@@ -30,9 +30,9 @@ def load_hf(model: Any, folder: str | Path) -> None:
     """
     path = Path(folder)
     tied = chunks_of(model)[0].share_embeddings_and_output_weights
-    mine = list(pieces(model))
+    mine = list(tensor_pieces(model))
     with _Folder(path) as files:
-        _check(files, tensors(model), path, tied=tied)
+        _check(files, tensor_shapes(model), path, tied=tied)
         with torch.no_grad():
             for piece in mine:
                 piece.write(files.get(piece.name, piece.dim, piece.start, piece.stop))
@@ -44,13 +44,13 @@ def export_hf(model: Any) -> Iterator[tuple[str, Tensor]]:
     Collective over the ranks of one replica: all must call it and take all tensors.
     """
     group = model_group(model)
-    held = {(piece.name, piece.start): piece for piece in pieces(model)}
+    held = {(piece.name, piece.start): piece for piece in tensor_pieces(model)}
     if group.size() == 1:
-        sources = {name: [(0, 0, -1, shape)] for name, shape in tensors(model).items()}
+        sources = {name: [(0, 0, -1, shape)] for name, shape in tensor_shapes(model).items()}
     else:
         sources = _sources(list(held.values()), group)
     with torch.no_grad():
-        for name, shape in tensors(model).items():
+        for name, shape in tensor_shapes(model).items():
             parts = [_from(held.get((name, start)), rank, part, model, group) for start, rank, _, part in sources[name]]
             dim = sources[name][0][2]
             full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -61,7 +61,7 @@ def export_hf(model: Any) -> Iterator[tuple[str, Tensor]]:
 Source = tuple[int, int, int, tuple[int, ...]]  # start, rank in the group, dim, shape of the part
 
 
-def _sources(mine: list[Piece], group: Any) -> dict[str, list[Source]]:
+def _sources(mine: list[TensorPiece], group: Any) -> dict[str, list[Source]]:
     """For each tensor, its parts in order and for each the first rank of the group that holds it."""
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, [(piece.name, piece.start, piece.dim, piece.held) for piece in mine], group=group)
@@ -72,7 +72,7 @@ def _sources(mine: list[Piece], group: Any) -> dict[str, list[Source]]:
     return {name: [by_start[start] for start in sorted(by_start)] for name, by_start in parts.items()}
 
 
-def _from(piece: Piece | None, rank: int, shape: tuple[int, ...], model: Any, group: Any) -> Tensor:
+def _from(piece: TensorPiece | None, rank: int, shape: tuple[int, ...], model: Any, group: Any) -> Tensor:
     """The part that ``rank`` of the group holds, on every rank of it."""
     if group.size() == 1:
         assert piece is not None

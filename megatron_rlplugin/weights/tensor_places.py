@@ -1,8 +1,8 @@
 """Where each Hugging Face tensor lives in the Megatron model chunks of this rank, in Hugging Face coordinates.
 
-Guarantees: :func:`pieces` yields every parameter of the chunks exactly once, cut into the Hugging Face tensors that it is
+Guarantees: :func:`tensor_pieces` yields every parameter of the chunks exactly once, cut into the Hugging Face tensors that it is
 made of; reading and writing move bits and cast only when the dtypes differ; a parameter without a place is a ConfigError
-that names it. Nothing is gathered: a rank speaks of what it holds. :func:`tensors` lists the whole model, so the pieces of
+that names it. Nothing is gathered: a rank speaks of what it holds. :func:`tensor_shapes` lists the whole model, so the pieces of
 the ranks of one replica cover each tensor of it exactly once per holder.
 
 Tensor parallelism cuts rows (dim 0) or, behind a reduction, columns (dim 1); pipeline stages hold layers; expert
@@ -31,7 +31,7 @@ Window = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """What this rank holds of one Hugging Face tensor.
 
     ``replicated`` names the groups over which other ranks hold the very same piece: "tp" (tensor), "pp" (an embedding tied
@@ -52,7 +52,7 @@ class Piece:
     parameter: Tensor
     window: Window
 
-    def of(self, like: Tensor) -> Tensor:
+    def cut_from(self, like: Tensor) -> Tensor:
         """This piece of any tensor shaped as ``parameter`` (its gradient, its fp32 master), contiguous."""
         return self.window(like).reshape(self.held).contiguous()
 
@@ -65,7 +65,7 @@ class Piece:
 
     def read(self) -> Tensor:
         """A contiguous tensor of shape ``held``; it may share the parameter's memory."""
-        return self.of(self.parameter.detach())
+        return self.cut_from(self.parameter.detach())
 
     def write(self, value: Tensor) -> None:
         """Fill the piece from a tensor of shape ``held``; casts to the parameter's dtype."""
@@ -76,7 +76,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """One Megatron parameter: the Hugging Face tensors that it is made of, and how."""
 
     sources: tuple[str, ...]  # templates: {i} is the layer, {e} the expert
@@ -103,31 +103,31 @@ def _gate_up(config: Any) -> tuple[Window, ...]:
 _LAYER = "model.layers.{i}."
 _QKV = tuple(f"{_LAYER}self_attn.{c}_proj." for c in "qkv")
 _EXPERT = _LAYER + "mlp.experts.{e}."
-_BEFORE_ATTENTION = Place((_LAYER + "input_layernorm.weight",))
-_BEFORE_MLP = Place((_LAYER + "post_attention_layernorm.weight",))
+_BEFORE_ATTENTION = TensorPlace((_LAYER + "input_layernorm.weight",))
+_BEFORE_MLP = TensorPlace((_LAYER + "post_attention_layernorm.weight",))
 PLACES = {
-    "embedding.word_embeddings.weight": Place(("model.embed_tokens.weight",), 0),
-    "decoder.final_layernorm.weight": Place(("model.norm.weight",)),
-    "output_layer.weight": Place(("lm_head.weight",), 0),
+    "embedding.word_embeddings.weight": TensorPlace(("model.embed_tokens.weight",), 0),
+    "decoder.final_layernorm.weight": TensorPlace(("model.norm.weight",)),
+    "output_layer.weight": TensorPlace(("lm_head.weight",), 0),
 }
 TIED_OUTPUT = PLACES["embedding.word_embeddings.weight"]  # of output_layer.weight, where it is a copy of the embedding
 LAYER_PLACES = {
     "input_layernorm.weight": _BEFORE_ATTENTION,
     "self_attention.linear_qkv.layer_norm_weight": _BEFORE_ATTENTION,
-    "self_attention.linear_qkv.weight": Place(tuple(name + "weight" for name in _QKV), 0, _qkv),
-    "self_attention.linear_qkv.bias": Place(tuple(name + "bias" for name in _QKV), 0, _qkv),
-    "self_attention.q_layernorm.weight": Place((_LAYER + "self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Place((_LAYER + "self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": Place((_LAYER + "self_attn.o_proj.weight",), 1),
+    "self_attention.linear_qkv.weight": TensorPlace(tuple(name + "weight" for name in _QKV), 0, _qkv),
+    "self_attention.linear_qkv.bias": TensorPlace(tuple(name + "bias" for name in _QKV), 0, _qkv),
+    "self_attention.q_layernorm.weight": TensorPlace((_LAYER + "self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": TensorPlace((_LAYER + "self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": TensorPlace((_LAYER + "self_attn.o_proj.weight",), 1),
     "pre_mlp_layernorm.weight": _BEFORE_MLP,
     "mlp.linear_fc1.layer_norm_weight": _BEFORE_MLP,
-    "mlp.linear_fc1.weight": Place(tuple(f"{_LAYER}mlp.{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
-    "mlp.linear_fc2.weight": Place((_LAYER + "mlp.down_proj.weight",), 1),
-    "mlp.router.weight": Place((_LAYER + "mlp.gate.weight",)),
+    "mlp.linear_fc1.weight": TensorPlace(tuple(f"{_LAYER}mlp.{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
+    "mlp.linear_fc2.weight": TensorPlace((_LAYER + "mlp.down_proj.weight",), 1),
+    "mlp.router.weight": TensorPlace((_LAYER + "mlp.gate.weight",)),
 }
 EXPERT_PLACES = {
-    "linear_fc1": Place(tuple(f"{_EXPERT}{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
-    "linear_fc2": Place((_EXPERT + "down_proj.weight",), 1),
+    "linear_fc1": TensorPlace(tuple(f"{_EXPERT}{c}_proj.weight" for c in ("gate", "up")), 0, _gate_up),
+    "linear_fc2": TensorPlace((_EXPERT + "down_proj.weight",), 1),
 }
 
 
@@ -136,10 +136,10 @@ def chunks_of(model: Any) -> list[Any]:
     return [unwrap(chunk) for chunk in (model if isinstance(model, Sequence) else [model])]
 
 
-def pieces(model: Any) -> Iterator[Piece]:
+def tensor_pieces(model: Any) -> Iterator[TensorPiece]:
     """Every piece that this rank holds, in the order of its parameters. ``model``: as for :func:`chunks_of`."""
     for core in chunks_of(model):
-        whole = tensors(core)
+        whole = tensor_shapes(core)
         for name, parameter in core.named_parameters():
             place, layer, expert = _find(core, name)
             windows = place.windows(core.config)
@@ -149,13 +149,13 @@ def pieces(model: Any) -> Iterator[Piece]:
 
 def _piece(
     core: Any,
-    place: Place,
+    place: TensorPlace,
     name: str,
     whole: dict[str, tuple[int, ...]],
     parameter: Tensor,
     window: Window,
     expert: int,
-) -> Piece:
+) -> TensorPiece:
     groups = core.pg_collection
     is_expert = expert >= 0
     tensor = groups.expt_tp if is_expert else groups.tp
@@ -179,10 +179,10 @@ def _piece(
     for group in others.values():
         index, count = index * group.size() + group.rank(), count * group.size()
     replicated = tuple(key for key, group in others.items() if group.size() > 1)
-    return Piece(name, shape, dim, start, stop, replicated, (index, count), is_expert, parameter, window)
+    return TensorPiece(name, shape, dim, start, stop, replicated, (index, count), is_expert, parameter, window)
 
 
-def _find(core: Any, name: str) -> tuple[Place, int, int]:
+def _find(core: Any, name: str) -> tuple[TensorPlace, int, int]:
     """Place, number of the layer in the whole model (-1: none), number of the expert in it (-1: none)."""
     if name == "output_layer.weight" and core.share_embeddings_and_output_weights:
         return TIED_OUTPUT, -1, -1
@@ -201,7 +201,7 @@ def _find(core: Any, name: str) -> tuple[Place, int, int]:
     raise ConfigError("model", name, "the bridge knows no Hugging Face place for this Megatron parameter")
 
 
-def _find_expert(rest: str) -> tuple[Place, int] | None:
+def _find_expert(rest: str) -> tuple[TensorPlace, int] | None:
     """``local_experts.3.linear_fc1.weight``, or Transformer Engine's ``linear_fc1.weight3``."""
     parts = rest.split(".")
     if len(parts) == 4 and parts[0] == "local_experts" and parts[3] == "weight" and parts[2] in EXPERT_PLACES:
@@ -211,7 +211,7 @@ def _find_expert(rest: str) -> tuple[Place, int] | None:
     return None
 
 
-def tensors(model: Any) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of all tensors of the whole model, wherever they are held, in the model's order."""
     core = chunks_of(model)[0]
     config = core.config

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlplugin.model import DTYPES
-from megatron_rlplugin.weights.tensor_places import Piece, pieces
+from megatron_rlplugin.weights.tensor_places import TensorPiece, tensor_pieces
 from orchestrator.api import ConfigError, ShardKey
 
 BUCKET_BYTES = 64 << 20  # as the relay's own default
@@ -29,7 +29,7 @@ ENCODING = "raw"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """A range of a piece along one dimension, in Hugging Face coordinates; at most a bucket, or one row that is larger."""
 
     piece: int  # its number on this rank
@@ -65,8 +65,10 @@ def serving_keys(
     return [key for _, _, key in _cuts(chunks, dtype, bucket_bytes)]
 
 
-def _cuts(chunks: Sequence[Any], dtype: str | None, bucket_bytes: int) -> Iterator[tuple[Piece, Part, ShardKey]]:
-    mine = list(pieces(chunks))
+def _cuts(
+    chunks: Sequence[Any], dtype: str | None, bucket_bytes: int
+) -> Iterator[tuple[TensorPiece, ShardPart, ShardKey]]:
+    mine = list(tensor_pieces(chunks))
     dtypes = [piece.parameter.dtype if dtype is None else _dtype(dtype) for piece in mine]
     bucket = filled = 0
     for part in own_parts(mine, [wanted.itemsize for wanted in dtypes], bucket_bytes):
@@ -77,7 +79,7 @@ def _cuts(chunks: Sequence[Any], dtype: str | None, bucket_bytes: int) -> Iterat
         yield piece, part, ShardKey(piece.name, part.dim, part.start, part.stop, piece.shape, named, ENCODING, bucket)
 
 
-def own_parts(mine: Sequence[Piece], itemsize: int | Sequence[int], bucket_bytes: int) -> list[Part]:
+def own_parts(mine: Sequence[TensorPiece], itemsize: int | Sequence[int], bucket_bytes: int) -> list[ShardPart]:
     """What of these pieces this rank exports, in their order. A pure function. ``itemsize``: of all, or of each.
 
     Ranks that hold the same pieces list them in the same order, so each finds the same division: largest part first, to
@@ -85,7 +87,7 @@ def own_parts(mine: Sequence[Piece], itemsize: int | Sequence[int], bucket_bytes
     """
     if bucket_bytes < 1:
         raise ConfigError("bucket_bytes", bucket_bytes, "must be at least 1")
-    holders: dict[tuple[bool, tuple[str, ...]], list[Part]] = {}  # those that share a piece share these
+    holders: dict[tuple[bool, tuple[str, ...]], list[ShardPart]] = {}  # those that share a piece share these
     places: dict[tuple[bool, tuple[str, ...]], tuple[int, int]] = {}
     sizes = [itemsize] * len(mine) if isinstance(itemsize, int) else itemsize
     for number, (piece, size) in enumerate(zip(mine, sizes, strict=True)):
@@ -93,7 +95,7 @@ def own_parts(mine: Sequence[Piece], itemsize: int | Sequence[int], bucket_bytes
         kind = piece.expert, piece.replicated
         holders.setdefault(kind, []).extend(parts)
         places[kind] = piece.holder
-    own: list[Part] = []
+    own: list[ShardPart] = []
     for kind, parts in holders.items():
         rank, size = places[kind]
         loads = [0] * size
@@ -114,19 +116,21 @@ def as_bytes(tensor: Tensor) -> tuple[tuple[int, ...], str, Any]:
     return tuple(data.shape), str(data.dtype).removeprefix("torch."), raw
 
 
-def _parts(number: int, piece: Piece, itemsize: int, bucket_bytes: int) -> list[Part]:
+def _parts(number: int, piece: TensorPiece, itemsize: int, bucket_bytes: int) -> list[ShardPart]:
     dim = max(piece.dim, 0)
     row_bytes = itemsize * math.prod(size for index, size in enumerate(piece.shape) if index != dim)
     rows = max(bucket_bytes // max(row_bytes, 1), 1)
     if piece.dim < 0 and rows >= piece.stop:
-        return [Part(number, -1, 0, 0, row_bytes * piece.stop)]
+        return [ShardPart(number, -1, 0, 0, row_bytes * piece.stop)]
     return [
-        Part(number, dim, start, min(start + rows, piece.stop), row_bytes * (min(start + rows, piece.stop) - start))
+        ShardPart(
+            number, dim, start, min(start + rows, piece.stop), row_bytes * (min(start + rows, piece.stop) - start)
+        )
         for start in range(piece.start, piece.stop, rows)
     ]
 
 
-def _cut(value: Tensor, piece: Piece, part: Part) -> Tensor:
+def _cut(value: Tensor, piece: TensorPiece, part: ShardPart) -> Tensor:
     if part.dim < 0:
         return value
     return value.narrow(part.dim, part.start - piece.start, part.stop - part.start)

@@ -33,10 +33,12 @@ class Rig:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         from megatron_rlplugin.model import DTYPES, build_model, read_shape
-        from megatron_rlplugin.parallel_layout import Layout
+        from megatron_rlplugin.parallel_layout import ParallelLayout
         from megatron_rlplugin.stream.gradient_stream import GradientStream
 
-        (module,) = build_model(read_shape(os.environ["MODEL"]), dtype, Layout(distributed_optimizer=distributed))
+        (module,) = build_model(
+            read_shape(os.environ["MODEL"]), dtype, ParallelLayout(distributed_optimizer=distributed)
+        )
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -110,36 +112,36 @@ def run_steps(rig: Rig, residency: Any, rank: int, moves: random.Random | None) 
     """Three steps of uneven feeds; with ``moves``, levels at random wherever they are allowed."""
     found = []
     for step in range(3):
-        rig.stream.begin()
+        rig.stream.begin_step()
         for index in range(1 + rank + step % 2):
             if moves is not None:
                 for level in (*moves.choices(LEVELS, k=3), moves.choice(LEVELS[1:])):
-                    residency.to(level)
+                    residency.move_to(level)
             rig.feed(100 * step + 10 * rank + index)
         found += rig.gradients() if moves is None else gradients_after(rig, residency, moves)
         if moves is not None:
-            residency.to(moves.choice(LEVELS))
+            residency.move_to(moves.choice(LEVELS))
             residency.to("step")
-        assert rig.stream.finish().taken
+        assert rig.stream.finish_step().taken
         found += rig.state()
         if moves is not None:
             for level in (*moves.choices(LEVELS, k=3), "stream"):
-                residency.to(level)
+                residency.move_to(level)
     return found
 
 
 def gradients_after(rig: Rig, residency: Any, moves: random.Random) -> list[Any]:
     for level in ("away", moves.choice(LEVELS), "stream"):
-        residency.to(level)
+        residency.move_to(level)
     return rig.gradients()
 
 
 def check(dtype: str, distributed: bool, rank: int) -> dict[str, Any]:
-    from megatron_rlplugin.trainer.memory_residency import Residency
+    from megatron_rlplugin.trainer.memory_residency import TrainerResidency
 
     expected = run_steps(Rig(dtype, distributed), None, rank, None)
     rig = Rig(dtype, distributed)
-    residency = Residency([rig.model], rig.optimizer, rig.stream)
+    residency = TrainerResidency([rig.model], rig.optimizer, rig.stream)
     assert same(expected, run_steps(rig, residency, rank, random.Random(rank))), "a move changed a bit"
     residency.to("step")
     assert residency.to("step").to_device == residency.to("step").to_host == 0, "nothing moves twice"
@@ -156,7 +158,7 @@ def check_levels(rig: Rig, residency: Any, sizes: dict[str, int]) -> dict[str, i
     """What each level frees, read at the tensors; the results say the same."""
     here, before, held = {}, rig.state(), sum(sizes.values())
     for level in ("stream", "away", "stream", "step"):
-        result = residency.to(level)
+        result = residency.move_to(level)
         here[level] = result.device_bytes
         assert residency.level == level
         assert result.peak_bytes == max(held, result.device_bytes), "never more than the larger of both levels"
@@ -171,11 +173,11 @@ def check_levels(rig: Rig, residency: Any, sizes: dict[str, int]) -> dict[str, i
 
 def check_guards(rig: Rig, residency: Any) -> None:
     """What needs what is away raises, and changes nothing."""
-    from megatron_rlplugin.trainer.memory_residency import Residency
+    from megatron_rlplugin.trainer.memory_residency import TrainerResidency
     from orchestrator.api import ConfigError, RunError
 
     before = rig.state()
-    rig.stream.begin()
+    rig.stream.begin_step()
     residency.to("away")
     with pytest.raises(RunError, match="residency"):
         rig.model(None, None, None)
@@ -188,19 +190,19 @@ def check_guards(rig: Rig, residency: Any) -> None:
     residency.to("step")
     assert same(before, rig.state())
     residency.to("away")
-    rig.stream.abandon()  # its gradient is of no use any more, and is not brought back
+    rig.stream.abandon_step()  # its gradient is of no use any more, and is not brought back
     residency.to("step")
-    rig.stream.begin()
+    rig.stream.begin_step()
     assert not any(gradient.any() for gradient in rig.gradients())
 
     rig.feed(6)
-    gradients, alone = rig.gradients(), Residency([rig.model], rig.optimizer)
+    gradients, alone = rig.gradients(), TrainerResidency([rig.model], rig.optimizer)
     for level in LEVELS:
-        alone.to(level)
+        alone.move_to(level)
     alone.close()
     assert same(gradients, rig.gradients()), "without a stream gradients are always kept"
-    rig.stream.abandon()
-    rig.stream.begin()
+    rig.stream.abandon_step()
+    rig.stream.begin_step()
 
 
 def check_failures(rig: Rig, residency: Any) -> None:
@@ -215,7 +217,7 @@ def check_failures(rig: Rig, residency: Any) -> None:
     for target, start in (("away", "step"), ("step", "away"), ("stream", "away"), ("stream", "step")):
         for repair in (target, start):
             for fail_at in (0, 1, 4):
-                residency.to(start)
+                residency.move_to(start)
                 left = fail_at
 
                 def failing(to: Any, source: Any) -> None:
@@ -227,7 +229,7 @@ def check_failures(rig: Rig, residency: Any) -> None:
 
                 module._copy = failing
                 try:
-                    residency.to(target)
+                    residency.move_to(target)
                 except RetryableError as error:
                     module._copy = stock
                     failures += 1
@@ -238,7 +240,7 @@ def check_failures(rig: Rig, residency: Any) -> None:
                         residency.require("stream")
                 finally:
                     module._copy = stock
-                residency.to(repair)
+                residency.move_to(repair)
                 residency.to("step")
                 assert same(weights, rig.state())
                 assert same(gradients, rig.gradients())
@@ -256,23 +258,23 @@ def check_failures(rig: Rig, residency: Any) -> None:
         with pytest.raises(RetryableError, match="no room for gradients"):
             residency.to("stream")
         rig.stream.gradients.reload = stock_reload if repair == "stream" else half_reloaded
-        residency.to(repair)
+        residency.move_to(repair)
         assert (residency.where()["gradients"][0] == 0) == (repair == "away")
     residency.to("step")
     assert same(gradients, rig.gradients())
-    rig.stream.abandon()
+    rig.stream.abandon_step()
 
 
 def main(rank: int, world: int, rendezvous: str, results: str) -> None:
     import torch
 
-    from megatron_rlplugin.parallel_layout import Layout, initialize_parallel, leave_parallel
+    from megatron_rlplugin.parallel_layout import ParallelLayout, initialize_parallel, leave_parallel
 
     torch.set_num_threads(1)
     found = {}
     for dtype, distributed in SETUPS:
         leave_parallel()
-        initialize_parallel(Layout(distributed_optimizer=distributed), rank, world, rendezvous)
+        initialize_parallel(ParallelLayout(distributed_optimizer=distributed), rank, world, rendezvous)
         found[f"{dtype} {distributed}"] = check(dtype, distributed, rank)
     Path(f"{results}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from megatron_rlplugin.objective.advantages import (
-    Outcome,
+    TrajectoryOutcome,
     advantages_of,
     group_advantages,
     group_counts,
     leave_one_out,
     says_nothing,
 )
-from megatron_rlplugin.objective.token_weights import kept_tokens, token_weights
+from megatron_rlplugin.objective.policy_loss import kept_tokens, token_weights
 from orchestrator.api import RunError
 from orchestrator.settings.trainer_settings import TrainerSettings
 
@@ -25,14 +25,14 @@ REWARDS = strategies.lists(strategies.floats(-1e6, 1e6), min_size=1, max_size=12
 
 def outcome(
     reward: float, tokens: int, seed: int = 0, *, group: str = "g", masked: tuple[int, ...] = (), extras: bool = True
-) -> Outcome:
+) -> TrajectoryOutcome:
     rng = np.random.default_rng(seed)
     kept = np.ones(tokens, dtype=bool)
     kept[list(masked)] = False
     return (
-        Outcome(group, reward, kept, rng.normal(size=tokens), rng.normal(size=tokens))
+        TrajectoryOutcome(group, reward, kept, rng.normal(size=tokens), rng.normal(size=tokens))
         if extras
-        else Outcome(group, reward, kept)
+        else TrajectoryOutcome(group, reward, kept)
     )
 
 

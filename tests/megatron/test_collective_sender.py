@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_rlplugin.weights.collective_sender import GlooGroup, Sender  # noqa: E402
+from megatron_rlplugin.weights.collective_sender import CollectiveSender, GlooGroup  # noqa: E402
 from orchestrator.api import Meeting, RetryableError, ShardKey  # noqa: E402
 from orchestrator.transfer import CorruptWeightsError, MemoryRelay, Publisher, RelayEndpoint  # noqa: E402
 from orchestrator.transfer import announcement as wire  # noqa: E402
@@ -39,13 +39,13 @@ def model(seed: int = 0, parts: int = PARTS) -> list[tuple[ShardKey, Any]]:
     return [*found, (norm, torch.randn(7, generator=draw).to(torch.bfloat16))]
 
 
-def sender(shards: list[tuple[ShardKey, Any]], pause: float = 0.0) -> Sender:
+def sender(shards: list[tuple[ShardKey, Any]], pause: float = 0.0) -> CollectiveSender:
     def each() -> Iterator[tuple[ShardKey, Any]]:
         for item in shards:
             time.sleep(pause)
             yield item
 
-    return Sender(lambda: [key for key, _ in shards], each, CPU)
+    return CollectiveSender(lambda: [key for key, _ in shards], each, CPU)
 
 
 def as_published(shards: list[tuple[ShardKey, Any]]) -> str:
@@ -102,13 +102,13 @@ def expected(shards: list[tuple[ShardKey, Any]]) -> dict[str, bytes]:
 def test_every_receiver_gets_the_bits_and_the_content_that_the_relay_publishes_again_and_again() -> None:
     first, second = model(1), model(2)
     source = sender(first)
-    meeting = source.begin(3, 2, LIMIT, False)
+    meeting = source.begin_send(3, 2, LIMIT, False)
     takers = [Taken().start(3, [meeting], place) for place in (1, 2)]
     for taker in takers:
         assert taker.join().error is None
         assert (taker.shards, taker.content) == (expected(first), as_published(first))
     source._keys, source._shards = (lambda: [key for key, _ in second]), (lambda: iter(second))
-    again = source.begin(4, 2, LIMIT, False)
+    again = source.begin_send(4, 2, LIMIT, False)
     assert again == meeting, "the group of the last version serves the next one"
     for place, taker in enumerate(takers, 1):
         taker.start(4, [again], place)
@@ -123,7 +123,7 @@ def test_several_senders_are_one_version() -> None:
     """Ranks of a trainer: each sends its own part of the same tensors."""
     whole = model(5)
     halves = [sender(whole[::2]), sender(whole[1::2])]
-    meetings = [half.begin(0, 1, LIMIT, False) for half in halves]
+    meetings = [half.begin_send(0, 1, LIMIT, False) for half in halves]
     taker = Taken().start(0, meetings, 1).join()
     assert taker.error is None
     assert (taker.shards, taker.content) == (expected(whole), as_published(whole))
@@ -145,21 +145,21 @@ def test_what_is_not_what_the_sender_read_is_refused_and_the_sender_is_not_held_
 
     monkeypatch.setattr(GlooGroup, "_broadcast", flip)
     source = sender(model(1))
-    taker = Taken().start(0, [source.begin(0, 1, LIMIT, False)], 1).join()
+    taker = Taken().start(0, [source.begin_send(0, 1, LIMIT, False)], 1).join()
     assert flipped
     assert isinstance(taker.error, CorruptWeightsError)
     assert "digest" in str(taker.error)
-    source.finish()
+    source.finish_send()
     assert source.error == ""
     source.close()
 
 
 def test_another_version_than_the_wanted_one_is_refused_and_both_sides_end() -> None:
     source = sender(model(1), pause=0.05)
-    taker = Taken().start(8, [source.begin(7, 1, LIMIT, False)], 1).join()
+    taker = Taken().start(8, [source.begin_send(7, 1, LIMIT, False)], 1).join()
     assert isinstance(taker.error, CorruptWeightsError)
     assert "version 7 is sent, 8 was wanted" in str(taker.error)
-    source.finish()
+    source.finish_send()
     assert source.error != "", "the receiver has left"
     source.close()
 
@@ -192,7 +192,7 @@ def test_a_receiver_that_dies_or_hangs_in_the_middle_holds_nobody_up_and_the_nex
     shards = model(1, parts=400)  # 100 MB: much is left to send
     source = sender(shards)
     started = time.monotonic()
-    meeting = source.begin(1, 2, limit, False)
+    meeting = source.begin_send(1, 2, limit, False)
     survivor = Taken().start(1, [meeting], 1, limit)
     arguments = (meeting.name, meeting.backend, meeting.where, meeting.receivers)
     code = CHILD.format(path=[str(Path(__file__).parents[2])], meeting=arguments, place=2, fate=int(fate))
@@ -203,14 +203,14 @@ def test_a_receiver_that_dies_or_hangs_in_the_middle_holds_nobody_up_and_the_nex
         survivor.join()
         if fate == signal.SIGKILL:
             assert time.monotonic() - started < limit, "the others are told at once"
-        source.finish()
+        source.finish_send()
         assert time.monotonic() - started < limit + 10
         assert source.error != ""
         assert isinstance(survivor.error, RetryableError)
     finally:
         child.kill()
         child.wait()
-    anew = source.begin(2, 1, LIMIT, True)
+    anew = source.begin_send(2, 1, LIMIT, True)
     assert anew.name != meeting.name
     again = survivor.start(2, [anew], 1).join()
     assert again.error is None
@@ -221,8 +221,8 @@ def test_a_receiver_that_dies_or_hangs_in_the_middle_holds_nobody_up_and_the_nex
 def test_a_sender_that_nobody_comes_to_gives_up_in_time() -> None:
     source = sender(model(1))
     started = time.monotonic()
-    source.begin(0, 1, 1.0, False)
-    source.finish()
+    source.begin_send(0, 1, 1.0, False)
+    source.finish_send()
     assert time.monotonic() - started < 20
     assert source.error != ""
     source.close()
@@ -230,7 +230,7 @@ def test_a_sender_that_nobody_comes_to_gives_up_in_time() -> None:
 
 def test_a_sender_that_is_closed_does_not_wait_for_its_receivers() -> None:
     source = sender(model(1), pause=0.05)
-    taker = Taken().start(0, [source.begin(0, 1, 60.0, False)], 1, 60.0)
+    taker = Taken().start(0, [source.begin_send(0, 1, 60.0, False)], 1, 60.0)
     started = time.monotonic()
     source.close()
     assert time.monotonic() - started < 30
@@ -241,7 +241,7 @@ def test_a_sender_that_is_closed_does_not_wait_for_its_receivers() -> None:
 def test_the_store_and_the_group_listen_on_the_address_of_the_meeting_only() -> None:
     before = listening()
     source = sender(model(1))
-    meeting = source.begin(0, 1, LIMIT, False)
+    meeting = source.begin_send(0, 1, LIMIT, False)
     taker = Taken().start(0, [meeting], 1).join()
     assert taker.error is None
     ports = listening() - before
@@ -291,11 +291,11 @@ def test_what_is_staged_from_the_trainer_is_what_the_relay_would_have_brought() 
     source = sender(shards)
 
     def received(version: int, limit: float = LIMIT) -> dict[str, Any]:
-        meeting = source.begin(version, 1, limit, True)
+        meeting = source.begin_send(version, 1, limit, True)
         fetcher.start_receive(version, plan, [meeting], 1, limit)
         while (state := fetcher.fetch_state())["state"] == "fetching":
             time.sleep(0.01)
-        source.finish()
+        source.finish_send()
         return state
 
     def publish(version: int) -> None:
@@ -421,10 +421,10 @@ def test_vllms_own_nccl_group_carries_the_bits() -> None:
 
     shards = [(key, tensor.cuda(0)) for key, tensor in model(1)]
     torch.cuda.set_device(0)
-    source = Sender(lambda: [key for key, _ in shards], lambda: iter(shards), torch.device("cuda", 0))
+    source = CollectiveSender(lambda: [key for key, _ in shards], lambda: iter(shards), torch.device("cuda", 0))
     taker = Taken()
     taker.receiver = CollectiveReceiver(torch.device("cuda", 1), 0)
-    taker.start(0, [source.begin(0, 1, LIMIT, False)], 1).join()
+    taker.start(0, [source.begin_send(0, 1, LIMIT, False)], 1).join()
     assert taker.error is None
     assert (taker.shards, taker.content) == (expected(model(1)), as_published(model(1)))
     source.close()

@@ -453,7 +453,7 @@ async def main():
     open(f"{out}/{rank}.part", "w").write(json.dumps([result.content, told]))
     import os
     os.rename(f"{out}/{rank}.part", f"{out}/{rank}.json")
-    trainer._sender.finish()
+    trainer._sender.finish_send()
     open(f"{out}/{rank}.error", "w").write((await trainer.status())["sending_failed"])
     await trainer.close()
 

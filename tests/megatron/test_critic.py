@@ -213,7 +213,7 @@ def run(name, layout):
 
 
 for name, options in cases:
-    layout = parallel.Layout(**options)
+    layout = parallel.ParallelLayout(**options)
     parallel.initialize_parallel(layout, rank, world, f"file://{out}/meet{world}")
     run(name, layout)
     dist.barrier()

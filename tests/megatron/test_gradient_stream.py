@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_rlplugin import parallel_layout  # noqa: E402
-from megatron_rlplugin.parallel_layout import Layout  # noqa: E402
+from megatron_rlplugin.parallel_layout import ParallelLayout  # noqa: E402
 from megatron_rlplugin.stream.gradient_stream import GradientStream, stream_units  # noqa: E402
 from megatron_rlplugin.stream.stream_conditions import check_streamable  # noqa: E402
 from orchestrator.api import ConfigError, RunError  # noqa: E402
@@ -68,9 +68,9 @@ class Training:
         return [*weights_of(self.chunks), *optimizer_tensors(self.optimizer)]
 
     def step(self) -> Any:
-        self.stream.begin()
+        self.stream.begin_step()
         self.feed(self.samples)
-        return self.stream.finish(self.total)
+        return self.stream.finish_step(self.total)
 
 
 def raising_at(case: Case, number: int) -> Any:
@@ -91,7 +91,7 @@ def raising_at(case: Case, number: int) -> Any:
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_streamed_steps_are_those_of_one_batch(loss: str) -> None:
-    check(measure(Case(loss, 1, Layout(distributed_optimizer=loss == "dapo"), loss=loss), 3))
+    check(measure(Case(loss, 1, ParallelLayout(distributed_optimizer=loss == "dapo"), loss=loss), 3))
 
 
 def check(figures: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def test_one_gpu_streams_as_it_trains_a_batch() -> None:
 def test_an_interrupted_stream_cannot_be_finished_and_restarts_without_a_trace() -> None:
     clean, broken = Training(), Training()
     before = broken.everything()
-    broken.stream.begin()
+    broken.stream.begin_step()
     broken.feed(broken.samples[:2])
     with pytest.raises(OSError, match="worker died"):
         broken.feed(broken.samples[2:], raising_at(CASE, 3))
@@ -155,9 +155,9 @@ def test_an_interrupted_stream_cannot_be_finished_and_restarts_without_a_trace()
     with pytest.raises(RunError, match="worker died"):
         broken.feed(broken.samples[:1])
     with pytest.raises(RunError, match="interrupted"):
-        broken.stream.finish()
+        broken.stream.finish_step()
     assert same(before, broken.everything())
-    broken.stream.abandon()
+    broken.stream.abandon_step()
     assert broken.step() == clean.step()
     assert same(clean.everything(), broken.everything())
 
@@ -165,14 +165,14 @@ def test_an_interrupted_stream_cannot_be_finished_and_restarts_without_a_trace()
 def test_a_total_other_than_expected_is_refused_and_the_step_stays_open() -> None:
     training = Training()
     before = training.everything()
-    training.stream.begin()
+    training.stream.begin_step()
     training.feed(training.samples)
     gradients = own_gradients(training.chunks)
     with pytest.raises(ConfigError, match="denominator"):
-        training.stream.finish(training.total + 1)
+        training.stream.finish_step(training.total + 1)
     assert same(before, training.everything())
     assert same(gradients, own_gradients(training.chunks))
-    assert training.stream.finish(training.total).taken
+    assert training.stream.finish_step(training.total).taken
 
 
 @pytest.mark.parametrize("advantage", [math.nan, math.inf, 1e30], ids=["NaN", "Inf", "norm overflows"])
@@ -182,9 +182,9 @@ def test_a_step_with_gradients_that_are_not_finite_is_not_taken(advantage: float
     clean.step()
     training.step()
     before = training.everything()
-    training.stream.begin()
+    training.stream.begin_step()
     training.feed([dataclasses.replace(training.samples[0], advantage=advantage), *training.samples[1:]])
-    result = training.stream.finish()
+    result = training.stream.finish_step()
     assert not result.taken
     assert "finite" in result.reason
     assert not math.isfinite(result.grad_norm)
@@ -196,8 +196,8 @@ def test_a_step_with_gradients_that_are_not_finite_is_not_taken(advantage: float
 def test_a_step_without_anything_fed_is_not_taken() -> None:
     training = Training()
     before = training.everything()
-    training.stream.begin()
-    result = training.stream.finish()
+    training.stream.begin_step()
+    result = training.stream.finish_step()
     assert (result.taken, result.denominator) == (False, 0.0)
     assert same(before, training.everything())
 
@@ -216,14 +216,14 @@ def test_optimizer_state_is_not_needed_before_the_step() -> None:
         __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __getattr__ = __getitem__
 
     torch_optimizer.state = Away()
-    training.stream.begin()
+    training.stream.begin_step()
     training.feed(training.samples[:3])
     training.stream.offload()
     training.stream.reload()
     training.feed(training.samples[3:])
     with pytest.raises(AssertionError, match="was touched"):
-        training.stream.finish()
-    training.stream.abandon()
+        training.stream.finish_step()
+    training.stream.abandon_step()
     torch_optimizer.state = state
     assert same(before[len(weights_of(training.chunks)) :], optimizer_tensors(training.optimizer))
 
@@ -232,21 +232,21 @@ def test_merge_leaves_the_step_to_the_caller() -> None:
     clean, merged = Training(), Training()
     norm = clean.step().grad_norm
     stream = GradientStream(merged.chunks, None)
-    stream.begin()
+    stream.begin_step()
     merged.stream = stream
     merged.feed(merged.samples)
     before = weights_of(merged.chunks)
-    assert stream.merge(merged.total) == merged.total
+    assert stream.merge_gradients(merged.total) == merged.total
     assert same(before, weights_of(merged.chunks))
     assert merged.optimizer.step()[:2] == (True, norm)
     assert same(clean.everything(), merged.everything())
-    stream.begin()
+    stream.begin_step()
     merged.feed(merged.samples)
     with pytest.raises(ConfigError, match="optimizer"):
-        stream.finish()
+        stream.finish_step()
     merged.feed([dataclasses.replace(merged.samples[0], advantage=math.nan)])
     with pytest.raises(RunError, match="finite"):
-        stream.merge()
+        stream.merge_gradients()
 
 
 # --- the state machine, and what a call leaves behind
@@ -255,28 +255,34 @@ def test_merge_leaves_the_step_to_the_caller() -> None:
 def test_calls_out_of_order_are_refused() -> None:
     training = Training()
     stream = training.stream
-    stream.abandon()
-    for early in (stream.finish, stream.merge, stream.offload, stream.reload, lambda: training.feed(training.samples)):
+    stream.abandon_step()
+    for early in (
+        stream.finish_step,
+        stream.merge_gradients,
+        stream.offload,
+        stream.reload,
+        lambda: training.feed(training.samples),
+    ):
         with pytest.raises(RunError, match="idle"):
             early()
-    stream.begin()
+    stream.begin_step()
     with pytest.raises(RunError, match="open"):
-        stream.begin()
+        stream.begin_step()
     with pytest.raises(RunError, match="open"):
         stream.reload()
     stream.offload()
-    for early in (stream.begin, stream.finish, stream.offload, lambda: training.feed(training.samples)):
+    for early in (stream.begin_step, stream.finish_step, stream.offload, lambda: training.feed(training.samples)):
         with pytest.raises(RunError, match="offloaded"):
             early()
-    stream.abandon()
+    stream.abandon_step()
     assert training.step().taken
     with pytest.raises(RunError, match="idle"):
-        stream.finish()
+        stream.finish_step()
 
 
 def test_offloaded_gradients_free_their_memory_and_come_back_bit_for_bit() -> None:
     training = Training()
-    training.stream.begin()
+    training.stream.begin_step()
     training.feed(training.samples)
     gradients, size = own_gradients(training.chunks), training.stream.gradients.nbytes
     assert size > 0
@@ -286,7 +292,7 @@ def test_offloaded_gradients_free_their_memory_and_come_back_bit_for_bit() -> No
     assert same(gradients, own_gradients(training.chunks))
     parameter = next(training.chunks[0].parameters())
     assert parameter.main_grad.data_ptr() >= training.stream.gradients.tensors[0].data_ptr()
-    assert training.stream.finish(training.total).taken
+    assert training.stream.finish_step(training.total).taken
 
 
 def test_the_config_is_as_before_after_every_call() -> None:
@@ -295,7 +301,7 @@ def test_the_config_is_as_before_after_every_call() -> None:
     for name, value in marks.items():
         setattr(training.config, name, value)
     before = {name: getattr(training.config, name) for name in PATCHED}
-    training.stream.begin()
+    training.stream.begin_step()
     training.feed(training.samples[:1])
     assert {name: getattr(training.config, name) for name in PATCHED} == before
     with pytest.raises(OSError, match="worker died"):
@@ -322,11 +328,11 @@ def test_a_mean_is_weighted_by_its_samples_and_refused_without() -> None:
         return output, mean
 
     weights = [denominator_of(CASE, sample) for sample in legacy.samples]
-    legacy.stream.begin()
+    legacy.stream.begin_step()
     legacy.feed(legacy.samples, means, samples=weights)
-    result = legacy.stream.finish(legacy.total)
+    result = legacy.stream.finish_step(legacy.total)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-    legacy.stream.begin()
+    legacy.stream.begin_step()
     with pytest.raises(ConfigError, match="samples"):
         legacy.feed(legacy.samples, means)
 
@@ -340,11 +346,11 @@ def test_a_denominator_that_no_mean_can_have_is_refused(denominator: float) -> N
         output, loss = inner(samples, model)
         return output, lambda logits: (loss(logits)[0], denominator, None)
 
-    training.stream.begin()
+    training.stream.begin_step()
     with pytest.raises(ConfigError, match="denominator"):
         training.feed(training.samples, step)
     with pytest.raises(RunError, match="interrupted"):
-        training.stream.finish()
+        training.stream.finish_step()
 
 
 @pytest.mark.parametrize(
@@ -359,11 +365,11 @@ def test_a_denominator_that_no_mean_can_have_is_refused(denominator: float) -> N
 )
 def test_a_feed_that_cannot_be_is_refused_and_interrupts_nothing(changes: dict[str, Any], field: str) -> None:
     training = Training()
-    training.stream.begin()
+    training.stream.begin_step()
     with pytest.raises(ConfigError, match=field):
         training.feed(training.samples, **changes)
     training.feed(training.samples)
-    assert training.stream.finish(training.total).taken
+    assert training.stream.finish_step(training.total).taken
 
 
 MOE_AUXILIARY = {
@@ -428,23 +434,23 @@ def test_gradients_summed_in_bf16_and_models_without_ddp_are_refused() -> None:
 @pytest.mark.parametrize(
     ("layout", "world"),
     [
-        (Layout(), 4),
-        (Layout(tensor=2), 8),
-        (Layout(pipeline=2), 8),
-        (Layout(tensor=2, pipeline=2), 16),
-        (Layout(context=2, tensor=2), 8),
-        (Layout(expert=2), 8),
-        (Layout(expert=4, pipeline=2), 16),
-        (Layout(expert=2, tensor=2, sequence=True, pipeline=2), 16),
-        (Layout(expert=3, context=2), 12),
+        (ParallelLayout(), 4),
+        (ParallelLayout(tensor=2), 8),
+        (ParallelLayout(pipeline=2), 8),
+        (ParallelLayout(tensor=2, pipeline=2), 16),
+        (ParallelLayout(context=2, tensor=2), 8),
+        (ParallelLayout(expert=2), 8),
+        (ParallelLayout(expert=4, pipeline=2), 16),
+        (ParallelLayout(expert=2, tensor=2, sequence=True, pipeline=2), 16),
+        (ParallelLayout(expert=3, context=2), 12),
     ],
 )
-def test_no_group_of_a_replica_is_split_over_units(layout: Layout, world: int) -> None:
+def test_no_group_of_a_replica_is_split_over_units(layout: ParallelLayout, world: int) -> None:
     from megatron.core.parallel_state import RankGenerator
 
     units = stream_units(layout, world)
     assert sorted(rank for unit in units for rank in unit) == list(range(world))
-    data = layout.data(world)
+    data = layout.data_parallel_size(world)
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=layout.tensor, ep=1, dp=data, pp=layout.pipeline, cp=layout.context, order=order)
     expert_data = world // (layout.tensor * layout.expert * layout.pipeline)

@@ -325,8 +325,8 @@ from megatron_rlplugin.weights import hf_bridge as bridge
 from megatron_rlplugin import parallel_layout as parallel
 rank, port, folder, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
-parallel.initialize_parallel(parallel.Layout(tensor=2), rank, 2, f"file://{port}")
-(built,) = model.build_model(model.read_shape(folder), "float32", parallel.Layout(tensor=2), parallel_output=False)
+parallel.initialize_parallel(parallel.ParallelLayout(tensor=2), rank, 2, f"file://{port}")
+(built,) = model.build_model(model.read_shape(folder), "float32", parallel.ParallelLayout(tensor=2), parallel_output=False)
 bridge.load_hf(built, folder)
 tokens = torch.arange(24).view(2, 12)
 with torch.no_grad():
@@ -373,7 +373,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
     family, _, words = family.partition("-")
     folder = make_family(tmp_path / "model", family, vocabulary=WORDS[: int(words or 61)])
     with pytest.raises(ConfigError, match=message):
-        model.build_model(model.read_shape(folder), "float32", parallel_layout.Layout(**layout))
+        model.build_model(model.read_shape(folder), "float32", parallel_layout.ParallelLayout(**layout))
 
 
 @pytest.mark.parametrize(
@@ -387,14 +387,14 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
 )
 def test_a_layout_that_contradicts_itself_is_refused(layout: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field} = "):
-        parallel_layout.Layout(**layout)
+        parallel_layout.ParallelLayout(**layout)
 
 
 def test_a_piece_speaks_of_any_tensor_shaped_as_its_parameter(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", "qwen2")
     built = make(folder)
     files = load_file(folder / "model.safetensors")
-    held = {piece.name: piece for piece in tensor_places.pieces(built)}
+    held = {piece.name: piece for piece in tensor_places.tensor_pieces(built)}
     assert held.keys() == files.keys()
     for name, piece in held.items():
         assert (piece.dim, piece.start, piece.stop, piece.replicated, piece.holder) == (
@@ -404,7 +404,7 @@ def test_a_piece_speaks_of_any_tensor_shaped_as_its_parameter(tmp_path: Path) ->
             (),
             (0, 1),
         )
-        assert torch.equal(piece.of(-piece.parameter.detach()), -files[name])
+        assert torch.equal(piece.cut_from(-piece.parameter.detach()), -files[name])
         piece.write(files[name] + 1)
         assert torch.equal(piece.read(), files[name] + 1)
         with pytest.raises(ValueError, match=name):
@@ -415,4 +415,4 @@ def test_a_parameter_without_a_place_is_refused_by_name(folder: Path) -> None:
     built = make(folder)
     built.decoder.layers[1].mlp.register_parameter("extra", torch.nn.Parameter(torch.zeros(2)))
     with pytest.raises(ConfigError, match=r"^model = .*decoder.layers.1.mlp.extra.*no Hugging Face place"):
-        list(tensor_places.pieces(built))
+        list(tensor_places.tensor_pieces(built))

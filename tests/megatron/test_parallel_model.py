@@ -99,8 +99,8 @@ def run(name, folder, layout):
     optimizer.prepare_grads()
     held = [
         {"name": p.name, "dim": p.dim, "start": p.start, "stop": p.stop, "holder": p.holder, "shape": p.shape,
-         "replicated": p.replicated, "gradient": p.of(p.parameter.main_grad)}
-        for p in places.pieces(chunks)
+         "replicated": p.replicated, "gradient": p.cut_from(p.parameter.main_grad)}
+        for p in places.tensor_pieces(chunks)
     ]
     torch.save({
         "logits": torch.cat(logits) if logits else None,
@@ -111,7 +111,7 @@ def run(name, folder, layout):
 
 
 for index, (name, folder, options) in enumerate(cases):
-    layout = parallel.Layout(**options)
+    layout = parallel.ParallelLayout(**options)
     init = f"file://{out}/rendezvous"
     parallel.initialize_parallel(layout, rank, world, init)
     run(name, folder, layout)

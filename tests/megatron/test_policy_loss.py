@@ -12,17 +12,16 @@ from hypothesis import given, settings, strategies
 
 torch = pytest.importorskip("torch")
 
-from megatron_rlplugin.objective.kl_estimators import kl_estimate  # noqa: E402
 from megatron_rlplugin.objective.policy_loss import (  # noqa: E402
     Coefficients,
     Tokens,
     Totals,
     clipped_surrogate,
-    cross_entropy,
+    kl_estimate,
     policy_loss,
+    token_weights,
     truncated_weights,
 )
-from megatron_rlplugin.objective.token_weights import token_weights  # noqa: E402
 from megatron_rlplugin.objective.vocab_logprobs import logprobs_and_entropy  # noqa: E402
 from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 
@@ -180,12 +179,12 @@ def test_loss_and_gradient_are_those_of_the_published_formula(objective: str, ex
         objective=objective, tis_cap=1.5, entropy_coefficient=0.03 * extras, kl_coefficient=0.1 * extras
     )
     assert trainer.loss_mean == mean
-    assert Coefficients.of(trainer) == expected
+    assert Coefficients.from_settings(trainer) == expected
     value = reference(trajectories, expected, temperature, mean)
     gradient = reference_gradient(trajectories, expected, temperature, mean)
     for dtype, precision in ((torch.float64, 1e-6), (torch.float32, 2e-5)):
         leaf, tokens = logits_of(trajectories, dtype), tokens_of(trajectories, mean, dtype)
-        loss, totals = policy_loss(leaf, tokens, Coefficients.of(trainer), temperature)
+        loss, totals = policy_loss(leaf, tokens, Coefficients.from_settings(trainer), temperature)
         loss.backward()
         assert float(loss.detach()) / tokens.denominator == pytest.approx(value, rel=precision)
         assert totals.metrics()["loss"] == pytest.approx(value, rel=precision)
@@ -213,7 +212,7 @@ def test_the_cases_reach_every_branch() -> None:
     assert 0 < metrics["tis_capped"] < 1
     assert metrics["tis_max"] == 1.5
     trajectories = same_advantage(cases(3))
-    coefficients = Coefficients.of(TrainerSettings(objective="gspo"))
+    coefficients = Coefficients.from_settings(TrainerSettings(objective="gspo"))
     sequence = policy_loss(logits_of(trajectories), tokens_of(trajectories, "sequence-mean"), coefficients)[1]
     assert 0 < sequence.metrics()["clip_fraction"] < 1
 
@@ -277,7 +276,7 @@ def test_any_split_into_micro_batches_adds_up_to_the_same_gradient(
 ) -> None:
     """Micro-batches may be empty, and hold the trajectories in any order."""
     trainer = TrainerSettings(objective=objective, kl_coefficient=0.1, entropy_coefficient=0.01)
-    coefficients, mean = Coefficients.of(trainer), trainer.loss_mean
+    coefficients, mean = Coefficients.from_settings(trainer), trainer.loss_mean
     trajectories = cases(seed)
     leaves = [logits_of([case]) for case in trajectories]
     whole_loss, whole = policy_loss(torch.cat(leaves), tokens_of(trajectories, mean), coefficients)
@@ -305,12 +304,12 @@ def test_masked_tokens_are_neither_trained_on_nor_counted(objective: str, flags:
     trajectories = [case.only(mask) for case, mask in zip(same_advantage(cases(6)), kept, strict=True)]
     tokens = tokens_of(trajectories, trainer.loss_mean)
     leaf = logits_of(trajectories)
-    loss, totals = policy_loss(leaf, tokens, Coefficients.of(trainer))
+    loss, totals = policy_loss(leaf, tokens, Coefficients.from_settings(trainer))
     loss.backward()
     left = [case for case in trajectories if len(case.old)]
     assert totals.denominator == (sum(flags) if trainer.loss_mean == "token-mean" else len(left))
-    if left and not Coefficients.of(trainer).sequence_ratio:
-        value = reference(left, Coefficients.of(trainer), 1.0, trainer.loss_mean)
+    if left and not Coefficients.from_settings(trainer).sequence_ratio:
+        value = reference(left, Coefficients.from_settings(trainer), 1.0, trainer.loss_mean)
         assert totals.metrics()["loss"] == pytest.approx(value, rel=1e-6)  # weights are fp32
     assert leaf.grad.shape == (sum(flags), V)
 
@@ -323,7 +322,7 @@ def test_without_old_log_probs_the_ratio_is_exactly_one(objective: str) -> None:
     trajectories = cases(5)
     leaf = logits_of(trajectories, torch.float32)
     tokens = replaced(tokens_of(trajectories, "token-mean", torch.float32), old_T=None)
-    loss, totals = policy_loss(leaf, tokens, Coefficients.of(TrainerSettings(objective=objective)))
+    loss, totals = policy_loss(leaf, tokens, Coefficients.from_settings(TrainerSettings(objective=objective)))
     assert totals.clipped == 0
     assert totals.kl == 0
     logp, _ = logprobs_and_entropy(leaf, tokens.targets_T)
@@ -371,8 +370,8 @@ def test_the_estimators_have_the_mean_of_the_kl_and_k2_its_gradient() -> None:
 
 def test_a_kl_inside_the_reward_is_not_taken_a_second_time_in_the_loss() -> None:
     inside = TrainerSettings(objective="ppo", kl_coefficient=0.1, kl_in_reward=True, kl_estimator="k1")
-    assert Coefficients.of(inside).kl_coefficient == 0
-    assert Coefficients.of(TrainerSettings(objective="ppo", kl_coefficient=0.1)).kl_coefficient == 0.1
+    assert Coefficients.from_settings(inside).kl_coefficient == 0
+    assert Coefficients.from_settings(TrainerSettings(objective="ppo", kl_coefficient=0.1)).kl_coefficient == 0.1
 
 
 def test_a_micro_batch_that_weighs_nothing_is_in_no_diagnostic() -> None:
@@ -396,9 +395,3 @@ def test_what_the_coefficients_need_must_be_there() -> None:
         )
     with pytest.raises(ValueError, match="reference_T"):
         policy_loss(logits_of(cases(0)), replaced(tokens, reference_T=None), Coefficients(0.2, 0.2, 2.0, 0.0, 0.1))
-
-
-def test_the_warm_up_loss_is_the_sum_of_the_negative_log_likelihoods() -> None:
-    logits, targets = torch.randn(5, V, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 6, 1, 1])
-    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-    torch.testing.assert_close(cross_entropy(logits, targets), expected)

@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 
 import dataclasses  # noqa: E402
 
-from megatron_rlplugin.parallel_layout import Layout, initialize_parallel  # noqa: E402
+from megatron_rlplugin.parallel_layout import ParallelLayout, initialize_parallel  # noqa: E402
 from megatron_rlplugin.stream.gradient_stream import GradientStream  # noqa: E402
 from orchestrator.api import ConfigError, RunError  # noqa: E402
 from scripts.bench.probes.megatron.equality import feed, optimizer_tensors, same, weights_of  # noqa: E402
@@ -89,7 +89,7 @@ class Rank:
 
     def finish(self, expected: float | None = None) -> str:
         try:
-            return str(self.stream.finish(expected).taken)
+            return str(self.stream.finish_step(expected).taken)
         except (ConfigError, RunError) as error:
             return type(error).__name__
 
@@ -97,10 +97,10 @@ class Rank:
 def scenarios(case: Case, rank: int) -> dict[str, Any]:
     clean, own = Rank(case, rank), Rank(case, rank)
     results: dict[str, Any] = {}
-    clean.stream.begin()
-    clean.stream.finish(clean.feed(0))
+    clean.stream.begin_step()
+    clean.stream.finish_step(clean.feed(0))
 
-    own.stream.begin()
+    own.stream.begin_step()
     before = own.held()
     if rank == 1:  # dies after its first two micro-batches
         poisoned = even(case, batch_of(case, 0), rank)[:3]
@@ -116,13 +116,13 @@ def scenarios(case: Case, rank: int) -> dict[str, Any]:
     results["interrupted"] = own.finish()
     results["kept_after_interruption"] = same(before, own.held())
     if rank == 1:
-        own.stream.abandon()
-        own.stream.begin()
+        own.stream.abandon_step()
+        own.stream.begin_step()
         own.feed(0)
-    own.stream.finish()
+    own.stream.finish_step()
     results["equal_after_restart"] = same(clean.held(), own.held())
 
-    own.stream.begin()
+    own.stream.begin_step()
     before = own.held()
     total = own.feed(1)
     results["mismatch"] = own.finish(total + 1 if rank == 0 else None)
@@ -130,14 +130,14 @@ def scenarios(case: Case, rank: int) -> dict[str, Any]:
     results["taken_after_mismatch"] = own.finish(total) == "True"
 
     before = own.held()
-    own.stream.begin()
+    own.stream.begin_step()
     share = even(case, batch_of(case, 2), rank)
     own.feed(2, samples=[dataclasses.replace(share[0], advantage=math.nan), *share[1:]] if rank == 1 else share)
     results["nan_taken"] = own.finish() == "True"
     results["kept_after_nan"] = same(before, own.held())
 
     # No barrier between: rank 1 waits for rank 0 in nothing but finish, rank 0 for rank 1 in nothing at all.
-    own.stream.begin()
+    own.stream.begin_step()
     own.feed(3, samples=batch_of(case, 3) if rank == 0 else [])
     results["alone"] = own.finish() == "True"
     return results
@@ -146,7 +146,7 @@ def scenarios(case: Case, rank: int) -> dict[str, Any]:
 def lose(case: Case, rank: int) -> dict[str, Any]:
     """Rank 1 ends in the middle of the step."""
     own = Rank(case, rank)
-    own.stream.begin()
+    own.stream.begin_step()
     own.feed(0)
     torch.distributed.barrier()
     if rank == 1:
@@ -170,8 +170,10 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, options in LAYOUTS.items():
-        layout = Layout(distributed_optimizer=name == "sharded")
-        initialize_parallel(Layout(), args.rank, args.world, args.rendezvous)  # the optimizer needs no other groups
+        layout = ParallelLayout(distributed_optimizer=name == "sharded")
+        initialize_parallel(
+            ParallelLayout(), args.rank, args.world, args.rendezvous
+        )  # the optimizer needs no other groups
         mine = scenarios(Case(name, 2, layout, **options), args.rank)
         both: list[Any] = [None, None]
         torch.distributed.all_gather_object(both, mine)

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from megatron_rlplugin.objective import logprob_drift  # noqa: E402
+from megatron_rlplugin.objective import policy_loss as drifts  # noqa: E402
 from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, Totals, policy_loss  # noqa: E402
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.config import parse_config  # noqa: E402
@@ -72,7 +72,7 @@ def settings(**given: object) -> TrainerSettings:
 
 def check(batch: Batch, given: TrainerSettings, expected: Any, *, known: bool = True) -> Totals:
     (wanted,) = torch.autograd.grad(expected, batch.logits_TV)
-    loss, totals = policy_loss(batch.logits_TV, batch.tokens(known=known), Coefficients.of(given))
+    loss, totals = policy_loss(batch.logits_TV, batch.tokens(known=known), Coefficients.from_settings(given))
     (found,) = torch.autograd.grad(loss / T, batch.logits_TV)
     assert float(loss.detach()) / T == pytest.approx(float(expected.detach()), rel=1e-9)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
@@ -118,7 +118,9 @@ def test_the_ratio_to_the_rollout_is_clipped_also_with_one_mini_batch() -> None:
     assert beyond > 0.1
     assert metrics["approx_kl"] == 0.0, "pi is pi_old"
     assert metrics["tis_p99"] > 1.5, "and still differs from what sampled"
-    to_itself = policy_loss(batch.logits_TV, batch.tokens(known=False), Coefficients.of(settings()))[1].metrics()
+    to_itself = policy_loss(batch.logits_TV, batch.tokens(known=False), Coefficients.from_settings(settings()))[
+        1
+    ].metrics()
     assert to_itself["clip_fraction"] == 0.0, "why a ratio to pi_old cannot be clipped there"
 
 
@@ -196,16 +198,16 @@ def test_a_cosine_reaches_the_final_rate_at_the_runs_end() -> None:
 @pytest.mark.parametrize("spread", [1e-3, 0.05, 1.5])
 def test_percentiles_of_any_split_are_those_of_the_whole(spread: float) -> None:
     drift = np.random.default_rng(5).normal(scale=spread, size=20_000)
-    parts = [logprob_drift.counts(torch.from_numpy(part)) for part in np.array_split(drift, 7)]
+    parts = [drifts.drift_counts(torch.from_numpy(part)) for part in np.array_split(drift, 7)]
     added = tuple(float(sum(column)) for column in zip(*(part.tolist() for part in parts), strict=True))
-    assert added == tuple(logprob_drift.counts(torch.from_numpy(drift)).tolist())
-    found = logprob_drift.ratios(added)
+    assert added == tuple(drifts.drift_counts(torch.from_numpy(drift)).tolist())
+    found = drifts.drift_percentiles(added)
     for name, share in (("p01", 1), ("p50", 50), ("p99", 99)):
         exact = float(np.percentile(drift, share))
         assert math.log(found[name]) == pytest.approx(exact, rel=0.06, abs=6e-4)
-    assert logprob_drift.ratios(logprob_drift.empty()) == {}, "of no token there is none"
+    assert drifts.drift_percentiles(drifts.no_drifts()) == {}, "of no token there is none"
 
 
 def test_a_drift_beyond_every_bin_is_counted_in_the_outermost() -> None:
-    counted = logprob_drift.counts(torch.tensor([-1e9, 1e9, 0.0]))
+    counted = drifts.drift_counts(torch.tensor([-1e9, 1e9, 0.0]))
     assert (counted[0], counted[-1], float(counted.sum())) == (1.0, 1.0, 3.0)

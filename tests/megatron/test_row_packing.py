@@ -18,10 +18,18 @@ from megatron_rlplugin import (  # noqa: E402
     model,
     parallel_layout,
 )
-from megatron_rlplugin.objective.token_weights import token_weights  # noqa: E402
+from megatron_rlplugin.objective.policy_loss import token_weights  # noqa: E402
 from megatron_rlplugin.trainer import row_packing  # noqa: E402
 from megatron_rlplugin.trainer.megatron_trainer import MegatronTrainer  # noqa: E402
-from megatron_rlplugin.trainer.micro_batches import Arrival, Limits, Row, micro_batch, plan, row_of, usable  # noqa: E402
+from megatron_rlplugin.trainer.micro_batches import (  # noqa: E402
+    ArrivalPacker,
+    MicroBatchLimits,
+    TrainRow,
+    micro_batch,
+    plan_micro_batches,
+    row_of,
+    usable_samples,
+)
 from orchestrator.api import RunError, TrainBatch  # noqa: E402
 from scripts.bench.probes.megatron.trainer_probe import VOCABULARY, make_batch, tiny_folder  # noqa: E402
 
@@ -44,7 +52,7 @@ def make_trainer(folder: str, **settings: Any) -> MegatronTrainer:
     return MegatronTrainer(model=folder, settings={"learning_rate": 1e-2, **settings}, total_steps=10, seed=3)
 
 
-def rows_of(batch: TrainBatch, max_token_lag: int | None = None) -> list[Row]:
+def rows_of(batch: TrainBatch, max_token_lag: int | None = None) -> list[TrainRow]:
     return [row_of(sample, batch.version, max_token_lag) for sample in batch.samples]
 
 
@@ -58,20 +66,20 @@ def gradients_of(trainer: MegatronTrainer) -> Any:
 @pytest.mark.parametrize("pack", [None, 40])
 @pytest.mark.parametrize("size", [1, 3, 4, 7, 64])
 def test_micro_batches_by_arrival_do_not_depend_on_how_the_groups_were_added(size: int, pack: int | None) -> None:
-    limits = Limits(size, "arrival", pack)
+    limits = MicroBatchLimits(size, "arrival", pack)
     for seed in range(20):
         rng = random.Random(seed)
         batch = make_batch(seed, groups=rng.randint(1, 8), members=rng.randint(1, 5))
         rows = rows_of(batch)
         members = [(index, row.group, len(row)) for index, row in enumerate(rows)]
         groups = [[m for m in members if m[1] == name] for name in dict.fromkeys(row.group for row in rows)]
-        arrival, found = Arrival(limits), []
+        arrival, found = ArrivalPacker(limits), []
         while groups:
             count = rng.randint(1, len(groups))
             found += arrival.add([m for group in groups[:count] for m in group])
             groups = groups[count:]
         found += arrival.rest()
-        assert found == plan(rows, range(len(rows)), limits)
+        assert found == plan_micro_batches(rows, range(len(rows)), limits)
         assert [index for part in found for index in part] == list(range(len(rows)))
         for part in found:
             assert len(part) <= size
@@ -83,15 +91,15 @@ def test_a_group_is_split_only_when_it_does_not_fit_whole() -> None:
         names = [f"g{group}" for group, size in enumerate(sizes) for _ in range(size)]
         return [(index, name, 10) for index, name in enumerate(names)]
 
-    def sizes(limits: Limits, *groups: int) -> list[int]:
-        arrival = Arrival(limits)
+    def sizes(limits: MicroBatchLimits, *groups: int) -> list[int]:
+        arrival = ArrivalPacker(limits)
         return [len(part) for part in arrival.add(members(*groups)) + arrival.rest()]
 
-    assert sizes(Limits(4, "arrival"), 2, 2, 3, 1) == [4, 4]
-    assert sizes(Limits(4, "arrival"), 3, 2, 2) == [3, 4]
-    assert sizes(Limits(4, "arrival"), 1, 6, 2) == [1, 4, 4]
-    assert sizes(Limits(64, "arrival", 30), 2, 2, 3) == [2, 2, 3]
-    assert sizes(Limits(64, "arrival", 30), 4, 1) == [3, 2]
+    assert sizes(MicroBatchLimits(4, "arrival"), 2, 2, 3, 1) == [4, 4]
+    assert sizes(MicroBatchLimits(4, "arrival"), 3, 2, 2) == [3, 4]
+    assert sizes(MicroBatchLimits(4, "arrival"), 1, 6, 2) == [1, 4, 4]
+    assert sizes(MicroBatchLimits(64, "arrival", 30), 2, 2, 3) == [2, 2, 3]
+    assert sizes(MicroBatchLimits(64, "arrival", 30), 4, 1) == [3, 2]
 
 
 def test_first_fit_decreasing_fills_bins_within_its_bounds() -> None:
@@ -137,8 +145,8 @@ def test_packed_logits_are_those_of_rows_of_their_own(folder: str) -> None:
     assert not row_packing.takes_boundaries(trainer._learner.model)
     rows = rows_of(make_batch(3, groups=4, members=3))
     indices = [5, 0, 7, 2, 11]
-    packed = micro_batch(rows, indices, Limits(9, "arrival", 999, multiple=8), "token-mean")
-    alone = [micro_batch(rows, [index], Limits(1), "token-mean") for index in indices]
+    packed = micro_batch(rows, indices, MicroBatchLimits(9, "arrival", 999, multiple=8), "token-mean")
+    alone = [micro_batch(rows, [index], MicroBatchLimits(1), "token-mean") for index in indices]
     assert packed.inputs_BS.shape[0] == 1
     assert packed.inputs_BS.shape[1] % 8 == 0
     assert sum(packed.packed) == sum(len(rows[index]) - 1 for index in indices)
@@ -185,7 +193,7 @@ def test_a_trajectory_longer_than_a_row_is_refused_by_name(folder: str) -> None:
         RunError, match=rf"trajectory {first.trajectory_id}: {len(first.token_ids)} tokens.*pack_tokens"
     ):
         asyncio.run(trainer.train_step(batch))
-    kept, _ = usable(batch.samples, VOCABULARY, 64, len(longest.token_ids))
+    kept, _ = usable_samples(batch.samples, VOCABULARY, 64, len(longest.token_ids))
     assert len(kept) == len(batch.samples)
 
 
@@ -199,7 +207,7 @@ def test_masked_tokens_are_neither_trained_nor_counted(loss: str, pack: int | No
     rows = [replace(row, advantages=row.advantages + 1) for row in rows_of(batch, max_token_lag=0)]
     indices = [index for index, row in enumerate(rows) if row.kept.any()]
     assert any(not rows[index].kept.all() for index in indices)
-    found = micro_batch(rows, indices, Limits(64, "arrival", pack), loss)
+    found = micro_batch(rows, indices, MicroBatchLimits(64, "arrival", pack), loss)
     counts = [int(rows[index].kept.sum()) for index in indices]
     assert found.counts == tuple(counts)
     assert found.tokens.targets_T.numel() == sum(counts)
@@ -209,9 +217,9 @@ def test_masked_tokens_are_neither_trained_nor_counted(loss: str, pack: int | No
     expected = np.concatenate([token_weights(count, loss)[0] for count in counts])
     assert found.tokens.weights_T.tolist() == expected.tolist()
     assert found.tokens.segments_T.tolist() == np.repeat(np.arange(len(counts)), counts).tolist()
-    whole = micro_batch(rows, indices, Limits(64, "arrival", pack), loss, whole=True)
+    whole = micro_batch(rows, indices, MicroBatchLimits(64, "arrival", pack), loss, whole=True)
     assert whole.counts == tuple(len(rows[index].positions) for index in indices)
-    idle = micro_batch(rows, indices, Limits(64, "arrival", pack), loss, idle=True)
+    idle = micro_batch(rows, indices, MicroBatchLimits(64, "arrival", pack), loss, idle=True)
     assert (idle.tokens.denominator, float(idle.tokens.weights_T.sum())) == (0, 0.0)
 
 

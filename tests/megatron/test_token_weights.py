@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rlplugin.objective.policy_loss import Coefficients, policy_loss
-from megatron_rlplugin.objective.token_weights import token_weights
-from megatron_rlplugin.trainer.micro_batches import Limits, micro_batch, row_of, usable
+from megatron_rlplugin.objective.policy_loss import Coefficients, policy_loss, token_weights
+from megatron_rlplugin.trainer.micro_batches import MicroBatchLimits, micro_batch, row_of, usable_samples
 from orchestrator.api import RunError, TrainSample
 
 VOCABULARY = 16
@@ -31,7 +30,7 @@ def batch_of(weights: Sequence[float], loss: str, *, idle: bool = False, pack: i
     samples = [sample(number, weight) for number, weight in enumerate(weights)]
     rows = [row_of(one, 0) for one in samples]
     rows = [replace(row, advantages=np.full_like(row.advantages, 1.0 - 2.0 * row.reward)) for row in rows]
-    return micro_batch(rows, range(len(rows)), Limits(8, pack_tokens=pack), loss, idle=idle)
+    return micro_batch(rows, range(len(rows)), MicroBatchLimits(8, pack_tokens=pack), loss, idle=idle)
 
 
 def loss_of(weights: Sequence[float], loss: str, pack: int | None = None) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -70,4 +69,4 @@ def test_a_weight_scales_its_own_trajectory_and_no_other(loss: str) -> None:
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -0.5])
 def test_a_weight_that_is_no_weight_stops_the_run(weight: float) -> None:
     with pytest.raises(RunError, match="its weight in the loss"):
-        usable([sample(0, weight)], VOCABULARY, 64)
+        usable_samples([sample(0, weight)], VOCABULARY, 64)

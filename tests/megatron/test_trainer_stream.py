@@ -254,13 +254,13 @@ def test_denominators_that_do_not_add_up_stop_the_step(
     train(trainer, make_batch(0), [2])
     before = state_of(trainer)
     monkeypatch.setattr(GradientStream, "denominator", property(lambda self: self._denominator))
-    real = GradientStream.finish
+    real = GradientStream.finish_step
 
     def short(self: GradientStream, expected: float | None = None) -> Any:
         self._denominator -= 1  # a trajectory was lost between the count and the merge
         return real(self, expected)
 
-    monkeypatch.setattr(GradientStream, "finish", short)
+    monkeypatch.setattr(GradientStream, "finish_step", short)
     with pytest.raises(ConfigError, match=r"^denominator = "):
         train(trainer, make_batch(1), [2])
     monkeypatch.undo()

@@ -23,11 +23,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_rlplugin.objective.advantages import Outcome, advantages_of  # noqa: E402
+from megatron_rlplugin.objective.advantages import TrajectoryOutcome, advantages_of  # noqa: E402
 from megatron_rlplugin.objective.critic import ValueTokens, value_loss  # noqa: E402
-from megatron_rlplugin.objective.kl_estimators import kl_estimate  # noqa: E402
-from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss  # noqa: E402
-from megatron_rlplugin.objective.token_weights import token_weights  # noqa: E402
+from megatron_rlplugin.objective.policy_loss import (  # noqa: E402
+    Coefficients,
+    Tokens,
+    kl_estimate,
+    policy_loss,
+    token_weights,
+)
 from orchestrator.settings.trainer_settings import TrainerSettings  # noqa: E402
 
 KEPT = Path(__file__).parents[1] / "support" / "published_verl.json"
@@ -136,10 +140,10 @@ def joined(name: str) -> Any:
     return torch.from_numpy(np.concatenate(rows_of(name)))
 
 
-def outcomes() -> list[Outcome]:
+def outcomes() -> list[TrajectoryOutcome]:
     parts = zip(GROUPS, rows_of("rewards"), rows_of("old"), rows_of("reference"), rows_of("values"), strict=True)
     return [
-        Outcome(group, float(rewards.sum()), np.ones(len(old), dtype=bool), old - reference, values)
+        TrajectoryOutcome(group, float(rewards.sum()), np.ones(len(old), dtype=bool), old - reference, values)
         for group, rewards, old, reference, values in parts
     ]
 

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, cross_entropy, policy_loss  # noqa: E402
+from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss  # noqa: E402
 from megatron_rlplugin.objective.vocab_logprobs import logprobs, logprobs_and_entropy  # noqa: E402
 
 T, V, RANKS = 11, 10, 2
@@ -66,7 +66,7 @@ def objective(rank: int = 0, ranks: int = 1, group: object = None) -> tuple[torc
         targets, old, advantages, torch.ones(T), torch.ones(T, dtype=torch.bool), old, T, reference_T=old - 0.1
     )
     loss, totals = policy_loss(leaf, tokens, Coefficients(0.2, 0.2, 2.0, 0.01, 0.1), 0.8, group)
-    warm_up = cross_entropy(leaf, targets, group)
+    warm_up = -logprobs(leaf, targets, group=group).sum()
     (gradient,) = torch.autograd.grad(loss + warm_up, leaf)
     return loss.detach(), torch.tensor(list(totals.metrics().values())), warm_up.detach(), gradient
 

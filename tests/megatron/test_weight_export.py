@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from megatron_rlplugin.weights.changed_weights import Change, _changed, _followed_by  # noqa: E402
+from megatron_rlplugin.weights.changed_weights import WeightChange, _changed, _followed_by  # noqa: E402
 from megatron_rlplugin.weights.weight_export import own_parts  # noqa: E402
 from orchestrator.api import ConfigError, ShardKey  # noqa: E402
 from scripts.bench.probes.megatron import export_probe  # noqa: E402
@@ -124,9 +124,9 @@ def test_a_bucket_of_no_bytes_is_refused() -> None:
 KEY = ShardKey("t", -1, 0, 0, (6,), "bfloat16", "raw", 0)
 
 
-def change(old: Any, new: Any) -> Change:
+def change(old: Any, new: Any) -> WeightChange:
     indices = _changed(old, new)
-    return Change(KEY, indices, new.view(-1)[indices.long()])
+    return WeightChange(KEY, indices, new.view(-1)[indices.long()])
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 65535)] * 3), min_size=6, max_size=6))

@@ -63,10 +63,10 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
         reference = own_gradients(whole)
         largest = over_ranks(max(float(gradient.abs().max()) for gradient in reference if gradient.numel()))
 
-        stream.begin()
+        stream.begin_step()
         feed(case, stream, uneven(case, samples, step, replica), away=away)
         sums, fed = local_gradients(chunks), stream.denominator
-        stream.merge(expected=total)
+        stream.merge_gradients(expected=total)
         difference = max(difference, over_ranks(distance(reference, own_gradients(chunks))) / largest)
         if case.units > 1:
             plain_mean(case, chunks, sums, fed)
@@ -74,15 +74,15 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
 
         if step == NAN_STEP:
             held = [*weights_of(chunks), *optimizer_tensors(optimizer)]
-            stream.begin()
+            stream.begin_step()
             feed(case, stream, _poisoned(case, even(case, samples, replica), replica))
-            nan_taken += int(over_ranks(float(stream.finish().taken)))
+            nan_taken += int(over_ranks(float(stream.finish_step().taken)))
             changed = not same(held, [*weights_of(chunks), *optimizer_tensors(optimizer)])
             nan_changed = bool(over_ranks(float(changed))) or nan_changed
 
-        stream.begin()
+        stream.begin_step()
         feed(case, stream, even(case, samples, replica), away=away)
-        result = stream.finish(expected=total)
+        result = stream.finish_step(expected=total)
         _, norm, _ = whole_optimizer.step()
         for chunk in whole if case.overlap_gather else []:
             chunk.start_param_sync(force_sync=True)  # stock gathers in the next forward

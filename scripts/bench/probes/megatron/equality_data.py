@@ -18,16 +18,16 @@ from torch import Tensor
 from megatron_rlplugin.model import build_model, causal_mask, unwrap
 from megatron_rlplugin.model_families import ModelShape
 from megatron_rlplugin.objective.advantages import group_advantages, says_nothing
-from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss
-from megatron_rlplugin.objective.token_weights import token_weights
-from megatron_rlplugin.parallel_layout import Layout, device
+from megatron_rlplugin.objective.policy_loss import Coefficients, Tokens, policy_loss, token_weights
+from megatron_rlplugin.parallel_layout import ParallelLayout, device
+from orchestrator.policies.training.objective_table import LossMean, ObjectiveName
 from orchestrator.settings.trainer_settings import TrainerSettings
 
 GROUPS, GROUP_SIZE = 2, 4
 SAMPLES = GROUPS * GROUP_SIZE
 VOCABULARY, LENGTH, PROMPT = 96, 16, 3
 # What is trained in the cases: objective, its mean, and whether a trajectory has a weight that is no integer.
-LOSSES = {
+LOSSES: dict[str, tuple[ObjectiveName, LossMean, bool]] = {
     "token-mean": ("grpo", "token-mean", False),
     "sequence-mean": ("grpo", "sequence-mean", False),
     "dapo": ("dapo", "token-mean", False),
@@ -42,7 +42,7 @@ class Case:
 
     name: str
     world: int
-    layout: Layout = field(default_factory=Layout)
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
     loss: str = "token-mean"
     clip: float = 1.0
     dtype: str = "float32"
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def replicas(self) -> int:
-        return self.layout.data(self.world)
+        return self.layout.data_parallel_size(self.world)
 
     @property
     def units(self) -> int:
@@ -194,7 +194,7 @@ def forward_step(case: Case, *, uncounted: bool = False) -> Forward:
     from megatron.core import parallel_state
 
     objective, mean, weighted = LOSSES[case.loss]
-    coefficients = Coefficients.of(TrainerSettings.model_validate({"objective": objective, "loss": mean}))
+    coefficients = Coefficients.from_settings(TrainerSettings(objective=objective, loss=mean))
     group = parallel_state.get_tensor_model_parallel_group() if case.layout.tensor > 1 else None
 
     def step(samples: Iterator[Sample], model: Any) -> tuple[Tensor, Forward]:

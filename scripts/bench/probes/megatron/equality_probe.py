@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlplugin.parallel_layout import Layout, initialize_parallel, leave_parallel, shutdown_parallel
+from megatron_rlplugin.parallel_layout import ParallelLayout, initialize_parallel, leave_parallel, shutdown_parallel
 from orchestrator.api import ConfigError, RunError
 from scripts.bench.probes.megatron.equality_data import LOSSES, Case
 
@@ -47,11 +47,11 @@ def matrix() -> list[Case]:
     ]
     cases = []
     for name, world, sizes, experts in layouts:
-        whole, sharded = Layout(**sizes), Layout(**sizes, distributed_optimizer=True)
+        whole, sharded = ParallelLayout(**sizes), ParallelLayout(**sizes, distributed_optimizer=True)
         cases += [Case(f"{name}, {loss}", world, whole, loss=loss, experts=experts) for loss in _LOSSES]
         cases += [Case(f"{name}, dist-opt, {loss}", world, sharded, loss=loss, experts=experts) for loss in _LOSSES[:2]]
         cases.append(Case(f"{name}, no clipping", world, whole, clip=0.0, experts=experts))
-    split = Layout(distributed_optimizer=True)
+    split = ParallelLayout(distributed_optimizer=True)
     return [
         *cases,
         Case("DP2, float weights", 2, loss="weighted"),
@@ -62,12 +62,12 @@ def matrix() -> list[Case]:
         Case("DP2, DDP that averages", 2, ddp_mean=True),
         Case("DP2, overlapped, DDP that averages", 2, overlap_reduce=True, ddp_mean=True),
         Case("MoE DP2", 2, experts=True),
-        Case("TP2 + SP", 2, Layout(tensor=2, sequence=True)),
-        Case("MoE TP2 + SP", 2, Layout(tensor=2, sequence=True), experts=True),
-        Case("PP2 x VPP2", 2, Layout(pipeline=2, virtual=2)),
-        Case("PP2, tied embeddings", 2, Layout(pipeline=2), tied=True),
-        Case("TP2 x PP2, tied embeddings, dist-opt", 4, Layout(2, 2, distributed_optimizer=True), tied=True),
-        Case("MoE EP2 x PP2", 4, Layout(pipeline=2, expert=2), experts=True),
+        Case("TP2 + SP", 2, ParallelLayout(tensor=2, sequence=True)),
+        Case("MoE TP2 + SP", 2, ParallelLayout(tensor=2, sequence=True), experts=True),
+        Case("PP2 x VPP2", 2, ParallelLayout(pipeline=2, virtual=2)),
+        Case("PP2, tied embeddings", 2, ParallelLayout(pipeline=2), tied=True),
+        Case("TP2 x PP2, tied embeddings, dist-opt", 4, ParallelLayout(2, 2, distributed_optimizer=True), tied=True),
+        Case("MoE EP2 x PP2", 4, ParallelLayout(pipeline=2, expert=2), experts=True),
     ]
 
 

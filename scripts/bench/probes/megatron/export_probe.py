@@ -22,10 +22,16 @@ from torch import Tensor
 
 from megatron_rlplugin import tiny_model
 from megatron_rlplugin.model import DTYPES, build_model, read_shape
-from megatron_rlplugin.parallel_layout import Layout, device, initialize_parallel, leave_parallel, shutdown_parallel
+from megatron_rlplugin.parallel_layout import (
+    ParallelLayout,
+    device,
+    initialize_parallel,
+    leave_parallel,
+    shutdown_parallel,
+)
 from megatron_rlplugin.weights import hf_bridge
-from megatron_rlplugin.weights.changed_weights import Change, Masters, Snapshot
-from megatron_rlplugin.weights.tensor_places import pieces
+from megatron_rlplugin.weights.changed_weights import Masters, Snapshot, WeightChange
+from megatron_rlplugin.weights.tensor_places import tensor_pieces
 from megatron_rlplugin.weights.weight_export import serving_shards
 from orchestrator.api import ConfigError, RunError, ShardKey
 from scripts.bench.probes.megatron.equality_probe import spawn
@@ -39,7 +45,7 @@ class Case:
 
     name: str
     world: int
-    layout: Layout
+    layout: ParallelLayout
     experts: int = 0
     tied: bool = False
     dtype: str = "bfloat16"
@@ -52,15 +58,15 @@ class Case:
 
 
 CASES = (
-    Case("DP1", 1, Layout(distributed_optimizer=True)),
-    Case("DP2", 2, Layout(distributed_optimizer=True)),
-    Case("DP2, no distributed optimizer, fp32", 2, Layout(), dtype="float32"),
-    Case("TP2", 2, Layout(tensor=2, distributed_optimizer=True)),
-    Case("PP2, tied embeddings", 2, Layout(pipeline=2, distributed_optimizer=True), tied=True),
-    Case("MoE EP2", 2, Layout(expert=2, distributed_optimizer=True), experts=4),
-    Case("MoE DP2", 2, Layout(distributed_optimizer=True), experts=4),
-    Case("TP2 x DP2", 4, Layout(tensor=2, distributed_optimizer=True)),
-    Case("MoE EP2 x EDP2", 4, Layout(expert=2, distributed_optimizer=True), experts=4),
+    Case("DP1", 1, ParallelLayout(distributed_optimizer=True)),
+    Case("DP2", 2, ParallelLayout(distributed_optimizer=True)),
+    Case("DP2, no distributed optimizer, fp32", 2, ParallelLayout(), dtype="float32"),
+    Case("TP2", 2, ParallelLayout(tensor=2, distributed_optimizer=True)),
+    Case("PP2, tied embeddings", 2, ParallelLayout(pipeline=2, distributed_optimizer=True), tied=True),
+    Case("MoE EP2", 2, ParallelLayout(expert=2, distributed_optimizer=True), experts=4),
+    Case("MoE DP2", 2, ParallelLayout(distributed_optimizer=True), experts=4),
+    Case("TP2 x DP2", 4, ParallelLayout(tensor=2, distributed_optimizer=True)),
+    Case("MoE EP2 x EDP2", 4, ParallelLayout(expert=2, distributed_optimizer=True), experts=4),
 )
 
 
@@ -116,7 +122,7 @@ def measure(case: Case, folder: str, bucket_bytes: int, rate: float, steps: int)
         told.wrong_values += int((_at(key, full[key.tensor]) != value).sum())
     told.peak_bytes = peak_bytes(model, bucket_bytes)
     told.peak_bytes_kept = peak_bytes(model, bucket_bytes, keep=True)
-    told.bound_bytes = bucket_bytes + max(piece.read().nbytes for piece in pieces(model))
+    told.bound_bytes = bucket_bytes + max(piece.read().nbytes for piece in tensor_pieces(model))
     for step in range(1, steps + 1):
         _step(model, optimizer, step)
     new = dict(_gathered(model))
@@ -126,7 +132,7 @@ def measure(case: Case, folder: str, bucket_bytes: int, rate: float, steps: int)
         told.kept_bytes[way], told.seconds[way] = kept[way].cost.kept_bytes, kept[way].cost.seconds
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [(change.key, change.indices, change.values) for change in changes])
-        told.wrong_after[way], twice = _put_on(full, new, [Change(*one) for theirs in everyone for one in theirs])
+        told.wrong_after[way], twice = _put_on(full, new, [WeightChange(*one) for theirs in everyone for one in theirs])
         told.changed_twice += twice
         kept[way].close()
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -175,7 +181,7 @@ def _at(key: ShardKey, tensor: Tensor) -> Tensor:
     return tensor if key.dim < 0 else tensor.narrow(key.dim, key.start, key.stop - key.start)
 
 
-def _put_on(old: dict[str, Tensor], new: dict[str, Tensor], changes: Sequence[Change]) -> tuple[int, int]:
+def _put_on(old: dict[str, Tensor], new: dict[str, Tensor], changes: Sequence[WeightChange]) -> tuple[int, int]:
     """(elements of the new version that the changes do not give, elements that came twice)."""
     present = {name: value.clone() for name, value in old.items()}
     count = {name: torch.zeros(value.shape, dtype=torch.int32) for name, value in old.items()}
