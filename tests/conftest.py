@@ -20,15 +20,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from orchestrator.api import MetadataStore
 from orchestrator.transfer import MemoryMetadata, SqliteMetadata
 from orchestrator.transfer.redis_metadata import RedisMetadata
-from tests.support import stall_server
+from tests.support import properties, stall_server  # noqa: F401 -- properties registers the profiles
 
 ROOT = Path(__file__).parents[1]
 # For processes that tests start: `scripts.bench` and `tests.support` are packages of the checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+settings.load_profile("fixed")  # --hypothesis-profile, which is read later, wins
+
 START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one
 
 

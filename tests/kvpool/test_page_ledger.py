@@ -514,7 +514,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestLedger.settings = settings(max_examples=40, stateful_step_count=60)
 
 
 class DeviceLedgerMachine(LedgerMachine):
@@ -524,4 +524,4 @@ class DeviceLedgerMachine(LedgerMachine):
 
 
 TestDeviceLedger = DeviceLedgerMachine.TestCase
-TestDeviceLedger.settings = settings(max_examples=15, stateful_step_count=60, deadline=None)
+TestDeviceLedger.settings = settings(max_examples=15, stateful_step_count=60)
