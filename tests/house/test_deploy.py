@@ -29,6 +29,8 @@ from orchestrator.environments import pod_manifests
 from orchestrator.hooks import COMPONENTS, MEGATRON_CORE, MOONCAKE, VLLM
 from vllm_rlplugin import options
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CONTAINERFILES = sorted((DEPLOY / "containers").glob("Containerfile.*"))

@@ -18,6 +18,8 @@ from orchestrator.policies.serving.kv_sharing import SharingRules
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolView, TenantView
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 
+pytestmark = pytest.mark.slow
+
 RULES = SharingRules(pages=100, headroom=0.2, watermark=0.25, deadline=2.0)
 
 

@@ -24,6 +24,8 @@ from vllm_rlplugin.kvpool.serving import pool_lending
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
 
+pytestmark = pytest.mark.slow
+
 RULES = SharingRules(pages=100, headroom=0.2)
 
 

@@ -20,6 +20,7 @@ TOKEN = "token-of-this-test-1234"
 
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MISSING),
 ]

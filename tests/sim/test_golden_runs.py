@@ -16,10 +16,11 @@ DIGESTS = RUNS.with_name("digests.json")
 RECORDED = json.loads(DIGESTS.read_text())["build"]
 # Each mode, each kind of fault, and each feature that changes what a run does; some four seconds together.
 SOME = (
-    "plain-", "minutes", "buffer-limit", "context-restart", "context-summary", "disaggregation-faults", "experts-fixed",
-    "faults-areal-348", "faults-cancel", "faults-delay", "faults-duplicate", "filters-balance", "kv-", "overlong",
-    "planner-linear", "pool-sync", "prediction-history", "redundancy", "rollart-rewards", "rollpacker-colocation",
-    "rose-exchange-market", "rose-spot-faults", "rounds-areal", "routing-", "staleness-areal", "stream-areal", "timeouts", "tools", "trace",
+    "plain-", "minutes", "buffer-limit", "context-restart", "context-summary", "disaggregation-faults",
+    "experts-fixed", "faults-areal-348", "faults-cancel", "faults-delay", "faults-duplicate", "filters-balance",
+    "kv-", "overlong", "planner-linear", "pool-sync", "prediction-history", "redundancy", "rollart-rewards",
+    "rollpacker-colocation", "rose-exchange-market", "rose-spot-faults", "rounds-areal", "routing-",
+    "staleness-areal", "stream-areal", "timeouts", "tools", "trace",
 )  # fmt: skip
 
 
