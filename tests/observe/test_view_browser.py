@@ -20,7 +20,6 @@ TOKEN = "token-of-this-test-1234"
 
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MISSING),
 ]
