@@ -334,6 +334,7 @@ def churn(path: Path, name: str) -> None:
             held = held[4:]
 
 
+@pytest.mark.slow
 def test_tenants_that_are_killed_at_any_moment_leave_a_ledger_that_adds_up(path: Path) -> None:
     """kill -9 of processes that do nothing but acquire, map, unmap and release."""
     kills = 100
