@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint types docs test-long test-gpu sbom audit clean
+.PHONY: help venv demo check test lint types docs test-long test-gpu sbom audit clean
 
 BIN := .venv/bin
 CONFIG ?= examples/frozenlake.toml
@@ -32,12 +32,15 @@ docs: venv ## The documentation as a site in build/site, every link checked
 	@$(BIN)/mkdocs build --strict --quiet
 	@echo build/site/index.html
 
+check: lint types ## Lint, types and the tests that need no engine and no seconds: after each change
+	@$(BIN)/pytest -m "not long and not slow and not engine" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
 test: lint types ## Lint, types and the test suite (what CI runs; PYTEST_ARGS='-k ledger' for a part)
 	@$(BIN)/pytest -m "not long" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # pytest's exit code 5 says that no test is marked so: true, and no failure.
-test-long: venv ## Soaks, kills, many seeds
-	@$(BIN)/pytest -m long --timeout=3600 $(PYTEST_ARGS) || (code=$$?; [ $$code -eq 5 ] && echo "no test is marked long" || exit $$code)
+test-long: venv ## Soaks, kills, many seeds; property tests on new examples
+	@$(BIN)/pytest -m "long or hypothesis" --hypothesis-profile=random --timeout=3600 $(PYTEST_ARGS) || (code=$$?; [ $$code -eq 5 ] && echo "no test is marked long" || exit $$code)
 
 test-gpu: venv ## The tests that need an NVIDIA GPU
 	@$(BIN)/pytest -m gpu $(PYTEST_ARGS) || (code=$$?; [ $$code -eq 5 ] && echo "no test is marked gpu" || exit $$code)

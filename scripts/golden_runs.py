@@ -8,8 +8,9 @@ The runs are in tests/golden/runs.json: a name, what it covers, and a config wit
 sha256 of ``events.jsonl``, of ``ledger.jsonl``, and of the summary (less its count of callbacks), which alone says what users of
 borrowed servers saw. ``compare`` exits with 1 where one differs, is missing, or a run fails. ``--keep`` writes the files that the
 digests are of to FOLDER/NAME: kept before and after a change, ``diff -r`` shows what differs. The digests are of one build of
-Python and NumPy: record them anew on another machine. In a run with faults ready callbacks come in a random order, so that one
-more task or callback makes it another run, though nothing is wrong; one without faults does not mind.
+Python and NumPy, which stands beside them: record them anew where another one is used. In a run with faults ready
+callbacks come in a random order, so that one more task or callback makes it another run, though nothing is wrong; one without
+faults does not mind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import signal
 import sys
 import time
@@ -25,11 +27,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from orchestrator.config import parse_config
 from orchestrator.sim.simulated_run import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "tests" / "golden" / "runs.json"
+BUILD = f"Python {platform.python_version()}, NumPy {np.__version__}, {platform.system()} {platform.machine()}"
 LIMIT = 30  # seconds of CPU of a run; the longest takes two
 
 
@@ -93,7 +98,10 @@ def main() -> int:
     if options.only and recording:
         parser.error("--only: all runs are recorded together")
     file, keep = options.file.resolve(), options.keep.resolve() if options.keep else None
-    before = {} if recording else json.loads(file.read_text(encoding="utf-8"))
+    kept = {} if recording else json.loads(file.read_text(encoding="utf-8"))
+    before = kept.get("runs", {})
+    if not recording and kept["build"] != BUILD:
+        print(f"recorded with {kept['build']}, and this is {BUILD}: that alone may make a difference", flush=True)
     os.chdir(ROOT)  # configs name files of the repository
     signal.signal(signal.SIGVTALRM, _end)
     clock, now, wrong = time.monotonic(), dict[str, dict[str, str]](), 0
@@ -111,7 +119,7 @@ def main() -> int:
             print(f"{name}: is recorded, and no run any more")
     print(f"{wrong} of {len(now)} runs {'failed' if recording else 'differ'}; {time.monotonic() - clock:.0f} s")
     if recording and not wrong:  # a run that failed has no digests
-        file.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps({"build": BUILD, "runs": now}, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
 
 

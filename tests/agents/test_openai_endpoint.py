@@ -189,7 +189,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(OPERATIONS, st.lists(st.text("xyz ?", max_size=20), min_size=10, max_size=10))
 def test_the_prefix_property_holds_whatever_an_agent_does_to_its_history(
     operations: list[tuple[str, str]], says: list[str]

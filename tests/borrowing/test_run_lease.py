@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
@@ -259,7 +259,6 @@ def test_a_record_that_is_damaged_or_locked_is_an_error_that_names_it(tmp_path: 
 asked = st.tuples(st.sampled_from("abc"), st.sampled_from(("s1", "s2")), st.floats(0.1, 20), st.floats(0, 10))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), asked), max_size=40))
 def test_whatever_happens_at_most_one_job_holds_and_it_is_the_one_that_was_granted(history: list[Any]) -> None:
     now, granted = 0.0, dict[tuple[str, str], float]()  # (job, server) -> until, by the answers alone

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.events import read_events
 from orchestrator.ledger import recount
 from orchestrator.resources.resource_manager import decode_view
 from orchestrator.transfer.redis_metadata import PASSWORD_FILE, RedisMetadata
+from tests.support.real_runs import of
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(420)]
 ROOT = Path(__file__).parents[2]
@@ -24,11 +24,6 @@ SECRET = "correct-horse-battery"
 SMALL = ["rollout.groups_per_step=4", "rollout.environments=32", "trainer.micro_batch_size=8", "evaluation.prompts=40"]
 SMALL += ["run.steps=8", "checkpoint.every=2", "evaluation.every=0", "warmup.steps=5", "run.name=t"]
 PLACED = ["resources.pools={H800 = 1, H20 = 1}", "rollout.routing.affinity.default=H20", "rollout.routing.cap=16"]
-
-
-def of(run: Path, kind: str) -> list[dict[str, Any]]:
-    file = run / "events.jsonl"
-    return [event for event in read_events(file) if event["kind"] == kind] if file.exists() else []
 
 
 def test_a_run_in_pools_survives_a_short_outage_of_its_redis_server(

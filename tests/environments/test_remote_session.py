@@ -31,6 +31,8 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.runtime.preflight import make_task
 from orchestrator.sim.simulated_run import simulate
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parents[1] / "support"
 
 

@@ -20,6 +20,8 @@ from orchestrator.observe.report.run_log import load_run
 from orchestrator.rewards.host_launch import FunctionHost
 from orchestrator.runtime import preflight
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TOOLS = '''
 import asyncio, time

@@ -14,7 +14,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,10 @@ import orchestrator
 from orchestrator.config import Config, load_config
 from orchestrator.environments import pod_manifests
 from orchestrator.hooks import COMPONENTS, MEGATRON_CORE, MOONCAKE, VLLM
+from tests.support.waiting import free_port, wait_for
 from vllm_rlplugin import options
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -483,21 +485,7 @@ def test_a_job_of_one_node_is_told_which_script_is_for_it(tmp_path: Path) -> Non
     assert "one_node.sbatch" in errors
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_for(true: Any, limit: float) -> None:
-    end = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.05)

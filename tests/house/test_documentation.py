@@ -281,6 +281,7 @@ def distinct(chosen: list[Command]) -> list[Any]:
     return list({command.text: pytest.param(command, id=str(command)) for command in chosen}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", distinct([c for c in COMMANDS if not c.needs]))
 def test_every_command_that_needs_nothing_runs(
     command: Command, inside: Path, capsys: pytest.CaptureFixture[str]

@@ -10,12 +10,13 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -27,12 +28,6 @@ def blocks(page: str, heading: str) -> list[str]:
     """The commands of a section, block by block."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
     return re.findall(r"```sh\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def walk(folder: Path, commands: str, names: dict[str, str]) -> list[str]:

@@ -56,11 +56,15 @@ def quoted(document: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
+@cache
+def top_names() -> set[str]:
+    return {path.relative_to(ROOT).parts[0] for path in tracked()} - {".gitignore"}
+
+
 def missing_path(name: str) -> bool:
     """Whether this is written like a file of the repository, and is none."""
-    top = {path.relative_to(ROOT).parts[0] for path in tracked()} - {".gitignore"}
     looks = re.fullmatch(r"[\w./-]+", name) and (
-        name.split("/")[0] in top or name.endswith((".py", ".sh", ".toml", ".md"))
+        name.split("/")[0] in top_names() or name.endswith((".py", ".sh", ".toml", ".md"))
     )
     return bool(looks) and not (ROOT / name).exists()
 

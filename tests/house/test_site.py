@@ -15,6 +15,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 PLAIN_KEYS = {"sim", "cost"}  # sections whose names say it all, for those who know the simulator

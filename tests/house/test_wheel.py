@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 from orchestrator.cli import _ORCHESTRATOR
 from orchestrator.hooks.tested_versions import COMPONENTS, MEGATRON_CORE, MOONCAKE, VLLM
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("orchestrator", "vllm_rlplugin", "megatron_rlplugin", "patches")
 LIBRARIES = ("orchestrator/transfer/delta/_native.ctypes.so", "vllm_rlplugin/kvpool/ledger/_pages.ctypes.so")

@@ -291,7 +291,7 @@ def test_any_order_of_calls_keeps_what_was_written_where_it_was_written(place: P
         pass
 
     Machine.place, Machine.pools = place, (made, other)
-    Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+    Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
     Machine.TestCase("runTest").runTest()
     if place.kind != "host":
         assert fake_cuda.left(place.library) == (0, 0), "every handle was released, every mapping taken away"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +19,7 @@ requests = pytest.importorskip("requests")
 from orchestrator.api import ConfigError  # noqa: E402
 from orchestrator.api import http as wire  # noqa: E402
 from orchestrator.cli import main  # noqa: E402
+from tests.support.waiting import wait_for  # noqa: E402
 from vllm_rlplugin import command_flags  # noqa: E402
 from vllm_rlplugin.kvpool.engine.pool_engine import pool_path  # noqa: E402
 from vllm_rlplugin.kvpool.engine.single_process import UNIPROC, single_process_executor  # noqa: E402
@@ -168,13 +169,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory, vllm_serve: Any) -> Iterat
         yield Client(started["serving"], models["serving"]), Client(started["rollout"], models["rollout"])
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def resident(process: int) -> dict[str, int]:
     """KiB in memory, by kind."""
     rows = (row.split() for row in Path(f"/proc/{process}/status").read_text().splitlines() if row.startswith("Rss"))
@@ -212,15 +206,15 @@ def test_two_vllm_servers_share_a_pool_and_the_serving_team_has_the_last_word(
     small = {name: serving.metrics()[name] for name in ("pages_serving", "pages_rollout")}
     expected = [serving.complete(prompt) for prompt in PROMPTS], rollout.roll("alone")
     assert rollout.metrics()["pages_rollout"] >= small["pages_rollout"]
-    until(lambda: {name: serving.metrics()[name] for name in small} == small)
+    wait_for(lambda: {name: serving.metrics()[name] for name in small} == small)
     before = serving.metrics()
     with ThreadPoolExecutor() as threads:
         users = [threads.submit(serving.complete, prompt) for prompt in PROMPTS]
         rolled = rollout.roll("beside")
         assert ([user.result() for user in users], rolled) == expected
-    until(lambda: serving.metrics()["admitted_tokens"] > before["admitted_tokens"])
+    wait_for(lambda: serving.metrics()["admitted_tokens"] > before["admitted_tokens"])
     tokens = before["later_tokens"] + len(PROMPTS) * (TOKENS - 1)
-    until(
+    wait_for(
         lambda: all(client.metrics()["later_tokens"] >= tokens for client in servers)
     )  # a front end looks once a second
     assert all(client.metrics()["late_first_tokens"] == 0 for client in servers)
@@ -247,7 +241,7 @@ def test_two_vllm_servers_share_a_pool_and_the_serving_team_has_the_last_word(
     assert (done["state"], lent()["inactive"], lent()["pages"]) == ("inactive", True, 0)
     assert done["held_bytes"] < 0.1 * done["weights_bytes"] <= done["freed_bytes"]
     assert resident(process)["RssShmem"] < 32
-    until(
+    wait_for(
         lambda: (
             serving.metrics()["rollouts_inactive"] == 1
             and serving.metrics()["rollout_weights_bytes"] == done["held_bytes"]
@@ -266,7 +260,7 @@ def test_two_vllm_servers_share_a_pool_and_the_serving_team_has_the_last_word(
     # Less, all at once: an engine without requests gives back in time, and lives.
     assert lent()["pages"] > 10
     assert command(capsys, "lend", "--max", "0.1")[1]["most"] == pytest.approx(0.1)
-    until(lambda: lent()["pages"] <= lent()["budget"] < 15)
+    wait_for(lambda: lent()["pages"] <= lent()["budget"] < 15)
     time.sleep(2.5)  # the deadline of a cut
     assert lent()["pid"] == state["rollouts"][0]["pid"]
 
@@ -278,7 +272,7 @@ def test_two_vllm_servers_share_a_pool_and_the_serving_team_has_the_last_word(
     assert {(row["finish_reason"], len(row["token_ids"])) for row in done.values()} == {("abort", 0)}
     assert lent()["would"] > 0
     assert lent()["tokens"] == computed
-    until(lambda: serving.metrics()["dry_run"] == 1 and serving.metrics()["handed_back_requests"] >= 2)
+    wait_for(lambda: serving.metrics()["dry_run"] == 1 and serving.metrics()["handed_back_requests"] >= 2)
     command(capsys, "lend", "--no-dry-run")
     assert rollout.roll("live") == expected[1]
 
@@ -298,5 +292,5 @@ def test_two_vllm_servers_share_a_pool_and_the_serving_team_has_the_last_word(
         assert [user.result() for user in users] == expected[0]
     assert (code, found["out"], found["killed"]) == (0, 0, [state["rollouts"][0]["pid"]])
     rollout.server.process.wait(60)
-    until(lambda: serving.metrics()["pages_rollout"] == 0)
+    wait_for(lambda: serving.metrics()["pages_rollout"] == 0)
     assert requests.get(f"{serving.server.url}/health", timeout=60).status_code == 200

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 
 from orchestrator.policies.serving.kv_sharing import SharingRules
+from tests.support.waiting import wait_for
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool, PoolView, TenantView
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
+
+pytestmark = pytest.mark.slow
 
 RULES = SharingRules(pages=100, headroom=0.2, watermark=0.25, deadline=2.0)
 
@@ -53,13 +56,6 @@ class Setup:
         self.children.append(child)
         wait_for(lambda: self.pool.view().tenant(name) is not None)
         return child
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -336,6 +336,7 @@ def churn(path: Path, name: str) -> None:
             held = held[4:]
 
 
+@pytest.mark.slow
 def test_tenants_that_are_killed_at_any_moment_leave_a_ledger_that_adds_up(path: Path) -> None:
     """kill -9 of processes that do nothing but acquire, map, unmap and release."""
     kills = 100
@@ -516,7 +517,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestLedger.settings = settings(max_examples=40, stateful_step_count=60)
 
 
 class DeviceLedgerMachine(LedgerMachine):
@@ -526,4 +527,4 @@ class DeviceLedgerMachine(LedgerMachine):
 
 
 TestDeviceLedger = DeviceLedgerMachine.TestCase
-TestDeviceLedger.settings = settings(max_examples=15, stateful_step_count=60, deadline=None)
+TestDeviceLedger.settings = settings(max_examples=15, stateful_step_count=60)

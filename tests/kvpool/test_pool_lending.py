@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.policies.serving.admission import ServingState
 from orchestrator.policies.serving.kv_sharing import SharingRules
+from tests.support.waiting import wait_for
 from vllm_rlplugin.kvpool.engine import pool_engine
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
 from vllm_rlplugin.kvpool.serving import pool_lending
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
 from vllm_rlplugin.server.server_lease import LeaseBook, lease_path
+
+pytestmark = pytest.mark.slow
 
 RULES = SharingRules(pages=100, headroom=0.2)
 
@@ -70,13 +73,6 @@ def play(path: Path, name: str, polite: bool) -> None:
             pool.release(held[:over])
             held = held[over:]
         held = np.concatenate([held, pool.acquire(100, whole=False)])
-        time.sleep(0.002)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
         time.sleep(0.002)
 
 

@@ -202,7 +202,7 @@ def test_a_restored_buffer_serves_what_it_held() -> None:
     asyncio.run(run())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 3), st.integers(0, 2), st.lists(st.tuples(st.sampled_from("pvt"), st.integers(0, 9)), max_size=80)
 )
@@ -230,7 +230,7 @@ def test_no_schedule_hands_out_a_stale_trajectory_or_loses_one(
     asyncio.run(run())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 4), st.integers(1, 64), st.integers(2, 16), st.integers(1, 200), st.integers(0, 6))
 def test_the_gate_bounds_what_is_ahead_of_the_trainer(alpha: int, groups: int, size: int, envs: int, lead: int) -> None:
     gate = StartGate(alpha, groups * size, 1.0, envs)
@@ -244,7 +244,7 @@ def test_the_gate_bounds_what_is_ahead_of_the_trainer(alpha: int, groups: int, s
         assert in_flight + waiting <= max(0, alpha + 1 - lead) * groups * size
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 4), st.integers(1, 64), st.integers(1, 400), st.floats(1, 3), st.integers(0, 6))
 def test_the_gate_never_allows_more_than_the_buffer_may_hold(
     alpha: int, batch: int, envs: int, redundancy: float, lead: int

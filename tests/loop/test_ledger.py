@@ -151,7 +151,6 @@ def test_a_long_run_holds_no_more_in_memory_than_a_short_one() -> None:
     assert again.groups_started == 250
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["id", "cause", "t", "seq", "step"]), st.text() | st.integers() | FINITE))
 def test_a_line_of_the_journal_is_what_json_would_write(record: dict[str, object]) -> None:
     assert _line(record) == json.dumps(record, sort_keys=True, separators=(",", ":"))
@@ -170,7 +169,7 @@ def test_a_half_written_line_is_skipped() -> None:
     assert again.counts.failed_by_cause == {"interrupted": 1}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["scoring", "buffered", "taken", *END_STATES])), max_size=60)
 )

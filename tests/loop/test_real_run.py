@@ -22,6 +22,7 @@ import pytest
 from orchestrator.events import read_events
 from orchestrator.ledger import recount
 from orchestrator.sim.epoch_audit import account
+from tests.support.real_runs import of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
@@ -93,10 +94,6 @@ def wait_for(run: Path, kind: str, count: int, process: subprocess.Popen[str], s
 def process_of(run: Path, name: str) -> int:
     rows = dict(line.split() for line in (run / "processes").read_text().splitlines())
     return int(rows[name])
-
-
-def of(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
 
 
 def check_books(run: Path, steps: int) -> dict[str, Any]:

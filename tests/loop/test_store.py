@@ -84,7 +84,7 @@ def any_turn(draw: st.DrawFn) -> Turn:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     turns=st.lists(any_turn(), max_size=4).map(tuple),
     reward=st.none() | st.floats(allow_nan=False, allow_infinity=False),

@@ -16,6 +16,8 @@ import pytest
 from orchestrator.api import Prompt, Trajectory, Turn
 from orchestrator.store import TrajectoryStore, count_by_outcome, read_trajectories
 
+pytestmark = pytest.mark.slow
+
 EPOCH = datetime(2026, 1, 31, 23, 59, 30, tzinfo=UTC)
 
 

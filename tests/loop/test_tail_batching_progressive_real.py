@@ -7,10 +7,6 @@ prompt, and who waited for a long round unplayed, is read from checkpoints, jour
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import pytest
 
 from orchestrator.events import read_events
 from orchestrator.sim.epoch_audit import account
+from tests.support.real_runs import end, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -66,7 +63,7 @@ def test_prompts_that_a_real_runs_forecasts_call_long_wait_unplayed_and_a_resume
 ) -> None:
     (tmp_path / "small_lake.py").write_text(TASK, encoding="utf-8")
     run = tmp_path / "t-001"
-    first = start(tmp_path, "examples/frozenlake.toml", *SETTINGS, f'run.folder="{tmp_path}"')
+    first = start("examples/frozenlake.toml", *SETTINGS, f'run.folder="{tmp_path}"', path=tmp_path)
     try:
         deadline = time.monotonic() + 400
         while newest_step(run) < 1 + EPOCH // 4:  # in the second epoch
@@ -75,7 +72,7 @@ def test_prompts_that_a_real_runs_forecasts_call_long_wait_unplayed_and_a_resume
             time.sleep(0.05)
     finally:
         end(first)
-    second = start(tmp_path, "--resume", str(run))
+    second = start("--resume", str(run), path=tmp_path)
     try:
         output, _ = second.communicate(timeout=400)
     finally:
@@ -130,23 +127,3 @@ def known_at(run: Path, step: int) -> dict[str, float]:
 def planner_at(run: Path, step: int) -> dict[str, Any]:
     found: dict[str, Any] = rounds_at(run, step)["planner"]
     return found
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join(one for one in (str(folder), os.environ.get("PYTHONPATH", "")) if one)
-    return subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.cli", "train", *arguments],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "NO_COLOR": "1", "PYTHONPATH": path},
-        start_new_session=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """With its children, at once: as a machine that loses power."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

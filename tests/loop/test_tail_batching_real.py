@@ -7,8 +7,6 @@ prompt is read from the journal and the event log alone.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ import pytest
 from orchestrator.checkpoint import verify
 from orchestrator.events import read_events
 from orchestrator.sim.epoch_audit import account
+from tests.support.real_runs import end, of, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -129,27 +128,3 @@ def planner_at(run: Path, step: int) -> dict[str, Any]:
     assert not verify(folder)
     planner: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))["rounds"]["planner"]
     return planner
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.cli", "train", *arguments],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "NO_COLOR": "1"},
-        start_new_session=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """With its children, at once: as a machine that loses power."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def of(run: Path, kind: str) -> list[dict[str, Any]]:
-    file = run / "events.jsonl"
-    return [event for event in read_events(file) if event["kind"] == kind] if file.exists() else []

@@ -68,7 +68,7 @@ def test_a_group_that_says_nothing_has_no_advantage(rewards: list[float]) -> Non
     assert says_nothing(rewards)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(REWARDS, strategies.sampled_from(["grpo", "dapo", "gspo", "rloo", "reinforce++", "ppo"]), strategies.booleans())
 def test_no_finite_reward_gives_a_nan(rewards: list[float], objective: str, normalize: bool) -> None:
     trainer = TrainerSettings(objective=objective, normalize_advantage=normalize)

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import free_port
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
@@ -464,7 +466,6 @@ asyncio.run(main())
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel", "data_parallel"])
 def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: str, tmp_path: Path) -> None:
-    import socket
     import subprocess
     import time
 
@@ -475,8 +476,7 @@ def test_two_ranks_of_a_trainer_send_the_very_version_that_they_publish(layout: 
     endpoint = RelayEndpoint(
         job="ranks", kind="fsspec", master=f"file://{tmp_path}/relay", metadata=str(tmp_path / "metadata.sqlite")
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    meet = f"tcp://127.0.0.1:{free_port()}"
     order = {
         "model": tiny_folder(tmp_path / "model"),
         "settings": {layout: 2},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -84,9 +85,7 @@ def start(inputs: tuple[Path, Path], out: Path, *flags: str, ranks: int = 1) -> 
     model, run = inputs
     command = [sys.executable, "-W", "ignore", str(SCRIPT), "--model", str(model), "--rl-trajectories", str(run)]
     command += ["--save", str(out), "--lr", "1e-2", "--micro-batch-size", "4", *flags]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     environments = [os.environ | shared | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"} for rank in range(ranks)]
     others = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) for env in environments[1:]]

@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import free_port
 
 pytest.importorskip("torch")
 
@@ -228,9 +229,7 @@ TRAINING = (
 
 
 def pretrain(*words: str) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = os.environ | {
         "PYTHONPATH": f"{NEWEST}{os.pathsep}{ROOT}",
         "TORCHDYNAMO_DISABLE": "1",

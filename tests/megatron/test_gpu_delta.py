@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MISSING = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
 

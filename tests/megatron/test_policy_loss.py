@@ -264,7 +264,7 @@ def test_diagnostics_are_those_of_the_definitions() -> None:
 # -- sums ----------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     strategies.sampled_from(list(PUBLISHED)),
     strategies.integers(0, 1000),
@@ -295,7 +295,7 @@ def test_any_split_into_micro_batches_adds_up_to_the_same_gradient(
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(strategies.sampled_from(list(PUBLISHED)), strategies.lists(strategies.booleans(), min_size=T, max_size=T))
 def test_masked_tokens_are_neither_trained_on_nor_counted(objective: str, flags: list[bool]) -> None:
     """The loss is that of trajectories which consist of the counted tokens alone; those without one do not exist."""

@@ -86,7 +86,7 @@ class Held:
     expert: bool = False
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12),
     holders=st.integers(1, 5),

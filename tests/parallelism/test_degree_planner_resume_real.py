@@ -4,18 +4,14 @@ begins with. Real vLLM (an engine over two ranks beside one of one) and Megatron
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from orchestrator.events import read_events
 from orchestrator.ledger import recount
+from tests.support.real_runs import end, of, start
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -85,26 +81,3 @@ def kept(run: Path) -> list[int]:
         return []
     found: list[int] = (json.loads(newest.read_text(encoding="utf-8"))["degrees"] or {}).get("degrees", [])
     return found
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.cli", "train", *arguments],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "NO_COLOR": "1"},
-        start_new_session=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """With its children, at once: as a machine that loses power."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def of(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]

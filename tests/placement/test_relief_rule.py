@@ -40,7 +40,7 @@ class SlowLink:
         return True
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 50).map(float), min_size=1, max_size=30), st.booleans())
 def test_gaps_of_one_second_never_make_the_busy_worker_the_idle_one(work: list[float], arrives: bool) -> None:
     async def main() -> None:

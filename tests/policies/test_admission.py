@@ -193,7 +193,7 @@ def play(arrivals: list[tuple[float, int]], policy: Admission | None) -> tuple[l
 LOADS = st.lists(st.tuples(st.floats(0.0, 0.2), st.integers(10, 600)), min_size=1, max_size=80)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(LOADS, st.sampled_from(("dual", "ttft")))
 def test_whatever_bursts_come_a_prompt_waits_for_one_admitted_step_more_than_beside_nobody(
     load: list[tuple[float, int]], mode: Mode

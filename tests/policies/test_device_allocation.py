@@ -96,7 +96,7 @@ def test_a_failed_device_is_given_to_nobody_until_it_is_repaired() -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_is_asked_a_healthy_device_has_one_worker_and_nothing_free_is_refused(seed: int) -> None:
     draw = random.Random(seed)
     classes = ["H800", "H20", "CPU"][: draw.randint(1, 3)]

@@ -206,7 +206,7 @@ def finishes(policy: ProgressivePriority, slots: int, victims: list[tuple[int, i
     return False
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     slots=st.integers(1, 4),
     victims=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.policies.serving.server_borrowing import (
@@ -122,7 +122,6 @@ events = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(events)
 def test_whatever_happens_a_gpu_has_one_job_and_a_job_no_more_than_it_asked_for(history: list[tuple]) -> None:  # type: ignore[type-arg]
     found = Borrowing(BorrowRules(window=20.0, silent=15.0, margin=0.1))
@@ -267,7 +266,6 @@ def test_fewer_are_wanted_only_when_the_whole_idle_time_would_have_done_with_few
         assert demand.wanted(now, None, cap, 5) == demand.wanted(now, 10, 0, 5) == 5, "where nothing is limited"
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.65, 0.85), min_size=3, max_size=60))
 def test_use_that_swings_inside_the_band_changes_a_server_once_at_most(shares: list[float]) -> None:
     found = cluster({"a": 0.5}, window=1.0, crowded=0.8, margin=0.2, silent=1000.0)

@@ -259,7 +259,7 @@ def play(case: tuple[list[Unit], list[Unit], int, list[int], list[tuple[int, lis
     return [(finished, held, one.observe(finished, held)) for finished, held in moments]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(steps(), st.floats(0, 400))
 def test_no_step_splits_a_group_leaves_the_window_or_passes_the_limit(case, memory: float) -> None:
     rollout, training, requests, history, _ = case
@@ -290,7 +290,7 @@ def test_no_step_splits_a_group_leaves_the_window_or_passes_the_limit(case, memo
             assert attempt.peak >= demand / room - 1e-9
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps(), st.floats(0, 400), st.floats(1, 10))
 def test_more_memory_never_frees_later(case, memory: float, factor: float) -> None:
     def freed_at(found: list) -> int:
@@ -300,7 +300,7 @@ def test_more_memory_never_frees_later(case, memory: float, factor: float) -> No
     assert freed_at(more) <= freed_at(less)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps())
 def test_with_memory_to_spare_it_frees_at_the_first_milestone_when_a_half_exists(case) -> None:
     """The half is searched completely: compared with trying every set of engines."""
@@ -324,7 +324,7 @@ def test_with_memory_to_spare_it_frees_at_the_first_milestone_when_a_half_exists
         assert sum(sum(held[engine]) for engine in found[0].engines) == cost
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(0, 59), st.integers(0, 59))
 def test_the_sum_of_expected_final_lengths_bounds_the_demand_at_any_time(
     history: list[int], now: int, later: int

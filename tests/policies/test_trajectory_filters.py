@@ -74,7 +74,7 @@ def test_similarity_is_to_other_groups_of_the_same_task_in_the_window_only() -> 
     assert similar.judge(replace(first, group_id="b")) == ""  # it has left the window
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(2, 5), max_size=6)), max_size=25), st.integers(1, 5)
 )
@@ -99,7 +99,7 @@ def test_the_first_filter_that_rejects_names_the_reason_and_nothing_remembers_th
     assert chain.screen(replace(low, reward=1.0, group_id="c")) == "similarity"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from("abc"), max_size=20), st.integers(1, 12), st.floats(0.05, 1.0))
 def test_a_balanced_batch_keeps_to_the_share_and_takes_whatever_fits(
     kinds: list[str], wanted: int, share: float
@@ -128,7 +128,7 @@ def test_the_lag_weight_is_exactly_one_when_off_and_falls_with_the_lag() -> None
     assert [LagWeight(0.5).of(lag) for lag in (0, 1, 2)] == [1.0, math.exp(-0.5), math.exp(-1.0)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=50))
 def test_the_effective_share_lies_between_one_sample_and_all(weights: list[float]) -> None:
     share = effective_share(weights)
@@ -176,7 +176,7 @@ def test_what_is_ready_waits_when_all_of_it_is_of_kinds_that_have_their_share() 
     assert balance.pick(["a", "b"], ["a", "a", "b", "b"], 4) is None
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.lists(
         st.tuples(st.sampled_from("ab"), st.lists(st.integers(2, 4), min_size=2, max_size=6)), min_size=4, max_size=14

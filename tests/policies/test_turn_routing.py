@@ -194,7 +194,7 @@ def test_a_turn_is_overtaken_only_so_often(patience: int) -> None:
 
 @pytest.mark.parametrize("spread", SPREADS)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_nothing_starves_while_slots_are_freed(spread: str, seed: int) -> None:
     """After it is due, and so are those before it, only those go first."""
     draw = random.Random(seed)
@@ -261,7 +261,7 @@ CLASS_OF = {"x": "A", "y": "B"}
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fallback", [False, True])
 @given(seed=st.integers(0, 2**32), steps=st.integers(20, 160))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whatever_happens_caps_hold_slots_go_to_the_oldest_and_affinity_is_kept(
     rule: str, fallback: bool, seed: int, steps: int
 ) -> None:

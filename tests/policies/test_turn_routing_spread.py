@@ -104,7 +104,7 @@ class Model:
 
 @pytest.mark.parametrize("rule", [RULES[0], LEAST_LOADED])
 @given(seed=st.integers(0, 2**32), steps=st.integers(20, 200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_happens_caps_hold_nothing_is_sent_to_a_closed_server_and_prefixes_are_kept_while_even(
     rule: str, seed: int, steps: int
 ) -> None:
@@ -159,7 +159,7 @@ def test_whatever_happens_caps_hold_nothing_is_sent_to_a_closed_server_and_prefi
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8), st.integers(0, 200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_new_trajectories_fill_all_workers_evenly(kinds: list[tuple[int, bool]], turns: int) -> None:
     seats = [Seat(cap=cap, borrowed=borrowed) for cap, borrowed in kinds]
     router = opened(seats)

@@ -31,6 +31,8 @@ from orchestrator.tasks import coding_problems
 from orchestrator.tasks.text_rewards import coding_tests
 from orchestrator.tasks.vocabulary import CHARACTERS
 
+pytestmark = pytest.mark.slow
+
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 TESTS = HiddenTests("f", [Case([1], 2), Case([2], 3), Case([3], 4)])
 RIGHT = "def f(x):\n return x + 1"

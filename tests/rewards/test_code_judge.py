@@ -23,6 +23,8 @@ from orchestrator.tasks.coding import CodingTask, shown
 from orchestrator.tasks.text_rewards import coding_tests
 from orchestrator.tasks.vocabulary import CHARACTERS
 
+pytestmark = pytest.mark.slow
+
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 SQUARES = HiddenTests("f", [Case([n], n * n) for n in range(5)])
 

@@ -23,6 +23,8 @@ from orchestrator.rewards.function_protocol import MAX_BODY_BYTES
 from orchestrator.rewards.host_launch import RewardHost
 from orchestrator.rewards.reward_client import HttpReward
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = '''
 import json, os, signal, subprocess, sys, time
 

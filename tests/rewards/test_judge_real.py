@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from orchestrator.events import read_events
 from orchestrator.ledger import recount
 from orchestrator.store import read_trajectories
+from tests.support.real_runs import of
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -135,8 +134,3 @@ def write_judge(folder: Path, scores: tuple[int, ...] = (3, 7)) -> str:
 
 def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def of(run: Path, kind: str) -> list[dict[str, Any]]:
-    file = run / "events.jsonl"
-    return [event for event in read_events(file) if event["kind"] == kind] if file.exists() else []

@@ -23,7 +23,7 @@ import pytest
 
 from orchestrator.sandbox import Limits, Sandbox
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")]
 ROOT = Path(__file__).parents[2]
 
 

@@ -18,7 +18,7 @@ from orchestrator.api import ConfigError, RetryableError
 from orchestrator.sandbox import Limits, Outcome, Sandbox, cgroups, command, run, seccomp, watch
 from orchestrator.sandbox.diagnosis import diagnosed
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")]
 
 FORK_BOMB = """
 import os, time

@@ -8,13 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from orchestrator.api import RetryableError
 from orchestrator.sandbox import Limits, Sandbox, spawner
 from scripts.bench.micro.soak import marked_processes as running
+from tests.support.waiting import wait_for
 
 LIST = "import os; print(sorted(int(n) for n in os.listdir('/proc/self/fd')))"
 
@@ -101,7 +101,7 @@ def test_what_runs_ends_with_the_caller() -> None:
     )
     caller = subprocess.Popen([sys.executable, "-c", program])
     try:
-        wait_for(lambda: len([pid for pid in running(mark) if pid != caller.pid]) > 0)
+        wait_for(lambda: len([pid for pid in running(mark) if pid != caller.pid]) > 0, every=0.05)
         caller.kill()
         caller.wait()
         wait_for(lambda: running(mark) == [])
@@ -119,18 +119,8 @@ def test_a_program_that_does_not_ask_for_it_ends_with_the_caller_too() -> None:
     )
     caller = subprocess.Popen([sys.executable, "-c", program])
     try:
-        wait_for(lambda: len([pid for pid in running(mark) if pid != caller.pid]) > 0)
+        wait_for(lambda: len([pid for pid in running(mark) if pid != caller.pid]) > 0, every=0.05)
     finally:
         caller.kill()
         caller.wait()
     wait_for(lambda: running(mark) == [])
-
-
-def wait_for(condition: object) -> None:
-    """Until it holds."""
-    assert callable(condition)
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it does not hold after 30 s")

@@ -39,7 +39,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     alpha=st.integers(0, 4),
     group=st.integers(2, 4),

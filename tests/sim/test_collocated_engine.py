@@ -109,7 +109,7 @@ def test_smaller_chunks_cost_the_prompt_more_steps_and_never_its_tokens() -> Non
 LOADS = st.lists(st.tuples(st.floats(0.0, 0.3), st.integers(10, 9000), st.integers(1, 60)), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOADS, st.sampled_from(("", "dual", "ttft", "tpot", "none")))
 def test_every_request_is_answered_once_whatever_arrives(load: Load, mode: str) -> None:
     arrivals, at = [], 0.0
@@ -123,7 +123,7 @@ def test_every_request_is_answered_once_whatever_arrives(load: Load, mode: str) 
     assert min(served.ttft) > 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOADS, st.sampled_from(("dual", "ttft")))
 @example([(0.0, 6145, 1), (0.15625, 685, 1)], "dual")  # its first prompt waits for 0.0200039 s more than undisturbed
 @example([(0.0, 7138, 1), (0.16108, 454, 1)], "ttft")

@@ -127,7 +127,7 @@ def test_half_of_a_device_takes_twice_as_long() -> None:
     assert device == pytest.approx(whole)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 0.3), st.floats(0.05, 1.0)), max_size=12))
 def test_whatever_the_shares_the_same_device_time_is_needed(shares: list[tuple[float, float]]) -> None:
     whole, _ = run(seconds_of([]))
@@ -179,7 +179,7 @@ def test_a_smaller_budget_takes_unused_prefixes_first_then_the_requests_of_least
     run(main())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), min_size=1, max_size=10))
 def test_a_step_after_any_budget_no_more_is_held_and_every_request_ends_once(budgets: list[tuple[int, int]]) -> None:
     async def main() -> None:

@@ -28,7 +28,7 @@ from orchestrator.sim.simulated_run import SimResult, SimulationFailed, simulate
 from orchestrator.sim.simulated_worker import SimWorker
 from scripts.bench.micro import ledger_faults
 
-SEEDS = 120
+SEEDS = [pytest.param(range(40), id="some"), pytest.param(range(40, 240), id="many", marks=pytest.mark.long)]
 
 
 def config(*overrides: str) -> Config:
@@ -168,12 +168,13 @@ def test_a_steps_figures_are_those_of_its_trajectories() -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_trajectory_is_accounted_for_in_seeded_fault_runs() -> None:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_every_trajectory_is_accounted_for_in_seeded_fault_runs(seeds: range) -> None:
     """Seeds of runs of many shapes, each with crashes, delays, drops, duplicates, cancellations, kills and resumes."""
     wrong: list[str] = []
     kinds: Counter[str] = Counter()
     lives, started = 0, 0
-    for seed in range(SEEDS):
+    for seed in seeds:
         result = simulate(ledger_faults.config_of(seed), strict=False)
         wrong += [f"seed {seed}: {line}" for line in result.violations]
         kinds.update(result.injected)
@@ -182,10 +183,10 @@ def test_every_trajectory_is_accounted_for_in_seeded_fault_runs() -> None:
         assert result.unaccounted == 0, wrong[-5:]
         assert result.summary["reason"] == "completed", wrong[-5:]
     assert not wrong, "\n".join(wrong[:20])
-    assert started > 20 * SEEDS
-    assert lives > SEEDS, "nothing was ever killed and resumed"
+    assert started > 20 * len(seeds)
+    assert lives > len(seeds), "nothing was ever killed and resumed"
     for kind in ("crash", "delay", "drop", "duplicate", "cancel"):
-        assert sum(count for name, count in kinds.items() if name.startswith(f"{kind} ")) > SEEDS / 4, kind
+        assert sum(count for name, count in kinds.items() if name.startswith(f"{kind} ")) > len(seeds) / 4, kind
 
 
 @pytest.mark.parametrize("kind", ["crash", "delay", "drop", "duplicate", "cancel"])

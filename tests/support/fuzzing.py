@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 SECONDS = 10.0  # for one input; a parser takes milliseconds, a busy machine some more
 MEMORY = 64 << 20  # bytes that Python and NumPy allocate for one input of some kilobytes
 DEEP = 100_000  # levels of nesting: beyond every stack
-# Few examples in each run of the tests, the same ones each time; many, new ones, in the long tier.
+# Few examples in each run of the tests; many in the long tier.
 SHORT, LONG = 100, 600
 EXAMPLES = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.long)]
 
@@ -62,13 +62,10 @@ def bounded(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
 
 
 def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
-    """Give ``check`` so many drawn inputs. The short tier draws the same ones in each run."""
+    """Give ``check`` so many drawn inputs."""
 
     @settings(
         max_examples=examples,
-        deadline=None,
-        derandomize=examples <= SHORT,
-        database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate] if examples <= SHORT else [Phase.generate, Phase.shrink],
     )

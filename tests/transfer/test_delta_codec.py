@@ -58,7 +58,7 @@ def pairs(draw: st.DrawFn) -> tuple[str, Bytes, Bytes]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs(), st.integers(1, 3))
 def test_a_change_brings_every_bit_and_takes_it_back(backend: Backend, pair: tuple, threads: int) -> None:
     dtype, old, new = pair
@@ -75,7 +75,7 @@ def test_a_change_brings_every_bit_and_takes_it_back(backend: Backend, pair: tup
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(pairs())
 def test_each_encoding_brings_every_bit(backend: Backend, pair: tuple) -> None:
     dtype, old, new = pair
@@ -375,7 +375,7 @@ def test_a_change_for_another_array_is_refused() -> None:
         next(delta.steps(sample("xor")[0]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300), st.integers(0, 3), st.integers(0, 400))
 def test_no_bytes_make_a_stream_or_a_segment_break_out(data: bytes, mode: int, count: int) -> None:
     array = np.frombuffer(data, np.uint8)

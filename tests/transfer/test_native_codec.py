@@ -20,7 +20,7 @@ from orchestrator.transfer.delta.native_codec import LEVELS, Native
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = [str(CSRC / f"{name}.c") for name in ("level", "rans", "gather", "sparse", "planes")]
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="no C compiler here")]
 REFERENCE = Reference()
 
 

@@ -110,7 +110,7 @@ def test_what_is_fetched_is_bit_for_bit_what_was_published() -> None:
     assert same(rig.read(3), weights(3))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=30), bucket=st.integers(1024, 20_000))
 def test_any_sizes_in_any_buckets_come_back(sizes: list[int], bucket: int) -> None:
     rig = Rig(replace(ENDPOINT, bucket_bytes=bucket))

@@ -24,6 +24,8 @@ from orchestrator.transfer import MemoryRelay, Publisher, RelayEndpoint, RelayEr
 from orchestrator.transfer import redis_metadata as module
 from orchestrator.transfer.redis_metadata import PASSWORD, PASSWORD_FILE, RedisMetadata
 
+pytestmark = pytest.mark.slow
+
 SECRET = "correct-horse-battery"
 
 

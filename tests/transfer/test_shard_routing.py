@@ -125,7 +125,7 @@ def engine_parameters(model: Model, tp: int, pp: int) -> Iterator[tuple[str, lis
         yield f"rank {rank}: head", [rows("embed" if model.tied else "head", rank)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_every_element_of_every_engine_shard_is_written_exactly_once_with_the_right_value(data: st.DataObject) -> None:
     """Any trainer layout to any engine layout: fused qkv and gate-up, tied embeddings, norms, experts, fp32 routers."""
@@ -153,7 +153,6 @@ boxes = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(boxes, st.sampled_from([1, 2, 3, 4, 8]))
 def test_the_runs_of_a_box_are_its_bytes_in_order(drawn: list[tuple[int, int, int]], itemsize: int) -> None:
     shape = [size for size, _, _ in drawn]
@@ -172,7 +171,6 @@ def test_rows_are_one_run_and_columns_are_one_a_row() -> None:
     assert list(shard_routing.runs((), (), 4)) == [(0, 4)]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_strided_view_is_found_again_in_the_box_around_it(data: st.DataObject) -> None:
     """Views as vLLM's loaders make them (narrowed, transposed, reshaped, flattened), and any others."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.api import ConfigError, RetryableError, RunError
@@ -250,7 +250,6 @@ def histories(draw: st.DrawFn) -> tuple[Published, ...]:
     return tuple(found)
 
 
-@settings(deadline=None)
 @given(histories(), st.integers(1, 4), st.lists(st.integers(-1, 25), max_size=4), st.integers(-1, 25))
 def test_what_is_kept_is_what_somebody_needs_and_can_be_read(
     published: tuple[Published, ...], keep: int, held: list[int], fetching: int
@@ -275,7 +274,6 @@ def test_what_is_kept_is_what_somebody_needs_and_can_be_read(
     assert list(kept) == sorted(kept, key=published.index)
 
 
-@settings(deadline=None)
 @given(histories(), st.integers(-1, 25))
 def test_a_route_begins_at_what_is_held_or_at_a_snapshot(published: tuple[Published, ...], held: int) -> None:
     target = published[-1].attempt.version

@@ -284,7 +284,7 @@ class BookModel(RuleBasedStateMachine):
             assert self.book.fed_ahead(priority) == ahead
 
 
-BookModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+BookModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestBookModel = BookModel.TestCase
 
 
