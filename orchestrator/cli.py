@@ -313,7 +313,6 @@ def _steps_told(steps: int, every: float = 5.0) -> Callable[[str], None]:
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from orchestrator.observe.report.svg import document, placed
     from orchestrator.sim import ablation
 
     make = None
@@ -324,10 +323,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
     rows = ablation.ablate(arguments.seeds, make=make, said=lambda text: print(text, file=sys.stderr))
     if arguments.svg:
-        plot = ablation.draw(rows)
-        Path(arguments.svg).write_text(
-            document(plot.width, plot.height, [placed(plot, 0, 0)], ablation.STYLE) + "\n", encoding="utf-8"
-        )
+        Path(arguments.svg).write_text(ablation.ablation_svg(rows), encoding="utf-8")
     print(json.dumps([row.as_dict() for row in rows]) if arguments.json else ablation.table(rows))
     return 0
 

@@ -10,20 +10,20 @@ cannot share a run with devices that are freed within a step (:data:`PLANNED`), 
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.config import Config
-from orchestrator.observe.report.svg import Axis, Margins, Plot, nice_axis
+from orchestrator.observe.report.plots import Drawing, Margins
 from orchestrator.sim.paper_setups import measure, rollpacker, scenario
 
 SCENARIO = "rollart"
 SCALE = 16  # a 16th of its cluster and batch
 STEPS = 5
 BALANCED = "sim.trainer_gpus=96"  # with the 32 of the scenario training binds, and nothing of the rollout shows
-STYLE = ".whisker{fill:none;stroke:#0b6fb8;stroke-width:1.3}"  # of the drawing, beside that of all figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +153,19 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row]) -> Plot:
-    """A point a feature: the step time without it over that with all, and its deviation over seeds."""
+def ablation_svg(rows: Sequence[Row]) -> str:
+    """A file: a point a feature, the step time without it over that with all, and its deviation over seeds."""
     shown = [row for row in rows if row.name]
-    high = max(1.0, *(row.ratio + row.deviation for row in shown))
-    low = min(1.0, *(row.ratio - row.deviation for row in shown))
-    places = tuple((float(place), row.name) for place, row in enumerate(shown))
-    x = Axis(-0.5, len(shown) - 0.5, places)
     about = "; ".join(f"{row.name}: {row.ratio:.3f} +- {row.deviation:.3f}" for row in shown)
-    y = nice_axis(low, high, "step time without it / with all (simulated)")
-    plot = Plot(140.0 * len(shown) + 80, 320.0, x, y, "What each feature saves", about, Margins(left=60, bottom=50))
+    plot = Drawing(140.0 * len(shown) + 80, 320.0, "What each feature saves", about, Margins(left=60, bottom=50))
+    plot.x_scale(-0.5, len(shown) - 0.5)
+    plot.axes.set_xticks(range(len(shown)), ["\n".join(textwrap.wrap(row.name, 22)) for row in shown])
+    low, high = (pick(row.ratio + sign * row.deviation for row in shown) for pick, sign in ((min, -1), (max, 1)))
+    plot.y_scale(min(1.0, low), max(1.0, high), "step time without it / with all (simulated)")
     plot.level(1.0, "all on", "c0")
+    plot.whiskers(
+        [(place, row.ratio - row.deviation, row.ratio + row.deviation) for place, row in enumerate(shown)], "c1"
+    )
     for place, row in enumerate(shown):
-        plot.whisker(place, row.ratio - row.deviation, row.ratio + row.deviation, "c1")
-        plot.dot(place, row.ratio, "c1", tooltip=f"{row.name}: {row.ratio:.3f}")
-    return plot
+        plot.dot(place, row.ratio, "c1", f"{row.name}: {row.ratio:.3f}")
+    return plot.file_svg()

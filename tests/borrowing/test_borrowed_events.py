@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.api import SharedDevice
 from orchestrator.events import EventLog, MemorySink
-from orchestrator.observe.report.borrowed_section import borrowed
+from orchestrator.observe.report.feature_sections import borrowed
 from orchestrator.observe.report.page_text import duration
 from orchestrator.observe.report.run_log import RunLog, take_event
 from orchestrator.observe.report.summary import borrowed_of, serving_of

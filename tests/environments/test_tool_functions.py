@@ -15,7 +15,7 @@ from orchestrator.api import ConfigError, Prompt, TrajectoryError
 from orchestrator.config import load_config
 from orchestrator.environments.subprocesses import SubprocessBackend
 from orchestrator.environments.tool_functions import ToolAnswer, ToolClient, ToolSettings, ToolTally
-from orchestrator.observe.report.environment_section import environments
+from orchestrator.observe.report.feature_sections import environments
 from orchestrator.observe.report.run_log import load_run
 from orchestrator.rewards.host_launch import FunctionHost
 from orchestrator.runtime import preflight

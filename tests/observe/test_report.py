@@ -149,6 +149,13 @@ def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
     assert shown.count("</main>") == 1
 
 
+def test_a_drawing_is_coloured_by_the_page_in_light_and_dark(finished: Path) -> None:
+    page = write_report(finished).read_text(encoding="utf-8")
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.S))
+    assert set(re.findall(r"var\(--([\w-]+)\)", drawn)) <= set(re.findall(r"--([\w-]+):", page))
+    assert re.findall(r"#[0-9a-f]{6}", drawn) == []
+
+
 def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
     folder = runs.write_run(tmp_path / "run-001", steps=1500, batch=2)
     assert write_report(folder).stat().st_size < 1_500_000
@@ -439,8 +446,10 @@ def test_many_runs_have_distinct_styles_and_a_short_file_name(tmp_path: Path) ->
     folders = [runs.write_run(tmp_path / f"run-{index:03d}", steps=6, seed=index) for index in range(8)]
     page = write_report(folders)
     assert page.name == "compare-run-000-and-7-others.html"
-    lines = re.findall(r'class="line strong ([^"]+)"', page.read_text(encoding="utf-8"))
-    assert len(set(lines)) == 8
+    first = next(read_document(page).iter("svg"))
+    lines = [path.get("style", "") for path in first.iter("path") if "stroke-width: 2.4" in path.get("style", "")]
+    looks = {(re.findall(r"stroke: var\(--(\w+)\)", style)[0], "dasharray" in style) for style in lines}
+    assert len(looks) == 8
 
 
 # -- numbers in words --------------------------------------------------------------------------------------------------

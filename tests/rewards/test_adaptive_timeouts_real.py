@@ -15,7 +15,7 @@ from orchestrator.api import ConfigError, Prompt, Trajectory, TrajectoryError, T
 from orchestrator.checkpoint import Checkpoints, CheckpointState
 from orchestrator.config import load_config
 from orchestrator.ledger import Ledger
-from orchestrator.observe.report.environment_section import environments
+from orchestrator.observe.report.feature_sections import environments
 from orchestrator.observe.report.run_log import RunLog
 from orchestrator.policies.batching.trajectory_filters import FilterChain
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime

@@ -1,4 +1,7 @@
-"""The charts of learning, staleness, speed and trainer health. Each takes a run and a size, and returns SVG; "" without data."""
+"""The charts of a run. Each takes a run and a size, and returns SVG; "" without data.
+
+Of who waited for whom: colour says who (rollout, trainer, weights); hatching says waiting, in the colour of what is waited for.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.observe.report.page_text import count, interval, percent, significant
+from orchestrator.observe.report.page_text import count, duration, interval, percent, significant
+from orchestrator.observe.report.plots import Drawing, Margins, Point, Size, spread
 from orchestrator.observe.report.run_log import RunLog, Step
 from orchestrator.observe.report.summary import lag_counts
-from orchestrator.observe.report.svg import Axis, Margins, Plot, Point, nice_axis, smooth, spread, step_axis, thin_out
+from orchestrator.observe.report.timeline import LANES, STATES, Piece, Window, clip, per_step, shares
 
-_POINTS = 400  # of a line: more would not be seen
-_HOVERS = 120  # columns with a tooltip
-
-
-@dataclass(frozen=True)
-class Size:
-    """A drawing's width in units, which are pixels at full size. ``narrow``: for a phone."""
-
-    width: float
-    narrow: bool = False
-
-    @property
-    def ticks(self) -> int:
-        """How many ticks an x axis has room for."""
-        return 4 if self.width < 500 else 8
-
-
-WIDE, HALF, NARROW, SMALL = Size(960), Size(464), Size(440, narrow=True), Size(300)
+SLACKS = (  # field, colour, words
+    ("ttft_slack", "c1", "prompts that wait (TTFT)"),
+    ("tpot_slack", "c2", "sequences that decode (TPOT)"),
+    ("arriving", "c3", "a prompt that arrives now"),
+)
+SERVERS = 12  # that are drawn; all are in the tables
+_PARTS = 80  # of the time of serving, each with a point
+_COLUMNS = 100  # of the chart of step times; longer runs are averaged
+_LANE_NAMES = {"rollout": "Rollout", "trainer": "Trainer", "weights": "Weights"}
 
 
 @dataclass(frozen=True)
@@ -38,16 +33,17 @@ class Series:
     title: str
     label: str
     points: Sequence[Point]
-    form: Callable[[float], str]
-    style: str = "c1"
-    floor: float | None = None  # the axis reaches down to this
+    form: Callable[[float], str] = significant
+    colour: str = "c1"
+    floor: float | None = 0.0  # the axis reaches down to this
     limit: float | None = None  # a value with a meaning, drawn as a line
     limit_label: str = ""
+    axis: Callable[[float], str] | None = None  # writes a tick, where the number alone will not do
 
 
-def percent_axis(label: str, high: float = 1.0) -> Axis:
-    """Shares from nothing to all, or to ``high``."""
-    return nice_axis(0.0, high, label, lambda value: f"{100 * value:g}", ticks=5)
+def as_percent(value: float) -> str:
+    """A share as the tick of an axis in percent."""
+    return f"{100 * value:g}"
 
 
 def smoothing(steps: int) -> int:
@@ -55,43 +51,33 @@ def smoothing(steps: int) -> int:
     return max(1, steps // 20) * 2 + 1 if steps >= 8 else 1
 
 
+# -- learning, staleness, speed, health ----------------------------------------------------------------------------------
+
+
 def success(run: RunLog, size: Size) -> str:
     """Held-out success with its interval over steps, and the level before RL."""
     shown = [item for item in run.evaluations if item.phase != "before_warmup"]
     if not shown:
         return ""
-    plot = Plot(
-        size.width,
-        300 if not size.narrow else 320,
-        step_axis(max(run.done_steps, shown[-1].step), ticks=size.ticks),
-        percent_axis("success on held-out prompts (%)"),
-        "Success on held-out prompts over training steps",
-        "; ".join(f"step {item.step}: {percent(item.value)} ({interval(item.low, item.high)})" for item in shown),
-    )
+    about = "; ".join(f"step {item.step}: {percent(item.value)} ({interval(item.low, item.high)})" for item in shown)
+    plot = Drawing(size.width, 320 if size.narrow else 300, "Success on held-out prompts over training steps", about)
+    plot.x_scale(0, max(run.done_steps, shown[-1].step, 1), "training step", size.ticks)
+    plot.y_scale(0.0, 1.0, "success on held-out prompts (%)", form=as_percent)
     start, untrained = run.before, run.evaluation("before_warmup")
     if untrained is not None:
         plot.level(untrained.value, f"untrained {percent(untrained.value)}", "c0", below=True)
     if start is not None:
         name = "after warm-up, before RL" if run.warmup else "before RL"
         plot.level(start.value, f"{name}: {percent(start.value)}", "c2")
-    plot.band([(item.step, item.low, item.high) for item in shown], "c1")
-    plot.line([(item.step, item.value) for item in shown], "strong c1")
+    plot.interval([(item.step, item.value, item.low, item.high) for item in shown], "c1")
     for item in shown:
         place = f"{'before RL' if item.step == 0 else f'after step {item.step}'}: {percent(item.value)}"
         about = f"{place} ({item.successes} of {item.prompts}; 95 % interval {interval(item.low, item.high)})"
-        plot.whisker(item.step, item.low, item.high, "c1")
-        plot.dot(item.step, item.value, "c2" if item is start else "c1", 4.5, about)
-    return plot.render()
+        plot.dot(item.step, item.value, "c2" if item is start else "c1", about, 9)
+    return plot.page_svg()
 
 
-def reward(run: RunLog, size: Size) -> str:
-    """Mean reward of each trained batch, raw and smoothed."""
-    points = [(float(step.number), step.reward_mean) for step in run.steps]
-    series = Series("Mean reward of the trained batch", "mean reward", points, significant, floor=0.0)
-    return line_chart(series, run.done_steps, size, 260, smooth_window=smoothing(len(points)))
-
-
-def line_chart(series: Series, last_step: int, size: Size, height: float, smooth_window: int = 1) -> str:
+def line_chart(series: Series, last_step: int, size: Size, height: float, window: int = 1) -> str:
     """One quantity over steps; with a window, raw values are faint and their moving mean is strong."""
     finite = [y for _, y in series.points if math.isfinite(y)]
     if not finite:
@@ -101,31 +87,48 @@ def line_chart(series: Series, last_step: int, size: Size, height: float, smooth
         low = min(low, series.floor)
     if series.limit is not None and series.limit < 4 * high:
         high = max(high, series.limit)
-    y_axis = nice_axis(low, high, series.label, ticks=4 if height > 180 else 3)
-    about = f"first {series.form(finite[0])}, last {series.form(finite[-1])}, least {series.form(min(finite))}"
-    plot = Plot(
-        size.width,
-        height,
-        step_axis(last_step, ticks=size.ticks, label="training step" if height > 180 else ""),
-        y_axis,
-        f"{series.title} over training steps",
-        f"{about}, most {series.form(max(finite))}",
-        margins=Margins(left=36) if height > 180 else Margins(left=36, bottom=24, top=14),
-    )
-    if smooth_window > 1:
-        plot.line(thin_out(series.points, _POINTS), f"faint {series.style}")
-        plot.line(thin_out(smooth(series.points, smooth_window), _POINTS), f"strong {series.style}")
-    else:
-        plot.line(thin_out(series.points, _POINTS), f"medium {series.style}")
-    if series.limit is not None and series.limit <= y_axis.high:
+    large, form = height > 180, series.form
+    about = f"first {form(finite[0])}, last {form(finite[-1])}, least {form(min(finite))}, most {form(max(finite))}"
+    margins = Margins() if large else Margins(bottom=24, top=14)
+    plot = Drawing(size.width, height, f"{series.title} over training steps", about, margins)
+    plot.x_scale(0, max(last_step, 1), "training step" if large else "", size.ticks)
+    plot.y_scale(low, high, series.label, 4 if large else 3, series.axis)
+    plot.smoothed(series.points, series.colour, window)
+    if series.limit is not None and series.limit <= plot.axes.get_ylim()[1]:
         plot.level(series.limit, series.limit_label, "bad")
-    plot.hover(
-        [
-            (series.points[index][0], f"step {series.points[index][0]:.0f}: {series.form(series.points[index][1])}")
-            for index in spread(len(series.points), _HOVERS)
-        ]
-    )
-    return plot.render()
+    places = [series.points[index] for index in spread(len(series.points))]
+    plot.columns([(x, f"step {x:.0f}: {form(y)}") for x, y in places])
+    return plot.page_svg()
+
+
+def reward(run: RunLog, size: Size) -> str:
+    """Mean reward of each trained batch, raw and smoothed."""
+    points = [(float(step.number), step.reward_mean) for step in run.steps]
+    series = Series("Mean reward of the trained batch", "mean reward", points)
+    return line_chart(series, run.done_steps, size, 260, smoothing(len(points)))
+
+
+def mixed_versions(run: RunLog, size: Size) -> str:
+    """The share of trained trajectories whose tokens come from more than one version."""
+    points = [(float(step.number), step.versions_mixed / step.trained) for step in run.steps if step.trained]
+    title, label = "Share of trajectories with tokens of more than one version", "spanning a weight update (%)"
+    series = Series(title, label, points, percent, "c3", axis=as_percent)
+    return line_chart(series, run.done_steps, size, 270, smoothing(len(points)))
+
+
+def token_rate(run: RunLog, size: Size) -> str:
+    """Trained tokens per second of wall time."""
+    points = [(float(step.number), step.tokens / step.period) for step in run.steps if step.period > 0]
+    series = Series("Trained tokens a second", "tokens/s", points, lambda v: f"{significant(v)} tokens/s")
+    return line_chart(series, run.done_steps, size, 250, smoothing(len(points)))
+
+
+def trajectory_rate(run: RunLog, size: Size) -> str:
+    """Trained trajectories per second of wall time."""
+    points = [(float(step.number), step.trained / step.period) for step in run.steps if step.period > 0]
+    title, unit = "Trained trajectories a second", "trajectories/s"
+    series = Series(title, unit, points, lambda v: f"{significant(v)} {unit}", "c3")
+    return line_chart(series, run.done_steps, size, 250, smoothing(len(points)))
 
 
 def lag_histogram(run: RunLog, size: Size) -> str:
@@ -139,90 +142,32 @@ def lag_histogram(run: RunLog, size: Size) -> str:
     if not totals[0]:
         return ""
     lags = list(range(max(run.alpha, max(taken, default=0), max(trained, default=0)) + 1))
-    every = max(1, len(lags) // 10)
-    x_axis = Axis(-0.6, len(lags) - 0.4, tuple((lag, str(lag)) for lag in lags if lag % every == 0), "lag (versions)")
-    shares = [taken.get(lag, 0) / totals[0] for lag in lags]
-    shares += [trained.get(lag, 0) / totals[1] if totals[1] else 0.0 for lag in lags]
-    plot = Plot(
-        size.width,
-        270,
-        x_axis,
-        percent_axis("share of trajectories (%)", 1.08 * max(shares)),
-        "Staleness of the trained trajectories",
-        ", ".join(f"lag {lag}: {percent(taken.get(lag, 0) / totals[0])}" for lag in lags),
-    )
-    unit = plot.x(1) - plot.x(0)
-    bar = min(unit * 0.36, 46.0)
-    for lag in lags:
-        for counts, total, style, word, left in (
-            (taken, totals[0], "c1", "when taken by get_batch", plot.x(lag) - bar - 1),
-            (trained, totals[1], "c2", "when trained", plot.x(lag) + 1),
-        ):
-            number = counts.get(lag, 0)
-            if not number:
-                continue
-            share = number / total
-            top = plot.y(share)
-            beyond = " over" if lag > run.alpha and style == "c1" else ""
-            about = f"lag {lag} {word}: {count(number)} trajectories, {percent(share)}"
-            plot.rect(left, top, bar, plot.bottom - top, f"bar {style}{beyond}", about)
-            if len(lags) <= 5:
-                plot.text(left + bar / 2, top - 6, percent(share, 0 if share >= 0.1 else 1), "value middle")
+    about = ", ".join(f"lag {lag}: {percent(taken.get(lag, 0) / totals[0])}" for lag in lags)
+    plot = Drawing(size.width, 270, "Staleness of the trained trajectories", about)
+    plot.x_scale(-0.6, len(lags) - 0.4, "lag (versions)", min(10, len(lags)))
+    plot.axes.set_xticks(lags[:: max(1, len(lags) // 10)])
+    most = [
+        counts.get(lag, 0) / max(1, total)
+        for counts, total in ((taken, totals[0]), (trained, totals[1]))
+        for lag in lags
+    ]
+    plot.y_scale(0.0, 1.08 * max(most), "share of trajectories (%)", form=as_percent)
+    wide = min(0.36, 46.0 / plot.unit)
+    for counts, total, colour, word, left in (
+        (taken, totals[0], "c1", "when taken by get_batch", -wide - 1 / plot.unit),
+        (trained, totals[1], "c2", "when trained", 1 / plot.unit),
+    ):
+        for lag in lags:
+            if number := counts.get(lag, 0):
+                share = number / total
+                broken = lag > run.alpha and colour == "c1"
+                tip = f"lag {lag} {word}: {count(number)} trajectories, {percent(share)}"
+                plot.block(lag + left, 0.0, wide, share, "bad" if broken else colour, tip)
+                if len(lags) <= 5:
+                    value = percent(share, 0 if share >= 0.1 else 1)
+                    plot.words(lag + left + wide / 2, share, value, "ink", ha="center", va="bottom")
     plot.mark(run.alpha + 0.5, f"bound: lag ≤ {run.alpha}", "bad")
-    return plot.render()
-
-
-def mixed_versions(run: RunLog, size: Size) -> str:
-    """The share of trained trajectories whose tokens come from more than one version."""
-    points = [(float(step.number), step.versions_mixed / step.trained) for step in run.steps if step.trained]
-    if not points:
-        return ""
-    high = max(y for _, y in points)
-    plot = Plot(
-        size.width,
-        270,
-        step_axis(run.done_steps, ticks=size.ticks),
-        percent_axis("spanning a weight update (%)", max(high, 0.05)),
-        "Share of trajectories with tokens of more than one version",
-        f"last step {percent(points[-1][1])}, most {percent(high)}",
-    )
-    plot.line(thin_out(points, _POINTS), "faint c3")
-    plot.line(thin_out(smooth(points, smoothing(len(points))), _POINTS), "strong c3")
-    plot.hover(
-        [(points[i][0], f"step {points[i][0]:.0f}: {percent(points[i][1])}") for i in spread(len(points), _HOVERS)]
-    )
-    return plot.render()
-
-
-def token_rate(run: RunLog, size: Size) -> str:
-    """Trained tokens per second of wall time."""
-    points = [(float(step.number), step.tokens / step.period) for step in run.steps if step.period > 0]
-    return line_chart(
-        Series("Trained tokens a second", "tokens/s", points, lambda v: f"{significant(v)} tokens/s", "c1", floor=0.0),
-        run.done_steps,
-        size,
-        250,
-        smooth_window=smoothing(len(points)),
-    )
-
-
-def trajectory_rate(run: RunLog, size: Size) -> str:
-    """Trained trajectories per second of wall time."""
-    points = [(float(step.number), step.trained / step.period) for step in run.steps if step.period > 0]
-    return line_chart(
-        Series(
-            "Trained trajectories a second",
-            "trajectories/s",
-            points,
-            lambda v: f"{significant(v)} trajectories/s",
-            "c3",
-            floor=0.0,
-        ),
-        run.done_steps,
-        size,
-        250,
-        smooth_window=smoothing(len(points)),
-    )
+    return plot.page_svg()
 
 
 # Scalars of the trainer that have a place of their own: name -> (title, what to look for, lowest axis value).
@@ -257,18 +202,10 @@ HEALTH: dict[str, tuple[str, str, float | None]] = {
 def health(run: RunLog, name: str, size: Size) -> str:
     """One scalar of the trainer over steps; the mean log-prob gap with its alarm."""
     title, _, floor = HEALTH.get(name, (name, "", None))
-    points = metric(run.steps, name)
     limit = run.gap_alarm if name == "logprob_gap_mean" else None
-    series = Series(
-        title,
-        "",
-        points,
-        significant,
-        "c2" if name.startswith("logprob_gap") else "c1",
-        floor,
-        limit,
-        f"alarm {significant(limit)}" if limit is not None else "",
-    )
+    words = f"alarm {significant(limit)}" if limit is not None else ""
+    colour = "c2" if name.startswith("logprob_gap") else "c1"
+    series = Series(title, "", metric(run.steps, name), significant, colour, floor, limit, words)
     return line_chart(series, run.done_steps, size, 140)
 
 
@@ -291,18 +228,231 @@ def metric_names(steps: Sequence[Step]) -> tuple[list[str], list[str]]:
     return shown, sorted(seen.difference(shown))
 
 
-def dumbbell(before: tuple[float, float, float], after: tuple[float, float, float] | None) -> str:
+def dumbbell(before: tuple[float, float, float], after: tuple[float, float, float]) -> str:
     """Two success rates with their intervals on one line from 0 to 100 %: (value, low, high)."""
-    axis = Axis(0.0, 1.0, (*((share / 4, f"{25 * share}") for share in range(4)), (1.0, percent(1, 0))))
-    plot = Plot(
-        600, 72, axis, Axis(0.0, 1.0, ()), "Success before and after", margins=Margins(10, 14, 4, 24), style="mini"
+    plot = Drawing(600, 72, "Success before and after", margins=Margins(10, 14, 4, 24))
+    plot.x_scale(0.0, 1.0, ticks=4, form=lambda value: percent(1, 0) if value == 1 else as_percent(value))
+    for colour, height, (value, low, high) in (("c2", 0.72, before), ("c1", 0.28, after)):
+        plot.line([(low, height), (high, height)], colour, linewidth=4, alpha=0.35)
+        plot.dot(value, height, colour, f"{percent(value)}, 95 % interval {interval(low, high)}", 10)
+    return plot.page_svg()
+
+
+def ends(parts: Sequence[tuple[str, str, int]], whole: int, size: Size) -> str:
+    """One bar of what became of all trajectories: (words, colour, how many)."""
+    about = ", ".join(f"{words} {number:,}" for words, _, number in parts)
+    plot = Drawing(size.width, 96, "Trajectories by how they ended", about, Margins(1, 10, 4, 40))
+    plot.x_scale(0.0, 1.0, "share of trajectories (%)", 4, as_percent)
+    begin = 0.0
+    for words, colour, number in parts:
+        share = number / whole
+        plot.block(begin, 0.15, share - min(share / 2, 1 / plot.unit), 0.85, colour, f"{words}: {number:,}")
+        if share * plot.unit > 52:
+            plot.words(begin + share / 2, 0.57, percent(share, 0), "on", ha="center", va="center")
+        begin += share
+    return plot.page_svg()
+
+
+# -- who waited for whom -------------------------------------------------------------------------------------------------
+
+
+def typical_steps(run: RunLog, pieces: dict[str, list[Piece]], place: Window, size: Size) -> str:
+    """The lanes during a few steps, each step marked where it ends."""
+    margin = 0.02 * (place.end - place.start)
+    start, end = place.start - margin, place.end + margin
+    about = "; ".join(f"{_LANE_NAMES[lane]}: {_spoken(clip(pieces[lane], start, end))}" for lane in LANES)
+    plot = _lanes(size, LANES, f"Steps {place.first} to {place.last}: who did what", about, 26)
+    plot.x_scale(0.0, end - start, "seconds", 4 if size.narrow else 10)
+    for step in run.steps:
+        if start < step.t <= end:
+            plot.mark(step.t - start, str(step.number) if size.narrow else f"step {step.number}", "faint", before=True)
+    for row, lane in enumerate(LANES):
+        for piece in clip(pieces[lane], start, end):
+            words, colour, waits = STATES[piece.state]
+            tip = f"{words}, {duration(piece.seconds)}" + (f"; waited for: {piece.note}" if piece.note else "")
+            plot.block(piece.start - start, row + 0.15, piece.seconds, 0.7, colour, tip, waits)
+            if piece.seconds * plot.unit > 7.4 * len(words) and not waits:
+                middle = (piece.start + piece.end) / 2 - start
+                plot.words(middle, row + 0.5, words, "on", ha="center", va="center")
+    return plot.page_svg()
+
+
+def time_shares(pieces: dict[str, list[Piece]], size: Size) -> str:
+    """For rollout and trainer: what share of the time between first and last batch went where."""
+    rows = [lane for lane in ("rollout", "trainer") if pieces[lane]]
+    if not rows:
+        return ""
+    about = "; ".join(f"{_LANE_NAMES[lane]}: {_spoken(pieces[lane])}" for lane in rows)
+    plot = _lanes(size, rows, "Where the time went", about, 2)
+    plot.x_scale(0.0, 1.0, "share of the time (%)", 4, as_percent)
+    for row, lane in enumerate(rows):
+        totals = shares(pieces[lane])
+        whole, begin = sum(totals.values()), 0.0
+        for state, seconds in totals.items():
+            share, (name, colour, waits) = seconds / whole, STATES[state]
+            tip = f"{_LANE_NAMES[lane]}, {name}: {percent(share)}, {duration(seconds)}"
+            plot.block(begin, row + 0.15, share, 0.7, colour, tip, waits)
+            label = percent(share, 0)
+            if share * plot.unit > 9 * len(label):
+                plot.words(begin + share / 2, row + 0.5, label, "ink" if waits else "on", ha="center", va="center")
+            begin += share
+    return plot.page_svg()
+
+
+def step_times(run: RunLog, pieces: Sequence[Piece], size: Size) -> str:
+    """Wall seconds of each step by what the trainer did or waited for; long runs in averaged columns."""
+    parts = per_step(run.steps, list(pieces))
+    if not parts:
+        return ""
+    columns = _averaged(parts, _COLUMNS)
+    high = sorted(sum(totals.values()) for _, _, totals in columns)
+    middle = high[len(high) // 2]
+    title = "Wall time of each training step, by what the trainer did or waited for"
+    plot = Drawing(size.width, 260, title, f"median {duration(middle)}, most {duration(high[-1])}")
+    plot.x_scale(0, max(run.done_steps, 1), "training step", size.ticks)
+    plot.y_scale(
+        0.0, max(min(high[-1], 3 * middle), 1e-9), "seconds a step", 4
+    )  # one stall must not flatten all others
+    top = plot.axes.get_ylim()[1]
+    order = [state for state in STATES if any(state in totals for _, _, totals in columns)]
+    begun = dict.fromkeys(range(len(columns)), 0.0)
+    for state in order:
+        _, colour, waits = STATES[state]
+        bars = [(at, first, last, totals[state]) for at, (first, last, totals) in enumerate(columns) if state in totals]
+        gaps = [min(1.5 / plot.unit, 0.15 * (last - first + 1)) for _, first, last, _ in bars]
+        spans = [
+            (first - 1 + gap / 2, last - first + 1 - gap) for (_, first, last, _), gap in zip(bars, gaps, strict=True)
+        ]
+        plot.stack(spans, [begun[at] for at, *_ in bars], [seconds for *_, seconds in bars], colour, waits)
+        for at, _, _, seconds in bars:
+            begun[at] += seconds
+    for at, (first, last, totals) in enumerate(columns):
+        told = ", ".join(f"{STATES[state][0]} {duration(totals[state])}" for state in order if state in totals)
+        steps = f"step {first}" if first == last else f"steps {first} to {last}, mean"
+        plot.tip(first - 1, last, 0.0, begun[at], f"{steps}: {duration(begun[at])} ({told})")
+        if begun[at] > top:
+            plot.words((first - 1 + last) / 2, top, "↑", "soft", ha="center", va="bottom")
+    return plot.page_svg()
+
+
+def state_legend(states: Sequence[str]) -> list[tuple[str, str, bool]]:
+    """(words, colour, hatched) of the states that a chart shows, in the order of :data:`STATES`."""
+    return [STATES[state] for state in STATES if state in states]
+
+
+def _averaged(parts: list[tuple[Step, dict[str, float]]], limit: int) -> list[tuple[int, int, dict[str, float]]]:
+    """(first step, last step, mean seconds by state)."""
+    columns = min(limit, len(parts))
+    result = []
+    for index in range(columns):
+        group = parts[index * len(parts) // columns : (index + 1) * len(parts) // columns]
+        totals: dict[str, float] = {}
+        for _, seconds in group:
+            for state, value in seconds.items():
+                totals[state] = totals.get(state, 0.0) + value / len(group)
+        result.append((group[0][0].number, group[-1][0].number, totals))
+    return result
+
+
+def _lanes(size: Size, names: Sequence[str], title: str, about: str, top: float) -> Drawing:
+    """One row a lane, the first above."""
+    margins = Margins(left=62, right=10, top=top, bottom=40)
+    plot = Drawing(size.width, top + 40 + 46 * len(names), title, about, margins)
+    plot.rows([_LANE_NAMES[name] for name in names])
+    return plot
+
+
+def _spoken(pieces: Sequence[Piece]) -> str:
+    totals = shares(pieces)
+    whole = sum(totals.values())
+    return ", ".join(f"{STATES[state][0]} {percent(seconds / whole, 0)}" for state, seconds in totals.items() if whole)
+
+
+# -- devices that a run shared with serving ------------------------------------------------------------------------------
+
+
+def held(run: RunLog) -> list[tuple[str, float, float, str, str]]:
+    """(server, from, to, why it was taken, why it was given back, "" while it is the run's) in the order of the log."""
+    found: list[tuple[str, float, float, str, str]] = []
+    since: dict[str, tuple[float, str]] = {}
+    for event in run.borrowing:
+        if event["kind"] == "borrowed":
+            since[event["worker"]] = event["t"], event["reason"]
+        elif event["kind"] == "returned" and event["worker"] in since:
+            begun, why = since.pop(event["worker"])
+            found.append((event["worker"], begun, event["t"], why, event["reason"]))
+    found += [(name, begun, max(begun, run.seconds), why, "") for name, (begun, why) in since.items()]
+    return sorted(found, key=lambda row: row[1])
+
+
+def servers(run: RunLog, size: Size) -> str:
+    """A bar for each time that a server was the run's; "" without any."""
+    rows = held(run)
+    names = list(dict.fromkeys(row[0] for row in rows))[:SERVERS]
+    if not names:
+        return ""
+    about = "; ".join(
+        f"{name}: from {duration(begun)} ({why}) to {duration(end)} ({back or 'the end'})"
+        for name, begun, end, why, back in rows[: 3 * SERVERS]
     )
-    for style, height, rate in (("c2", 0.72, before), ("c1", 0.28, after)):
-        if rate is None:
-            continue
-        value, low, high = rate
-        at = plot.y(height)
-        left, right = plot.x(low), plot.x(high)
-        plot.add(f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}" class="bounds {style}"/>')
-        plot.dot(value, height, style, 5, f"{percent(value)}, 95 % interval {interval(low, high)}")
-    return plot.render()
+    plot = Drawing(size.width, 48 + 44 * len(names), "Borrowed servers over time", about, Margins(left=10, top=8))
+    last = _time_scale(plot, run, size)
+    plot.rows([""] * len(names))
+    for at, name in enumerate(names):
+        plot.words(0.0, at + 0.28, f" {name}", "soft")
+        for _, begun, end, why, back in (row for row in rows if row[0] == name):
+            tip = f"{name}: taken at {duration(begun)} ({why}), " + (
+                f"given back after {duration(end - begun)} ({back})" if back else "not given back"
+            )
+            wide = max(2.0 / plot.unit, min(end, last) - begun)
+            plot.block(begun, at + 0.4, wide, 0.42, "c1", tip)
+            if back and wide * plot.unit > 7 * len(back):
+                plot.words(begun + wide - 5 / plot.unit, at + 0.61, back, "on", ha="right", va="center")
+    return plot.page_svg()
+
+
+def slack(run: RunLog, size: Size) -> str:
+    """The least slack over all servers, of each of ``_PARTS`` parts of the run; below 0 serving was late. "" without any."""
+    lines: dict[str, list[Point]] = {}
+    for name, _, _ in SLACKS:
+        lines[name] = _least([(row["until"], row[name]) for row in run.serving if row[name] is not None])
+    values = [value for points in lines.values() for _, value in points]
+    if not values:
+        return ""
+    about = "; ".join(
+        f"{words}: least {significant(min(value for _, value in lines[name]))} s"
+        for name, _, words in SLACKS
+        if lines[name]
+    )
+    plot = Drawing(size.width, 240, "Slack of serving over time", about)
+    _time_scale(plot, run, size)
+    plot.y_scale(min(0.0, *values), max(0.0, *values), "least slack of serving (s)", 4)
+    if min(values) < 0:
+        plot.level(0.0, "late below this line", "bad", below=True)
+    for name, colour, words in SLACKS:
+        plot.line(lines[name], colour, marker="o", markersize=4)
+        for at, value in lines[name]:
+            plot.tip_at(at, value, f"{words}: {significant(value)} s until {duration(at)}")
+    return plot.page_svg()
+
+
+def _least(points: list[Point]) -> list[Point]:
+    """The least of each part of the time from the first to the last, where it was."""
+    if not points:
+        return []
+    first, last = min(points)[0], max(points)[0]
+    wide = max(last - first, 1e-9) / _PARTS
+    found: dict[int, Point] = {}
+    for at, value in points:
+        part = min(_PARTS - 1, int((at - first) / wide))
+        if part not in found or value < found[part][1]:
+            found[part] = (at, value)
+    return sorted(found.values())
+
+
+def _time_scale(plot: Drawing, run: RunLog, size: Size) -> float:
+    """Seconds, written in the unit that suits them. Returns the last one."""
+    last = float(max([run.seconds, 1.0, *(row["until"] for row in run.serving), *(row["t"] for row in run.borrowing)]))
+    unit, word = (3600.0, "hours") if last > 7200 else (60.0, "minutes") if last > 180 else (1.0, "seconds")
+    plot.x_scale(0.0, last, word, size.ticks, unit=unit)
+    return last

@@ -6,28 +6,29 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from orchestrator.observe.report.charts import Size, percent_axis, smoothing
+from orchestrator.observe.report.charts import as_percent, smoothing
 from orchestrator.observe.report.page_parts import LegendItem, badge, figure, notice, page, section, table
 from orchestrator.observe.report.page_text import ALPHA, block, count, duration, interval, percent, significant, tag
+from orchestrator.observe.report.plots import Drawing, Point, Size
 from orchestrator.observe.report.run_log import Evaluation, RunLog
 from orchestrator.observe.report.summary import lag_counts, tokens_per_s
-from orchestrator.observe.report.svg import Axis, Plot, Point, nice_axis, smooth, step_axis, thin_out
 
 # A run keeps its colour and its dash through the page; beyond twelve they repeat.
 _COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6")
-_DASHES = ("", "dashed", "dotted")
+_DASHES = ("solid", "dashed", "dotted")
+_Style = tuple[str, str]
 
 
-def compare(runs: Sequence[RunLog]) -> str:
+def comparison(runs: Sequence[RunLog]) -> str:
     """The comparison as HTML."""
     names = _distinct_names(runs)
     styles = [_style(index) for index in range(len(runs))]
-    legend: list[LegendItem] = [(name, style.split()[0], False) for name, style in zip(names, styles, strict=True)]
+    legend: list[LegendItem] = [(name, style[0], False) for name, style in zip(names, styles, strict=True)]
     kinds = {run.kind for run in runs}
     kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def over(
-        which: Callable[[Sequence[RunLog], Sequence[str], Size, bool], str], by_time: bool
+        which: Callable[[Sequence[RunLog], Sequence[_Style], Size, bool], str], by_time: bool
     ) -> Callable[[Size], str]:
         return lambda size: which(runs, styles, size, by_time)
 
@@ -75,7 +76,7 @@ def _cautions(runs: Sequence[RunLog]) -> str:
     return "".join(found)
 
 
-def _table(runs: Sequence[RunLog], names: Sequence[str], styles: Sequence[str]) -> str:
+def _table(runs: Sequence[RunLog], names: Sequence[str], styles: Sequence[_Style]) -> str:
     rows = []
     for run, name, style in zip(runs, names, styles, strict=True):
         lags = lag_counts(run)
@@ -87,7 +88,7 @@ def _table(runs: Sequence[RunLog], names: Sequence[str], styles: Sequence[str]) 
             closes = tag("span", f"off by {abs(run.ledger.difference)} ✗", class_="broken")
         rows.append(
             [
-                block("span", class_=f"chip {style.split()[0]}", aria_hidden="true")
+                block("span", class_=f"chip {style[0]}", aria_hidden="true")
                 + tag("strong", escape(name))
                 + badge(run.kind),
                 f"{escape(run.mode)}, {ALPHA} = {run.alpha}",
@@ -114,74 +115,54 @@ def _under(text: str) -> str:
     return tag("span", text, class_="under")
 
 
-def _success(runs: Sequence[RunLog], styles: Sequence[str], size: Size, by_time: bool) -> str:
+def _success(runs: Sequence[RunLog], styles: Sequence[_Style], size: Size, by_time: bool) -> str:
     curves = [
         [(item.t if by_time else item.step, item) for item in run.evaluations if item.phase != "before_warmup"]
         for run in runs
     ]
     if not any(curves):
         return ""
-    last = max(x for curve in curves for x, _ in curve)
-    plot = Plot(
-        size.width,
-        320,
-        _time_axis(last, size) if by_time else step_axis(math.ceil(last), ticks=size.ticks),
-        percent_axis("success on held-out prompts (%)"),
-        f"Success of {len(runs)} runs by {'wall time' if by_time else 'training step'}",
-        "; ".join(
-            f"{run.name} ends at {percent(curve[-1][1].value)}"
-            for run, curve in zip(runs, curves, strict=True)
-            if curve
-        ),
-    )
-    unit = _time_unit(last)[0] if by_time else 1.0
-    for curve, style in zip(curves, styles, strict=True):
-        plot.band([(x / unit, item.low, item.high) for x, item in curve], style)
-    for run, curve, style in zip(runs, curves, styles, strict=True):
-        plot.line([(x / unit, item.value) for x, item in curve], f"strong {style}")
+    title = f"Success of {len(runs)} runs by {'wall time' if by_time else 'training step'}"
+    told = zip(runs, curves, strict=True)
+    about = "; ".join(f"{run.name} ends at {percent(curve[-1][1].value)}" for run, curve in told if curve)
+    plot = Drawing(size.width, 320, title, about)
+    _x_scale(plot, max(x for curve in curves for x, _ in curve), size, by_time)
+    plot.y_scale(0.0, 1.0, "success on held-out prompts (%)", form=as_percent)
+    for run, curve, (colour, dash) in zip(runs, curves, styles, strict=True):
+        plot.interval([(x, item.value, item.low, item.high) for x, item in curve], colour, linestyle=dash, bars=False)
         for x, item in curve:
             about = f"{run.name}, step {item.step}, {duration(item.t)}: {percent(item.value)} ({interval(item.low, item.high)})"
-            plot.dot(x / unit, item.value, style.split()[0], 4, about)
-    return plot.render()
+            plot.dot(x, item.value, colour, about)
+    return plot.page_svg()
 
 
-def _reward(runs: Sequence[RunLog], styles: Sequence[str], size: Size, by_time: bool) -> str:
+def _reward(runs: Sequence[RunLog], styles: Sequence[_Style], size: Size, by_time: bool) -> str:
     curves: list[list[Point]] = [
         [(step.t if by_time else float(step.number), step.reward_mean) for step in run.steps] for run in runs
     ]
     if not any(curves):
         return ""
     values = [y for curve in curves for _, y in curve if math.isfinite(y)]
-    last = max(x for curve in curves for x, _ in curve)
-    unit = _time_unit(last)[0] if by_time else 1.0
-    plot = Plot(
-        size.width,
-        280,
-        _time_axis(last, size) if by_time else step_axis(math.ceil(last), ticks=size.ticks),
-        nice_axis(min(0.0, min(values, default=0.0)), max(values, default=1.0), "mean reward", ticks=4),
-        f"Training reward of {len(runs)} runs by {'wall time' if by_time else 'training step'}",
+    plot = Drawing(
+        size.width, 280, f"Training reward of {len(runs)} runs by {'wall time' if by_time else 'training step'}"
     )
-    for curve, style in zip(curves, styles, strict=True):
-        scaled = [(x / unit, y) for x, y in curve]
-        plot.line(thin_out(scaled, 400), f"faint {style.split()[0]}")
-        plot.line(thin_out(smooth(scaled, smoothing(len(scaled))), 400), f"strong {style}")
-    return plot.render()
+    _x_scale(plot, max(x for curve in curves for x, _ in curve), size, by_time)
+    plot.y_scale(min(0.0, min(values, default=0.0)), max(values, default=1.0), "mean reward", 4)
+    for curve, (colour, dash) in zip(curves, styles, strict=True):
+        plot.smoothed(curve, colour, smoothing(len(curve)), linestyle=dash)
+    return plot.page_svg()
 
 
-def _time_axis(last: float, size: Size) -> Axis:
-    unit, name = _time_unit(last)
-    axis = nice_axis(0.0, last / unit, f"wall time ({name})", lambda value: f"{value:g}", size.ticks)
-    return Axis(0.0, last / unit, tuple(tick for tick in axis.ticks if tick[0] <= last / unit), axis.label)
+def _x_scale(plot: Drawing, last: float, size: Size, by_time: bool) -> None:
+    unit, name = 1.0, "training step"
+    if by_time:
+        unit, name = (1.0, "s") if last < 180 else (60.0, "min") if last < 3 * 3600 else (3600.0, "h")
+        name = f"wall time ({name})"
+    plot.x_scale(0.0, max(last, 1.0), name, size.ticks, unit=unit)
 
 
-def _time_unit(last: float) -> tuple[float, str]:
-    if last < 180:
-        return 1.0, "s"
-    return (60.0, "min") if last < 3 * 3600 else (3600.0, "h")
-
-
-def _style(index: int) -> str:
-    return f"{_COLOURS[index % len(_COLOURS)]} {_DASHES[index // len(_COLOURS) % len(_DASHES)]}".strip()
+def _style(index: int) -> _Style:
+    return _COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)]
 
 
 def _distinct_names(runs: Sequence[RunLog]) -> list[str]:

@@ -10,8 +10,8 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from orchestrator.observe.report.charts import NARROW, WIDE, Size
 from orchestrator.observe.report.page_text import block, tag
+from orchestrator.observe.report.plots import NARROW, WIDE, Size
 
 LegendItem = tuple[str, str, bool]  # words, colour class, hatched (waiting)
 

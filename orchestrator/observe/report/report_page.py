@@ -11,14 +11,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from orchestrator.observe.report import accounts, bottleneck_section, run_sections
-from orchestrator.observe.report.borrowed_section import borrowed
-from orchestrator.observe.report.compare import compare
-from orchestrator.observe.report.environment_section import environments
+from orchestrator.observe.report import feature_sections, run_sections
+from orchestrator.observe.report.compare import comparison
 from orchestrator.observe.report.page_parts import page
 from orchestrator.observe.report.page_text import tag
-from orchestrator.observe.report.parallelism_section import parallelism
-from orchestrator.observe.report.rounds_section import rounds
 from orchestrator.observe.report.run_log import RunLog, load_run
 
 _NAVIGATION = (
@@ -49,7 +45,7 @@ def write_report(run: str | Path | Sequence[str | Path]) -> Path:
         return _write(logs[0].folder / "report.html", render(logs[0]))
     names = [log.folder.name for log in logs]
     label = "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-others"
-    return _write(logs[0].folder.parent / f"compare-{label}.html", compare(logs))
+    return _write(logs[0].folder.parent / f"compare-{label}.html", comparison(logs))
 
 
 def render(run: RunLog) -> str:
@@ -57,17 +53,17 @@ def render(run: RunLog) -> str:
     parts = [
         run_sections.learning(run),
         run_sections.waiting(run),
-        bottleneck_section.bottleneck(run),
+        feature_sections.bottleneck(run),
         run_sections.staleness(run),
         run_sections.speed(run),
         run_sections.trainer_health(run),
-        parallelism(run),
-        environments(run),
-        rounds(run),
-        borrowed(run),
-        accounts.ledger(run, _stored(run)),
-        accounts.incidents(run),
-        accounts.environment(run),
+        feature_sections.parallelism(run),
+        feature_sections.environments(run),
+        feature_sections.rounds(run),
+        feature_sections.borrowed(run),
+        run_sections.ledger(run, _stored(run)),
+        run_sections.incidents(run),
+        run_sections.environment(run),
     ]
     links = "".join(
         tag("li", tag("a", name, href=f"#{identity}"))
