@@ -10,7 +10,6 @@ The oracle is Heddle's dynamic program (5.2, formula 3) on small random cases.
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import random
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.policies.placement.group_placement import Speed, place
-from orchestrator.run_folder import describe_machine
+from scripts.bench.result import frame, now
 
 NAME = "placement"
 TRAJECTORIES, WORKERS = 6_400, 64
@@ -77,7 +76,7 @@ def fleets() -> dict[str, list[Speed]]:
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     draw = random.Random(zlib.crc32(nonce.encode()))
     cases = 2_000 if quick else 20_000
     different = 0
@@ -93,26 +92,23 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             times[name].append((time.process_time() - start) * 1e3)
     rows = {name: statistics.median(values) for name, values in times.items()}
     value = max(rows.values())
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": f"ms of processor time to place {TRAJECTORIES} trajectories on {WORKERS} workers, median of the slower fleet",
-        "reference": "Heddle, table 2 (paper; its sizes are not in our copy)",
-        "reference_value": _PAPER,
-        "bar": f"<= {_BAR:g} ms and no optimum but the dynamic program's",
-        "holds": value <= _BAR and not different,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit=f"ms of processor time to place {TRAJECTORIES} trajectories on {WORKERS} workers, median of the slower fleet",
+        reference="Heddle, table 2 (paper; its sizes are not in our copy)",
+        reference_value=_PAPER,
+        bar=f"<= {_BAR:g} ms and no optimum but the dynamic program's",
+        holds=value <= _BAR and not different,
+        detail={
             "median_ms": rows,
             "oracle_cases": cases,
             "oracle_differences": different,
             "samples": sum(map(len, times.values())),
             "load_average": os.getloadavg()[0],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )

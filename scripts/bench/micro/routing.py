@@ -11,9 +11,7 @@ workload.
 
 from __future__ import annotations
 
-import datetime
 import gc
-import os
 import random
 import time
 import zlib
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.policies.routing.turn_routing import CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN, Seat, TurnRouter
-from orchestrator.run_folder import describe_machine
+from scripts.bench.result import frame, now
 
 NAME = "routing"
 TRAJECTORIES, WORKERS = 4096, 64
@@ -56,32 +54,29 @@ CASES = (
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     seed = zlib.crc32(nonce.encode())
     rows = [measure(case, _QUICK if quick else _FULL, seed) for case in CASES]
     value = max(row["p99_ms"] for row in rows)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "ms, p99 of one routing decision, slowest case",
-        "reference": "overhead of the rollout scheduler, at most (ROSE 6.4, paper)",
-        "reference_value": _PAPER,
-        "bar": f"<= {_BAR:g} ms",
-        "holds": value <= _BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="ms, p99 of one routing decision, slowest case",
+        reference="overhead of the rollout scheduler, at most (ROSE 6.4, paper)",
+        reference_value=_PAPER,
+        bar=f"<= {_BAR:g} ms",
+        holds=value <= _BAR,
+        detail={
             "trajectories": TRAJECTORIES,
             "workers": WORKERS,
             "cases": rows,
             "samples": sum(row["decisions"] for row in rows),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def measure(case: Case, decisions: int, seed: int) -> dict[str, Any]:

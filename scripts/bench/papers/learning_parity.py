@@ -17,7 +17,6 @@ runs: it shows that the measurement works, not that the bar is met; ``--short`` 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from orchestrator.api import RunError
 from orchestrator.evaluation import wilson
 from orchestrator.events import read_events
 from orchestrator.observe.report.summary import summarize
-from orchestrator.run_folder import describe_machine
+from scripts.bench.result import frame, now
 
 NAME = "learning-parity"
 SEEDS = (0, 1, 2)
@@ -69,7 +68,7 @@ VARIANTS = (
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Needs the repository's ``examples`` folder. Raises RunError when a run fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     chosen = (VARIANTS[0], VARIANTS[1]) if quick else VARIANTS
     if quick:
         with tempfile.TemporaryDirectory(prefix="rl-coserve-parity-") as folder:
@@ -139,18 +138,16 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
     limit = base["seconds_to_target_median"]
     timed = [row for row in others if any(row["variant"] == variant.name and variant.timed for variant in VARIANTS)]
     faster = limit is None or all((row["seconds_to_target_median"] or math.inf) <= limit for row in timed)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": worst["difference"]["value"],
-        "unit": f"held-out success less that of {base['variant']}, worst variant",
-        "reference": f"held-out success of {base['variant']}, mean of its seeds",
-        "reference_value": base["success_end"],
-        "bar": "no significant loss (the 95 % interval of the difference reaches 0); asynchronous, less wall time to the target",
-        "holds": not quick and len(seeds) >= 2 and parity and faster,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=worst["difference"]["value"],
+        unit=f"held-out success less that of {base['variant']}, worst variant",
+        reference=f"held-out success of {base['variant']}, mean of its seeds",
+        reference_value=base["success_end"],
+        bar="no significant loss (the 95 % interval of the difference reaches 0); asynchronous, less wall time to the target",
+        holds=not quick and len(seeds) >= 2 and parity and faster,
+        detail={
             "recipe": [str(_CONFIG), *(_SHORT if quick else _RECIPE)],
             "variants": {variant.name: list(variant.overrides) for variant in VARIANTS},
             "target": TARGET,
@@ -158,11 +155,10 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
             "table": table,
             "runs": rows,
             "samples": sum(int(row["interval"]["prompts"]) for row in rows),
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
             **detail,
         },
-    }
+        quick=quick,
+    )
 
 
 def _names(rows: list[dict[str, Any]]) -> list[str]:

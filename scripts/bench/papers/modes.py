@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.sim.paper_setups import LADDER, Measured, measure, rollart
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "modes"
 NO_PUSH = ("sim.push_gb_s=0", "sim.pull_gb_s=0")  # at the rate of the network ports
@@ -85,15 +86,15 @@ def result(
         one["simulated"] for one in rows if one["what"].endswith("affinity over sync") and "nothing" not in one["what"]
     ]
     value = min(overall)
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "throughput of async with affinity over sync, the least of the models",
-        "RollArt 7.2, 8B to 32B (paper)",
-        2.65,
-        ">= 2.65, and each rung at least its predecessor",
-        value >= 2.65 and all(one["simulated"] >= 0.99 for one in rows if "nothing" not in one["what"]),
-        {
+        value=value,
+        unit="throughput of async with affinity over sync, the least of the models",
+        reference="RollArt 7.2, 8B to 32B (paper)",
+        reference_value=2.65,
+        bar=">= 2.65, and each rung at least its predecessor",
+        holds=value >= 2.65 and all(one["simulated"] >= 0.99 for one in rows if "nothing" not in one["what"]),
+        detail={
             "scale": scale,
             "rows": rows,
             "outside_the_printed_range": whole,

@@ -11,7 +11,8 @@ from typing import Any
 
 from orchestrator.sim.paper_setups import measure, rollart, rollart_fleet, scenario
 from orchestrator.sim.simulated_cluster import engine_costs, trainer_costs
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "rollart-figures"
 _MODELS = ("8B", "14B", "32B")
@@ -38,15 +39,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         detail["rows"] += _tax()
         detail["table_5"], rows = _table_5()
         detail["rows"] += rows
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "rollout time, 4 of 16 GPUs for rewards, over serverless rewards",
-        "RollArt figure 12: 158 s over 77 s (paper)",
-        158 / 77,
-        ">= 1.5",
-        value >= 1.5,
-        detail,
+        value=value,
+        unit="rollout time, 4 of 16 GPUs for rewards, over serverless rewards",
+        reference="RollArt figure 12: 158 s over 77 s (paper)",
+        reference_value=158 / 77,
+        bar=">= 1.5",
+        holds=value >= 1.5,
+        detail=detail,
         quick=quick,
         nonce=nonce,
         begun=begun,

@@ -27,7 +27,8 @@ from orchestrator.config import Config
 from orchestrator.sim.paper_setups import ROLLPACKER, RUNGS, SCORES, rollpacker
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers import rollpacker_planner, rollpacker_requests
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "rollpacker-figures"
 SIZES = tuple(ROLLPACKER)
@@ -143,15 +144,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     detail["rows"] = rows
     detail["ladder"] = {size: {rung: one.as_dict() for rung, one in ladder.items()} for size, ladder in ladders.items()}
     value = min(_ratio(ladder, "+ stream trainer") for ladder in ladders.values())
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "seconds a step of veRL over RollPacker (without its planner), the least of the setups",
-        "RollPacker 6.1 and table 2 (paper)",
-        2.03,
-        ">= 2.03",
-        value >= 2.03,
-        detail,
+        value=value,
+        unit="seconds a step of veRL over RollPacker (without its planner), the least of the setups",
+        reference="RollPacker 6.1 and table 2 (paper)",
+        reference_value=2.03,
+        bar=">= 2.03",
+        holds=value >= 2.03,
+        detail=detail,
         quick=quick,
         nonce=nonce,
         begun=begun,

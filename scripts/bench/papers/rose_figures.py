@@ -25,7 +25,8 @@ from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
 from orchestrator.sim.paper_setups import Measured, measure, scenario
 from scripts.bench.papers.borrowed import RULES
 from scripts.bench.papers.rose_runs import played
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "rose-figures"
 _TASK = "sim.tasks.frozenlake"
@@ -102,15 +103,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             rows += more
     seconds = {name: one["rollout_seconds"] for name, one in found["8B"].items()}
     value = min(seconds["spot"], seconds[_SPOT]) / seconds[_OURS]
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "rollout time with spot devices (RLBoost+) over that with serving devices, spread 'least-utilized', 8B",
-        "ROSE 6.1, figure 8a (paper)",
-        1.20,
-        ">= 1.1",
-        value >= 1.1,
-        {"runs": found, "rows": rows},
+        value=value,
+        unit="rollout time with spot devices (RLBoost+) over that with serving devices, spread 'least-utilized', 8B",
+        reference="ROSE 6.1, figure 8a (paper)",
+        reference_value=1.20,
+        bar=">= 1.1",
+        holds=value >= 1.1,
+        detail={"runs": found, "rows": rows},
         quick=quick,
         nonce=nonce,
         begun=begun,
