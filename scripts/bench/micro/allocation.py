@@ -33,6 +33,11 @@ def speeds(draw: random.Random) -> dict[int, Speed]:
     return {d: Speed(0.02 * d**-gain, tuple(1 + slope * number / d for number in table)) for d in (1, 2, 4, 8)}
 
 
+def predictions(draw: random.Random) -> list[float]:
+    """Tokens of the trajectories."""
+    return [draw.lognormvariate(7, draw.uniform(0.5, 1.5)) for _ in range(TRAJECTORIES)]
+
+
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
     begun = now()
@@ -40,7 +45,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for _ in range(5 if quick else 40):
         kinds = speeds(draw)
-        lengths = [draw.lognormvariate(7, draw.uniform(0.5, 1.5)) for _ in range(TRAJECTORIES)]
+        lengths = predictions(draw)
         start = time.process_time()
         best = allocate(lengths, GPUS, kinds)
         middle = time.process_time()

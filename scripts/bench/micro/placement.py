@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from orchestrator.policies.placement.group_placement import Speed, place
 from scripts.bench.result import frame, now
@@ -74,6 +75,11 @@ def fleets() -> dict[str, list[Speed]]:
     }
 
 
+def predictions(draw: random.Random) -> npt.NDArray[np.float64]:
+    """Tokens of the trajectories to be placed."""
+    return np.array([draw.lognormvariate(7, 1) for _ in range(TRAJECTORIES)])
+
+
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
     begun = now()
@@ -85,7 +91,7 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         different += place(lengths, workers).makespan != dynamic_program(lengths, workers)
     times: dict[str, list[float]] = {name: [] for name in fleets()}
     for _ in range(50 if quick else 500):
-        drawn = np.array([draw.lognormvariate(7, 1) for _ in range(TRAJECTORIES)])
+        drawn = predictions(draw)
         for name, workers in fleets().items():
             start = time.process_time()
             place(drawn, workers)
