@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.sim.paper_setups import measure, rollart_fleet, scenario
+from orchestrator.sim.paper_setups import measure, scenario
 from scripts.bench.papers.modes import FREE, FREE_NAME
+from scripts.bench.papers.rollart_setups import rollart_fleet
 from scripts.bench.papers.simulated import row, simulated_frame
 from scripts.bench.result import now
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import LADDER, Measured, measure, rollart
+from orchestrator.sim.paper_setups import Measured, measure
+from scripts.bench.papers.rollart_setups import LADDER, rollart
 from scripts.bench.papers.simulated import row, simulated_frame
 from scripts.bench.result import now
 

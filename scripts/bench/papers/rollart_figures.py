@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import measure, rollart, rollart_fleet, scenario
+from orchestrator.sim.paper_setups import measure, scenario
 from orchestrator.sim.simulated_cluster import engine_costs, trainer_costs
+from scripts.bench.papers.rollart_setups import rollart, rollart_fleet
 from scripts.bench.papers.simulated import row, simulated_frame
 from scripts.bench.result import now
 
