@@ -14,7 +14,7 @@ from orchestrator.config import Config
 from orchestrator.sim.paper_setups import measure, scenario
 from scripts.bench.papers.modes import FREE, FREE_NAME
 from scripts.bench.papers.rollart_setups import rollart_fleet
-from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.papers.simulated import row, simulated_frame, within
 from scripts.bench.result import now
 
 NAME = "affinity"
@@ -93,7 +93,7 @@ def _rows(model: str, found: dict[str, float]) -> list[dict[str, Any]]:
         if name in found:
             ours = found[name] / found["affinity"]
             what = f"{model}: step time, {name} only over affinity"
-            rows.append(row(what, f"{low} to {high}", low, high, ours, "RollArt 7.3, figure 11a"))
+            rows.append(within(what, low, high, ours, "RollArt 7.3, figure 11a"))
     return rows
 
 

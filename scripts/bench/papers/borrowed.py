@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.bench.papers.rose_runs import played
-from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.papers.simulated import exactly, row, simulated_frame
 from scripts.bench.result import now
 
 NAME = "borrowed"
@@ -101,7 +101,7 @@ def _figure_14(
             if papers
             else "another rule than the paper's"
         )
-        rows.append(row(what, str(printed), printed, printed, gains[str(count)], _SOURCE, why))
+        rows.append(exactly(what, printed, gains[str(count)], _SOURCE, why))
     late = max(users["ttft_late"] - users["alone_ttft_late"] for users in serving.values())
     what = f"{rule}: prompts late for 0.5 s beside rollouts, less those late without, share"
     rows.append(row(what, "0", 0.0, 0.0005, max(0.0, late), "ROSE 6: no violation of P99"))

@@ -44,6 +44,16 @@ def row(
     }
 
 
+def exactly(what: str, printed: float, ours: float, source: str, explained: str = "") -> dict[str, Any]:
+    """A row whose printed figure is one number."""
+    return row(what, f"{printed}", printed, printed, ours, source, explained)
+
+
+def within(what: str, low: float, high: float, ours: float, source: str, explained: str = "") -> dict[str, Any]:
+    """A row whose printed figures span a range."""
+    return row(what, f"{low} to {high}", low, high, ours, source, explained)
+
+
 def simulated_frame(name: str, *, detail: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The result of a simulated benchmark, with the simulator's own error: :func:`scripts.bench.result.frame`."""
     return frame(name, "simulated", detail={**detail, "simulator_error": own_error()}, **more)
