@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from itertools import pairwise
@@ -24,8 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator.api import RunError
 from orchestrator.events import read_events
+from scripts.bench.probes.training_run import train
 from scripts.bench.result import frame, now
 
 NAME = "stream-step"
@@ -60,14 +59,9 @@ def _order(pair: int) -> tuple[bool, bool]:
 def one(streamed: bool, pair: int, steps: int, folder: Path) -> dict[str, Any]:
     """One run: what is kept of it. Raises RunError when it fails."""
     name = f"{'streamed' if streamed else 'whole'}-{pair}"
-    own = [f'run.folder="{folder}"', f"run.name={name}", f"run.seed={pair}", f"run.steps={steps}"]
-    own.append(f"trainer.stream={str(streamed).lower()}")
+    own = [f"run.seed={pair}", f"run.steps={steps}", f"trainer.stream={str(streamed).lower()}"]
     load = os.getloadavg()[0]
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(_CONFIG), *_RECIPE, *own]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise RunError(f"{name}: exit code {done.returncode}: {done.stderr[-800:]}")
-    events = read_events(max(folder.glob(f"{name}-*")) / "events.jsonl")
+    events = read_events(train(_CONFIG, folder, name, [*_RECIPE, *own]) / "events.jsonl")
     return {
         "streamed": streamed,
         "pair": pair,

@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -29,10 +28,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator.api import RunError
 from orchestrator.evaluation import wilson
 from orchestrator.events import read_events
 from orchestrator.observe.report.summary import summarize
+from scripts.bench.probes.training_run import train
 from scripts.bench.result import frame, now
 
 NAME = "learning-parity"
@@ -82,13 +81,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 def one(variant: Variant, seed: int, recipe: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """One run: what is kept of it. Raises RunError when it fails."""
     name = f"{variant.name.replace(', ', '-').replace(' ', '')}-seed{seed}"
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(_CONFIG), f"run.seed={seed}"]
-    command += [f'run.folder="{folder}"', f"run.name={name}", *recipe, *variant.overrides]
     load = os.getloadavg()[0]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise RunError(f"{variant.name}, seed {seed}: exit code {done.returncode}: {done.stderr[-800:]}")
-    run_folder = max(folder.glob(f"{name}-*"))
+    run_folder = train(_CONFIG, folder, name, [f"run.seed={seed}", *recipe, *variant.overrides])
     summary, events = summarize(run_folder), read_events(run_folder / "events.jsonl")
     return {
         "variant": variant.name,

@@ -6,13 +6,11 @@ Runs ``rl-coserve train examples/frozenlake_long.toml`` once a seed, from nothin
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import RunError
 from orchestrator.observe.report.summary import summarize
+from scripts.bench.probes.training_run import train
 from scripts.bench.result import frame, now
 
 NAME = "learns"
@@ -58,14 +56,4 @@ def result(summaries: list[dict[str, Any]], quick: bool, detail: dict[str, Any])
 
 
 def _train(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(_CONFIG), f"run.seed={seed}"]
-    done = subprocess.run(
-        [*command, f'run.folder="{folder}"', f"run.name=seed{seed}", *overrides],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RunError(f"the run of seed {seed} ended with exit code {done.returncode}: {done.stderr[-800:]}")
-    return summarize(folder / f"seed{seed}-001")
+    return summarize(train(_CONFIG, folder, f"seed{seed}", [f"run.seed={seed}", *overrides]))

@@ -11,15 +11,13 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import RunError
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers.tail_batching_scenario import ETA, PROMPTS, RESPONSES, lengths, scenario, traces
+from scripts.bench.probes.probe_run import run_probe
 from scripts.bench.result import frame, now
 
 NAME = "tail-batching"
@@ -81,18 +79,8 @@ def _probe(pairs: int, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rl-coserve-tail-") as folder:
         module, _, name = _MODEL.partition(":")
         getattr(importlib.import_module(module), name)(Path(folder), 0)
-        command = [sys.executable, "-m", "scripts.bench.papers.tail_batching_probe", folder]
-        done = subprocess.run(
-            [*command, "--pairs", str(pairs), "--limit", str(limit)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=4 * limit + 300,
-        )
-    if done.returncode != 0:
-        raise RunError(f"the probe of {NAME} ended with exit code {done.returncode}: {done.stderr[-800:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+        arguments = [folder, "--pairs", str(pairs), "--limit", str(limit)]
+        return run_probe("tail_batching", arguments, package="scripts.bench.papers", limit=4 * limit + 300)
 
 
 def _ratios(ways: dict[bool, list[dict[str, Any]]], clock: str) -> list[float]:
