@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo check test lint types docs test-long test-gpu sbom audit clean
+.PHONY: help venv demo check test lint types docs bench test-long test-gpu sbom audit clean
 
 BIN := .venv/bin
 CONFIG ?= examples/frozenlake.toml
@@ -37,6 +37,9 @@ check: lint types ## Lint, types and the tests that need no engine and no second
 
 test: lint types ## Lint, types and the test suite (what CI runs; PYTEST_ARGS='-k ledger' for a part)
 	@$(BIN)/pytest -m "not long" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+bench: venv ## Time the micro-benchmarks of tests/benchmarks (`rl-coserve bench` measures the figures of docs/results)
+	@$(BIN)/pytest tests/benchmarks --benchmark-enable --benchmark-columns=min,median,max,rounds --benchmark-sort=name $(PYTEST_ARGS)
 
 # pytest's exit code 5 says that no test is marked so: true, and no failure.
 test-long: venv ## Soaks, kills, many seeds; property tests on new examples

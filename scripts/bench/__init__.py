@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError
 
-_MODULES = {
+MODULES = {
     "recompute-exact": "scripts.bench.micro.recompute_exact",
     "update-pause": "scripts.bench.micro.update_pause",
     "preemption": "scripts.bench.micro.preemption",
@@ -58,7 +58,7 @@ _MODULES = {
 def describe() -> list[tuple[str, str]]:
     """Name and first line of each benchmark."""
     rows = []
-    for name, module in sorted(_MODULES.items()):
+    for name, module in sorted(MODULES.items()):
         text = importlib.import_module(module).__doc__ or ""
         rows.append((name, text.strip().splitlines()[0]))
     return rows
@@ -67,9 +67,9 @@ def describe() -> list[tuple[str, str]]:
 def run(name: str, *, quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
     """Measure. ``model``: a Hugging Face folder, where the benchmark can take one (``TAKES_MODEL``). Raises ConfigError for an
     unknown name, or a model that it does not take."""
-    if name not in _MODULES:
-        raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(_MODULES))}")
-    module = importlib.import_module(_MODULES[name])
+    if name not in MODULES:
+        raise ConfigError("bench", name, f"no such benchmark; known: {', '.join(sorted(MODULES))}")
+    module = importlib.import_module(MODULES[name])
     if model and not getattr(module, "TAKES_MODEL", False):
         raise ConfigError("bench --model", model, f"{name} is not measured with a model of yours: leave it out")
     more = {"model": model} if model else {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import ConfigError
-from orchestrator.colocation.stream_training import training_units
+from orchestrator.build import training_units
 from orchestrator.config import Config
 from orchestrator.sim.paper_setups import ROLLPACKER, RUNGS, rollpacker
 from orchestrator.sim.simulated_cluster import engine_costs, kv_bytes

@@ -9,13 +9,12 @@ The detail also holds what 1,000 ADDs during decode take from 128 running reques
 
 from __future__ import annotations
 
-import datetime
 import os
 import statistics
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.micro.overhead_pairs import paired, probes, with_adds
+from scripts.bench.result import frame, now
 
 NAME = "active-overhead"
 _BAR = 0.97
@@ -24,7 +23,7 @@ _SIZES = {64: 192, 128: 144, 256: 96, 512: 64}  # requests at once: tokens each,
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when an engine does not start or its hooks are not as they must be."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     sizes, pairs, rounds = ({64: 32, 512: 32}, 1, 2) if quick else (_SIZES, 8, 4)
     rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
     pids, adds = [os.getpid()], {}
@@ -38,26 +37,24 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
                 adds = with_adds(started["worker"], 128, 64 if quick else 400, 1000, 2 if quick else 6, 1 << 30)
     medians = {str(size): statistics.median(row["ratio"] for row in found) for size, found in rows.items()}
     worst = min(medians.values())
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": worst,
-        "unit": "tokens/s over stock vLLM's (both on one core at once), worst size, median over pairs of processes",
-        "reference": "stock vLLM",
-        "reference_value": 1.0,
-        "bar": f">= {_BAR}",
-        "holds": worst >= _BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=worst,
+        unit="tokens/s over stock vLLM's (both on one core at once), worst size, median over pairs of processes",
+        reference="stock vLLM",
+        reference_value=1.0,
+        bar=f">= {_BAR}",
+        holds=worst >= _BAR,
+        detail={
             "ratio_by_size": medians,
             "pairs": {str(size): found for size, found in rows.items()},
             "adds_during_decode": adds,
             "hooks": hooks,
             "samples": pairs * rounds * len(sizes),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
             "pids": pids,
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )

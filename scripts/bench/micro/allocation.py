@@ -7,7 +7,6 @@ is, which the tests compare with all allocations; annealing (Heddle's Algorithm 
 
 from __future__ import annotations
 
-import datetime
 import os
 import random
 import statistics
@@ -17,7 +16,7 @@ from typing import Any
 
 from orchestrator.policies.parallelism.parallel_degrees import allocate, anneal
 from orchestrator.policies.placement.group_placement import Speed
-from orchestrator.run_folder import describe_machine
+from scripts.bench.result import frame, now
 
 NAME = "allocation"
 GPUS, TRAJECTORIES = 64, 6_400
@@ -34,14 +33,19 @@ def speeds(draw: random.Random) -> dict[int, Speed]:
     return {d: Speed(0.02 * d**-gain, tuple(1 + slope * number / d for number in table)) for d in (1, 2, 4, 8)}
 
 
+def predictions(draw: random.Random) -> list[float]:
+    """Tokens of the trajectories."""
+    return [draw.lognormvariate(7, draw.uniform(0.5, 1.5)) for _ in range(TRAJECTORIES)]
+
+
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     draw = random.Random(zlib.crc32(nonce.encode()))
     rows: list[dict[str, Any]] = []
     for _ in range(5 if quick else 40):
         kinds = speeds(draw)
-        lengths = [draw.lognormvariate(7, draw.uniform(0.5, 1.5)) for _ in range(TRAJECTORIES)]
+        lengths = predictions(draw)
         start = time.process_time()
         best = allocate(lengths, GPUS, kinds)
         middle = time.process_time()
@@ -58,26 +62,23 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         )
     value = statistics.median(row["seconds"] for row in rows)
     worst = max(row["annealing_over_best"] for row in rows)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": f"s of processor time to allocate {GPUS} GPUs for {TRAJECTORIES} trajectories, median",
-        "reference": "Heddle, table 2 (paper)",
-        "reference_value": _PAPER,
-        "bar": f"<= {_BAR:g} s; the best of all, annealing within 1 % of it",
-        "holds": value <= _BAR and worst <= _WORSE,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit=f"s of processor time to allocate {GPUS} GPUs for {TRAJECTORIES} trajectories, median",
+        reference="Heddle, table 2 (paper)",
+        reference_value=_PAPER,
+        bar=f"<= {_BAR:g} s; the best of all, annealing within 1 % of it",
+        holds=value <= _BAR and worst <= _WORSE,
+        detail={
             "annealing_over_best_worst": worst,
             "annealing_seconds_median": statistics.median(row["annealing_seconds"] for row in rows),
             "rows": rows,
             "samples": len(rows),
             "load_average": os.getloadavg()[0],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )

@@ -13,16 +13,14 @@ serving alone, static partition, no admission and dual admission.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "coserve-slo"
 TRACE = Path(__file__).with_name("azure_code.json")
@@ -38,7 +36,7 @@ LADDER = {  # ROSE, table 2 and figure 9
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     source = json.loads(TRACE.read_text(encoding="utf-8"))
     how = (
         ["--seconds", "3", "--rounds", "1", "--modes", "static,none,dual"]
@@ -55,26 +53,24 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             row[f"{name}_p99_over_alone"] = row[f"{name}_p99"] / modes["alone"][f"{name}_p99"]
     dual = modes["dual"]
     value = max(dual["ttft_p99_over_alone"], dual["tpot_p99_over_alone"])
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "P99 with rollouts under dual admission, over serving alone (the worse of TTFT and TPOT)",
-        "reference": "the SLO",
-        "reference_value": 1.5,
-        "bar": "<= 1.5, and rollouts make tokens",
-        "holds": value <= 1.5 and dual["rollout_tokens_per_s"] > 0,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="P99 with rollouts under dual admission, over serving alone (the worse of TTFT and TPOT)",
+        reference="the SLO",
+        reference_value=1.5,
+        bar="<= 1.5, and rollouts make tokens",
+        holds=value <= 1.5 and dual["rollout_tokens_per_s"] > 0,
+        detail={
             **{key: item for key, item in found.items() if key != "pid"},
             "trace": {key: source[key] for key in ("source", "licence", "cite")},
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), int(found["pid"])],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[int(found["pid"])],
+    )
 
 
 def table(found: dict[str, Any]) -> str:

@@ -13,9 +13,7 @@ steps of an optimizer and for values that were replaced by unrelated ones (the w
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -23,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.run_folder import describe_machine
 from orchestrator.transfer import delta
 from scripts.bench.micro.delta_synthetic import COO_BYTES, LAYOUTS, POOL, SMALL, Layout, Pool, Words, entropy_bound
+from scripts.bench.result import frame, now
 
 NAME = "delta-bytes"
 DENSITIES = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
@@ -38,7 +36,7 @@ _POINT = 1 << 18  # weights of one point of the search for the break-even
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     layouts = [SMALL] if quick else list(LAYOUTS.values())
     size = 1 << 22 if quick else POOL
     rows = []
@@ -58,28 +56,25 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             print(NAME, json.dumps(rows[-1]), file=sys.stderr)
     judged = [row["bytes_per_change"] for row in rows if _JUDGED[0] <= row["density"] <= _JUDGED[1]]
     exact = all(row["bit_exact"] for row in rows)
-    return {
-        "name": NAME,
-        "kind": "synthetic",
-        "value": max(judged),
-        "unit": "bytes per changed weight, worst of 1 to 5 % density",
-        "reference": "COO: int32 position and bf16 value",
-        "reference_value": float(COO_BYTES),
-        "bar": f"<= {_BAR}, bit-exact",
-        "holds": max(judged) <= _BAR and exact,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "synthetic",
+        value=max(judged),
+        unit="bytes per changed weight, worst of 1 to 5 % density",
+        reference="COO: int32 position and bf16 value",
+        reference_value=float(COO_BYTES),
+        bar=f"<= {_BAR}, bit-exact",
+        holds=max(judged) <= _BAR and exact,
+        detail={
             "native": delta.native_status()["live"],
             "rows": rows,
             "break_even": {"optimizer": _break_even(_optimizer), "replaced": _break_even(_replaced)},
             "samples": len(rows),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def _stream(layout: Layout, pool: Pool, every: int = 1) -> dict[str, Any]:

@@ -7,7 +7,6 @@ the weights changed. What is measured, and what stands in for NCCL, is in
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import tempfile
@@ -16,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.run_folder import describe_machine
 from orchestrator.transfer import delta
 from scripts.bench.micro.delta_synthetic import LAYOUTS, Pool
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "delta-peers"
 DENSITIES = (0.01, 0.05)
@@ -28,7 +27,7 @@ _PARTS = 4  # of each tensor of the layer, one
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. ``value``: bytes of ours over those of vLLM's patches, the worse of the densities."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     rows = []
     for density in DENSITIES[:1] if quick else DENSITIES:
         found = _probe(density, _PARTS * (8 if quick else 1), 2 if quick else 5)
@@ -36,28 +35,25 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         rows += [{"density": density, **size, **row} for row in found["rows"]]
     by = {(row["density"], row["format"]): row["bytes"] for row in rows}
     ratios = [by[density, "ours"] / by[density, "vllm-sparse-nccl"] for density, name in by if name == "ours"]
-    return {
-        "name": NAME,
-        "kind": "real code of both sides, made-up weights; a recorder in the place of NCCL",
-        "value": max(ratios),
-        "unit": "bytes of ours over bytes of the same change in the peer's format",
-        "reference": "vLLM sparse_nccl",
-        "reference_value": 1.0,
-        "bar": "< 1, all bit-exact",
-        "holds": max(ratios) < 1 and all(row["bit_exact"] for row in rows),
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real code of both sides, made-up weights; a recorder in the place of NCCL",
+        value=max(ratios),
+        unit="bytes of ours over bytes of the same change in the peer's format",
+        reference="vLLM sparse_nccl",
+        reference_value=1.0,
+        bar="< 1, all bit-exact",
+        holds=max(ratios) < 1 and all(row["bit_exact"] for row in rows),
+        detail={
             "native": delta.native_status()["live"],
             "rows": rows,
             "samples": len(rows),
             "load_average": os.getloadavg(),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def _probe(density: float, parts: int, rounds: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ and steps of 16-bit floats; the byte planes of old XOR new, or of the new values
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,7 @@ from orchestrator.api import ConfigError
 from orchestrator.run_folder import describe_machine
 from orchestrator.transfer import delta
 from scripts.bench.micro.delta_synthetic import COO_BYTES, Bytes, bf16, entropy_bound
+from scripts.bench.result import now
 
 NAME = "delta-real"
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I64": "int64", "I32": "int32"}
@@ -144,7 +144,7 @@ def main() -> None:
     for result in found.values() if not arguments.tensors else ():
         for pair in result["pairs"]:
             pair["encodings"] = _count(row["encoding"] for row in pair.pop("tensors"))
-    at = datetime.datetime.now(datetime.UTC).isoformat()
+    at = now()
     made = json.dumps({"name": NAME, "kind": "real", **describe_machine(), "at": at, "detail": found})
     print(json.dumps(json.loads(made, parse_float=lambda text: float(f"{float(text):.5g}")), indent=1))
 

@@ -11,7 +11,6 @@ sum of both); the wall clock stands beside it.
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import time
@@ -22,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.run_folder import describe_machine
 from orchestrator.transfer import delta
 from scripts.bench.micro.delta_synthetic import Bytes, Pool
+from scripts.bench.result import frame, now
 
 NAME = "delta-speed"
 DENSITIES = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
@@ -34,7 +33,7 @@ _JUDGED = 0.01  # what RL updates have at most in ROSE, figure 11a (sparsity aro
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     size, rounds = (1 << 24, 5) if quick else (1 << 26, 9)
     rows = []
     for density in (0.001, 0.01, 0.05) if quick else DENSITIES:
@@ -42,28 +41,25 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         rows.append({"density": density, **_measure(old.view(np.uint8), new.view(np.uint8), rounds)})
     judged = next(row for row in rows if row["density"] == _JUDGED)
     value = min(judged[f"{work}_{threads}_over_copy"] for work in ("encode", "apply") for threads in (1, 2))
-    return {
-        "name": NAME,
-        "kind": "real code, synthetic deltas",
-        "value": value,
-        "unit": f"GB/s over those of a copy (processor time), worst of encode, apply, 1 and 2 threads at {_JUDGED:.0%} density",
-        "reference": "memory copy, GB/s, one thread",
-        "reference_value": judged["copy_1_gb_s"],
-        "bar": f">= {_BAR}",
-        "holds": value >= _BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real code, synthetic deltas",
+        value=value,
+        unit=f"GB/s over those of a copy (processor time), worst of encode, apply, 1 and 2 threads at {_JUDGED:.0%} density",
+        reference="memory copy, GB/s, one thread",
+        reference_value=judged["copy_1_gb_s"],
+        bar=f">= {_BAR}",
+        holds=value >= _BAR,
+        detail={
             "native": delta.native_status()["live"],
             "rows": rows,
             "samples": rounds * len(rows),
             "load_average": os.getloadavg(),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def _measure(old: Bytes, new: Bytes, rounds: int) -> dict[str, Any]:

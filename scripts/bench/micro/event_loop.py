@@ -11,16 +11,15 @@ anything is left behind.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import os
 import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.micro.loop_delay import WatchedSelector
 from scripts.bench.micro.soak import ENVIRONMENTS, SANDBOXED, config_of, marked_processes, slope, soak
+from scripts.bench.result import frame, now
 
 NAME = "event-loop"
 _BAR = 5.0  # ms
@@ -33,7 +32,7 @@ _FLAT = 60.0  # MiB an hour that a slope may have: 1 GiB after 17 hours
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises ConfigError where there is no sandbox, RunError when the run fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     first = part(_QUICK, _MEAN_QUICK, nonce)
     last = None
     if not quick:
@@ -98,26 +97,24 @@ def result(first: dict[str, Any], last: dict[str, Any] | None, detail: dict[str,
     """The figure from the part that measures the delay, and from the soak (None: there was none)."""
     value = first["own_ms"]["p99"]
     soaked = last is None or (is_clean(last) and is_flat(last))
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "ms, p99 of the event loop's delay, waiting for a processor not included",
-        "reference": "the same with waiting for a processor",
-        "reference_value": first["delay_ms"]["p99"],
-        "bar": f"<= {_BAR:g} ms; ledger closed, nothing left behind; soak: memory rises by <= {_FLAT:g} MiB/h or not at all",
-        "holds": value <= _BAR and is_clean(first) and soaked,
-        **describe_machine(),
-        "detail": {
-            "quick": last is None,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="ms, p99 of the event loop's delay, waiting for a processor not included",
+        reference="the same with waiting for a processor",
+        reference_value=first["delay_ms"]["p99"],
+        bar=f"<= {_BAR:g} ms; ledger closed, nothing left behind; soak: memory rises by <= {_FLAT:g} MiB/h or not at all",
+        holds=value <= _BAR and is_clean(first) and soaked,
+        detail={
             "what": f"{ENVIRONMENTS} environments, of which {SANDBOXED} with a bubblewrap sandbox a step; engines, trainer "
             "and reward simulated; asyncio, pipeline, journal, store, checkpoints and sandboxes real",
             **first,
             "soak": last,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
             **detail,
         },
-    }
+        quick=last is None,
+    )
 
 
 def spread(values: list[int]) -> dict[str, int]:

@@ -8,13 +8,12 @@ compute the same requests, and a digest over every token and log-prob must agree
 
 from __future__ import annotations
 
-import datetime
 import os
 import statistics
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.micro.overhead_pairs import paired, probes
+from scripts.bench.result import frame, now
 
 NAME = "idle-overhead"
 _BAR = 0.99
@@ -22,7 +21,7 @@ _BAR = 0.99
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when an engine does not start or its hooks are not as they must be."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     pairs, rounds, tokens = (1, 6, 64) if quick else (8, 8, 128)
     rows, pids = [], [os.getpid()]
     for pair in range(pairs):
@@ -31,25 +30,23 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             pids += [int(answer["pid"]) for answer in hooks.values()]
     ratio = statistics.median(row["ratio"] for row in rows)
     identical = all(row["identical"] for row in rows)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": ratio,
-        "unit": "tokens/s over stock vLLM's (both on one core at once), median over pairs of processes",
-        "reference": "stock vLLM",
-        "reference_value": 1.0,
-        "bar": f">= {_BAR}, outputs bit-identical",
-        "holds": ratio >= _BAR and identical,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=ratio,
+        unit="tokens/s over stock vLLM's (both on one core at once), median over pairs of processes",
+        reference="stock vLLM",
+        reference_value=1.0,
+        bar=f">= {_BAR}, outputs bit-identical",
+        holds=ratio >= _BAR and identical,
+        detail={
             "identical": identical,
             "pairs": rows,
             "hooks": hooks,
             "samples": pairs * rounds,
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
             "pids": pids,
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import random
@@ -34,6 +33,7 @@ from orchestrator.ledger import END_STATES, recount
 from orchestrator.run_folder import describe_machine
 from orchestrator.store import count_by_outcome
 from scripts.bench.micro.victims import RedisProcess, alive, descendants, environment_workers, identity, marked
+from scripts.bench.result import now
 
 NAME = "kills"
 KINDS = ("engine", "trainer", "relay master", "function host", "environment worker", "metadata store", "orchestrator")
@@ -65,7 +65,7 @@ _SMALL = (
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Needs the repository's ``examples`` folder and redis-server. Raises RunError when a run cannot go on."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     folder = Path("runs") / f"kills-{begun.replace(':', '')[:17]}"
     bench = Kills(folder, QUICK_KINDS if quick else KINDS, 1 if quick else PER_KIND, seed=0)
     while not bench.measure(3600.0):

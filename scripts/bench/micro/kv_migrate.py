@@ -10,17 +10,15 @@ last position in about 10 minutes for one of 135 million parameters.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
 from orchestrator.policies.placement.kv_transfer_cost import BreakEven
-from orchestrator.run_folder import describe_machine
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "kv-migrate"
 _QUICK = [("256,1024", 1, "tcp"), ("256,1024", 1, "mooncake")]
@@ -44,7 +42,7 @@ def longest(folder: Path) -> int:
 
 def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails, as it does for a move that changed anything."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     parts = _QUICK if quick else _FULL
     if model:
         parts = _QUICK[:1] if quick else [*_REAL, (f"256,{longest(Path(model))}", 1, "tcp")]
@@ -63,18 +61,16 @@ def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
         policy.saw(False, row["tokens"], row["recompute"])
     last = rows[-1]
     value = last["move"] / last["recompute"]
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": f"seconds to the first token with {last['tokens']} tokens moved, over computing them",
-        "reference": "recomputation",
-        "reference_value": 1.0,
-        "bar": "< 1 at the longest prefix, every move bit for bit",
-        "holds": value < 1.0,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit=f"seconds to the first token with {last['tokens']} tokens moved, over computing them",
+        reference="recomputation",
+        reference_value=1.0,
+        bar="< 1 at the longest prefix, every move bit for bit",
+        holds=value < 1.0,
+        detail={
             "model": probes[0]["model"],
             "rows": rows,
             "break_even_tokens": policy.tokens if math.isfinite(policy.tokens) else None,
@@ -82,9 +78,9 @@ def run(quick: bool, nonce: str, model: str = "") -> dict[str, Any]:
             "megabytes_per_s": [row["bytes"] / row["transfer"] / 1e6 for row in rows],
             "mooncake": mooncake,
             "mooncake_megabytes_per_s": [row["bytes"] / row["transfer"] / 1e6 for row in mooncake],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), *(int(probe["pid"]) for probe in probes)],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[*(int(probe["pid"]) for probe in probes)],
+    )

@@ -9,15 +9,13 @@ installed; the bar is then 5 ms. Without one it is host memory, and the bar one 
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
-import os
 from typing import Any
 
 from orchestrator.ops.nvidia_driver import gpus
 from orchestrator.policies.serving.admission import Slo
-from orchestrator.run_folder import describe_machine
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "kv-remap"
 MIB = 1024
@@ -26,7 +24,7 @@ GPU_BAR = 0.005  # seconds
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     there = gpus()
     device = "host memory" if there.missing else there.devices[0].name
     kinds = ["host"] if there.missing else ["kept", "created"]
@@ -36,24 +34,22 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     rows = {kind: run_probe("remap", ["--mib", str(MIB), "--rounds", rounds, "--kind", kind]) for kind in kinds}
     found = rows[kinds[0]]
     bar, reference = (Slo().tpot, "one tick: the default TPOT SLO") if there.missing else (GPU_BAR, "what was aimed at")
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": found["seconds"],
-        "unit": "seconds for 1 GiB of pages, median",
-        "reference": reference,
-        "reference_value": bar,
-        "bar": f"<= {bar:g}",
-        "holds": found["seconds"] <= bar,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=found["seconds"],
+        unit="seconds for 1 GiB of pages, median",
+        reference=reference,
+        reference_value=bar,
+        bar=f"<= {bar:g}",
+        holds=found["seconds"] <= bar,
+        detail={
             "device": device,
             **{name: found[name] for name in ("release", "map", "worst", "rounds")},
             "others": {kind: rows[kind] for kind in kinds[1:]},
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), *(int(row["pid"]) for row in rows.values())],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[*(int(row["pid"]) for row in rows.values())],
+    )

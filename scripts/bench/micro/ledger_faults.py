@@ -13,7 +13,6 @@ FOLDER when it is done: one that was interrupted goes on, and what there is by t
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -35,9 +34,9 @@ from orchestrator.buffer import SampleBuffer
 from orchestrator.config import Config, parse_config
 from orchestrator.policies.batching import coordination_modes
 from orchestrator.policies.routing.turn_routing import RULES
-from orchestrator.run_folder import describe_machine
 from orchestrator.sim.seeded_draws import stream
 from orchestrator.sim.simulated_run import SimResult, simulate
+from scripts.bench.result import frame, now
 
 NAME = "ledger-faults"
 _SEEDS = 10_000
@@ -264,7 +263,7 @@ def beginning(tokens: Sequence[int]) -> Sequence[int]:
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun, clock = datetime.datetime.now(datetime.UTC).isoformat(), time.monotonic()
+    begun, clock = now(), time.monotonic()
     first = zlib.crc32(nonce.encode()) % 1_000_000 if quick else 0
     total, pids, said = Tally(), {os.getpid(): None}, clock
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
@@ -299,18 +298,16 @@ def result(
     """The figure. ``control``: what the run that loses one reported; ``wall``: seconds."""
     lost, caught = control
     enough = total.seeds >= _SEEDS or quick
-    return {
-        "name": NAME,
-        "kind": "simulated",
-        "value": total.unaccounted,
-        "unit": "trajectories unaccounted for",
-        "reference": "the ledger's invariant",
-        "reference_value": 0,
-        "bar": f"0 in >= {_SEEDS:,} runs; no deadlock, no violation; the control is caught",
-        "holds": not total.unaccounted and not total.violating_seeds and bool(caught) and lost >= 1 and enough,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "simulated",
+        value=total.unaccounted,
+        unit="trajectories unaccounted for",
+        reference="the ledger's invariant",
+        reference_value=0,
+        bar=f"0 in >= {_SEEDS:,} runs; no deadlock, no violation; the control is caught",
+        holds=not total.unaccounted and not total.violating_seeds and bool(caught) and lost >= 1 and enough,
+        detail={
             "seeds": total.seeds,
             "samples": total.seeds,
             "trajectories_started": total.started,
@@ -326,10 +323,10 @@ def result(
             "virtual_hours": round(total.virtual_seconds / 3600, 2),
             "wall_seconds": round(wall, 1),
             "trajectories_per_wall_second": round(total.started / wall, 1),
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
             **detail,
         },
-    }
+        quick=quick,
+    )
 
 
 def _chunk(first: int, count: int) -> Tally:
@@ -394,7 +391,7 @@ def _say(total: Tally, clock: float, said: float) -> float:
 
 def kept(folder: Path, minutes: float, seeds: int = _SEEDS) -> dict[str, Any]:
     """The chunks of ``folder``, and those that are missing until the time is up; then the figure of all of them."""
-    begun, clock = datetime.datetime.now(datetime.UTC).isoformat(), time.monotonic()
+    begun, clock = now(), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     total, wall = Tally(), 0.0
     for first in range(0, seeds, _KEPT):

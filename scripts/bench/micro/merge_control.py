@@ -8,13 +8,11 @@ called this one equal would show nothing.
 
 from __future__ import annotations
 
-import datetime
-import os
 from typing import Any
 
 from orchestrator.api import RunError
-from orchestrator.run_folder import describe_machine
 from scripts.bench.micro.stream_equality import measure, named
+from scripts.bench.result import frame, now
 
 NAME = "merge-control"
 QUICK = ("DP2, token-mean", "DP2, dist-opt, sequence-mean")
@@ -32,7 +30,7 @@ _BAR = 1e-2
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     steps, names = ("3", QUICK) if quick else ("20", FULL)
     arguments = ["--steps", steps, *named(names)]
     probes, missing = measure(arguments, other=None if quick else arguments)
@@ -40,18 +38,16 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     if not cases:
         raise RunError("no layout could be measured: " + "; ".join(probes[0]["skipped"]))
     least = min(case["control"] for case in cases)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": least,
-        "unit": "difference of the plain mean's gradient over the largest gradient, least of all steps",
-        "reference": "the weighted merge of the same steps, worst of all",
-        "reference_value": max(case["uneven"] for case in cases),
-        "bar": f"> {_BAR:g}",
-        "holds": least > _BAR and not (missing and not quick),
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=least,
+        unit="difference of the plain mean's gradient over the largest gradient, least of all steps",
+        reference="the weighted merge of the same steps, worst of all",
+        reference_value=max(case["uneven"] for case in cases),
+        bar=f"> {_BAR:g}",
+        holds=least > _BAR and not (missing and not quick),
+        detail={
             "cases": [
                 {"megatron": probe["megatron"], **{key: case[key] for key in ("case", "steps", "control", "uneven")}}
                 for probe in probes
@@ -59,9 +55,9 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             ],
             "missing": missing,
             "samples": sum(case["steps"] for case in cases),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), *(int(probe["pid"]) for probe in probes)],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[*(int(probe["pid"]) for probe in probes)],
+    )

@@ -10,7 +10,6 @@ The oracle is Heddle's dynamic program (5.2, formula 3) on small random cases.
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import random
@@ -21,9 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from orchestrator.policies.placement.group_placement import Speed, place
-from orchestrator.run_folder import describe_machine
+from scripts.bench.result import frame, now
 
 NAME = "placement"
 TRAJECTORIES, WORKERS = 6_400, 64
@@ -75,9 +75,14 @@ def fleets() -> dict[str, list[Speed]]:
     }
 
 
+def predictions(draw: random.Random) -> npt.NDArray[np.float64]:
+    """Tokens of the trajectories to be placed."""
+    return np.array([draw.lognormvariate(7, 1) for _ in range(TRAJECTORIES)])
+
+
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     draw = random.Random(zlib.crc32(nonce.encode()))
     cases = 2_000 if quick else 20_000
     different = 0
@@ -86,33 +91,30 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         different += place(lengths, workers).makespan != dynamic_program(lengths, workers)
     times: dict[str, list[float]] = {name: [] for name in fleets()}
     for _ in range(50 if quick else 500):
-        drawn = np.array([draw.lognormvariate(7, 1) for _ in range(TRAJECTORIES)])
+        drawn = predictions(draw)
         for name, workers in fleets().items():
             start = time.process_time()
             place(drawn, workers)
             times[name].append((time.process_time() - start) * 1e3)
     rows = {name: statistics.median(values) for name, values in times.items()}
     value = max(rows.values())
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": f"ms of processor time to place {TRAJECTORIES} trajectories on {WORKERS} workers, median of the slower fleet",
-        "reference": "Heddle, table 2 (paper; its sizes are not in our copy)",
-        "reference_value": _PAPER,
-        "bar": f"<= {_BAR:g} ms and no optimum but the dynamic program's",
-        "holds": value <= _BAR and not different,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit=f"ms of processor time to place {TRAJECTORIES} trajectories on {WORKERS} workers, median of the slower fleet",
+        reference="Heddle, table 2 (paper; its sizes are not in our copy)",
+        reference_value=_PAPER,
+        bar=f"<= {_BAR:g} ms and no optimum but the dynamic program's",
+        holds=value <= _BAR and not different,
+        detail={
             "median_ms": rows,
             "oracle_cases": cases,
             "oracle_differences": different,
             "samples": sum(map(len, times.values())),
             "load_average": os.getloadavg()[0],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )

@@ -7,12 +7,10 @@ was still cached. The tokens of those that were preempted must not change (greed
 
 from __future__ import annotations
 
-import datetime
-import os
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "preemption"
 _BAR = 0.5
@@ -20,27 +18,25 @@ _BAR = 0.5
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     probe = run_probe("preemption", ["--rounds", "1" if quick else "12"])
     preempting, waiting = probe["ways"]["preempting"], probe["ways"]["waiting"]
     ratio = preempting["urgent_ttft_ms"] / waiting["urgent_ttft_ms"]
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": ratio,
-        "unit": "time to first token over that without preemption",
-        "reference": "tokens/s over all, with preemption over without",
-        "reference_value": preempting["tokens_per_s"] / waiting["tokens_per_s"],
-        "bar": f"<= {_BAR}, tokens of the preempted unchanged",
-        "holds": ratio <= _BAR and probe["differing_tokens"] == 0 and preempting["outranked"] > 0,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=ratio,
+        unit="time to first token over that without preemption",
+        reference="tokens/s over all, with preemption over without",
+        reference_value=preempting["tokens_per_s"] / waiting["tokens_per_s"],
+        bar=f"<= {_BAR}, tokens of the preempted unchanged",
+        holds=ratio <= _BAR and probe["differing_tokens"] == 0 and preempting["outranked"] > 0,
+        detail={
             **probe,
             "samples": probe["rounds"],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), int(probe["pid"])],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[int(probe["pid"])],
+    )

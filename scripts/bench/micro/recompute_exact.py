@@ -9,12 +9,10 @@ that the comparison can fail: how many tokens the update changed, and how many d
 
 from __future__ import annotations
 
-import datetime
-import os
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "recompute-exact"
 _QUICK_TOKENS = 1_000
@@ -42,7 +40,7 @@ _SUMS = (
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     tokens, seeds = (_QUICK_TOKENS, (0,)) if quick else (_FULL_TOKENS // len(_FULL_SEEDS) + 1, _FULL_SEEDS)
     probes = [run_probe("recompute", ["--tokens", str(tokens), "--seed", str(seed)]) for seed in seeds]
     sums = {name: sum(int(probe[name]) for probe in probes) for name in _SUMS}
@@ -56,25 +54,23 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         "repeated_hits_without_reset",
     )
     can_fail = all(sums[name] > 0 for name in controls)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": wrong,
-        "unit": "tokens that differ",
-        "reference": "a fresh engine with the new weights",
-        "reference_value": 0,
-        "bar": f"0 of >= {_FULL_TOKENS:,} tokens, no prefix hit on old KV; all controls > 0",
-        "holds": wrong == 0 and sums["repeated_hits"] == 0 and enough and can_fail,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=wrong,
+        unit="tokens that differ",
+        reference="a fresh engine with the new weights",
+        reference_value=0,
+        bar=f"0 of >= {_FULL_TOKENS:,} tokens, no prefix hit on old KV; all controls > 0",
+        holds=wrong == 0 and sums["repeated_hits"] == 0 and enough and can_fail,
+        detail={
             **sums,
             "samples": sums["requests"],
             "ways": [probe["ways"] for probe in probes],
             "seeds": list(seeds),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), *(int(probe["pid"]) for probe in probes)],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[*(int(probe["pid"]) for probe in probes)],
+    )

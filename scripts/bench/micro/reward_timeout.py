@@ -12,7 +12,6 @@ Times are summed over the answers, as if one processor scored them: what a step 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import os
 import random
 import zlib
@@ -23,10 +22,10 @@ from orchestrator.api import Prompt, Trajectory, Turn
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts
 from orchestrator.rewards.host_launch import RewardHost
 from orchestrator.rewards.reward_client import HttpReward
-from orchestrator.run_folder import describe_machine
 from orchestrator.tasks import coding_problems
 from orchestrator.tasks.coding import CodingTask
 from orchestrator.tasks.vocabulary import CHARACTERS
+from scripts.bench.result import frame, now
 
 NAME = "reward-timeout"
 _ANSWERS, _ROUNDS = 8, 2  # of a problem in a round
@@ -48,7 +47,7 @@ class Fixed(AdaptiveTimeouts):
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     seed, problems = zlib.crc32(nonce.encode()), 2 if quick else 4
     limits = (1.5, 0.5, 4.0) if quick else (1.5, 2.0, 30.0)
     rows = {
@@ -57,18 +56,16 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     }
     value = round(rows["fixed"]["seconds"] / rows["adaptive"]["seconds"], 3)
     wrongly_cut = rows["adaptive"]["right_without_reward"] + rows["fixed"]["right_without_reward"]
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "sandbox seconds with the fixed timeout over those with the adaptive one",
-        "reference": "speed-up of rollout and reward together (RollPacker, figure 14c, paper)",
-        "reference_value": _PAPER,
-        "bar": f">= {_BAR:g}, and no right answer cut off",
-        "holds": value >= _BAR and wrongly_cut == 0,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="sandbox seconds with the fixed timeout over those with the adaptive one",
+        reference="speed-up of rollout and reward together (RollPacker, figure 14c, paper)",
+        reference_value=_PAPER,
+        bar=f">= {_BAR:g}, and no right answer cut off",
+        holds=value >= _BAR and wrongly_cut == 0,
+        detail={
             "factor": limits[0],
             "least": limits[1],
             "most": limits[2],
@@ -77,12 +74,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "wrongly_cut": wrongly_cut,
             **rows,
             "load_average": os.getloadavg()[0],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 async def _scored(timeouts: AdaptiveTimeouts, problems: int, seed: int) -> dict[str, Any]:

@@ -11,9 +11,7 @@ workload.
 
 from __future__ import annotations
 
-import datetime
 import gc
-import os
 import random
 import time
 import zlib
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.policies.routing.turn_routing import CACHE_AFFINE, LEAST_LOADED, ROUND_ROBIN, Seat, TurnRouter
-from orchestrator.run_folder import describe_machine
+from scripts.bench.result import frame, now
 
 NAME = "routing"
 TRAJECTORIES, WORKERS = 4096, 64
@@ -56,72 +54,84 @@ CASES = (
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     seed = zlib.crc32(nonce.encode())
     rows = [measure(case, _QUICK if quick else _FULL, seed) for case in CASES]
     value = max(row["p99_ms"] for row in rows)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "ms, p99 of one routing decision, slowest case",
-        "reference": "overhead of the rollout scheduler, at most (ROSE 6.4, paper)",
-        "reference_value": _PAPER,
-        "bar": f"<= {_BAR:g} ms",
-        "holds": value <= _BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="ms, p99 of one routing decision, slowest case",
+        reference="overhead of the rollout scheduler, at most (ROSE 6.4, paper)",
+        reference_value=_PAPER,
+        bar=f"<= {_BAR:g} ms",
+        holds=value <= _BAR,
+        detail={
             "trajectories": TRAJECTORIES,
             "workers": WORKERS,
             "cases": rows,
             "samples": sum(row["decisions"] for row in rows),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
+
+
+class Traffic:
+    """4,096 trajectories in their steady state: each has a turn that runs or waits. Draws by ``seed``."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.router = TurnRouter(case.seats, case.rule, affinity=dict(case.affinity))
+        self.running: list[str] = []
+        self._tasks, self._draw = case.tasks, random.Random(seed)
+        for worker in range(len(case.seats)):
+            self.router.open(worker)
+        for number in range(TRAJECTORIES):
+            self.router.ask(f"{number}/0", str(number), case.tasks[number % len(case.tasks)])
+        while (granted := self.router.grant()) is not None:
+            self.running.append(granted[0])
+
+    def end_turn(self) -> tuple[str, str, str]:
+        """Some turn ends: what its trajectory asks for next."""
+        place = self._draw.randrange(len(self.running))
+        request, self.running[place] = self.running[place], self.running[-1]
+        self.running.pop()
+        trajectory, _, turn = request.partition("/")
+        self.router.leave(request)
+        return f"{trajectory}/{int(turn) + 1}", trajectory, self._tasks[int(trajectory) % len(self._tasks)]
+
+    def decide(self, request: str, trajectory: str, task: str) -> tuple[str, int] | None:
+        """The decision that is timed: a turn asks; the turn and the worker that may go on."""
+        self.router.ask(request, trajectory, task)
+        return self.router.grant()
 
 
 def measure(case: Case, decisions: int, seed: int) -> dict[str, Any]:
-    """Times of ``decisions`` decisions in the steady state of 4,096 trajectories that each wait or run."""
-    draw = random.Random(seed)
-    router = TurnRouter(case.seats, case.rule, affinity=dict(case.affinity))
-    for worker in range(len(case.seats)):
-        router.open(worker)
-    running: list[str] = []
-    for number in range(TRAJECTORIES):
-        router.ask(f"{number}/0", str(number), case.tasks[number % len(case.tasks)])
-    while (granted := router.grant()) is not None:
-        running.append(granted[0])
+    """Times of ``decisions`` decisions in the steady state."""
+    traffic = Traffic(case, seed)
     times: list[int] = []
     kept = moved = 0
-    last = {request.partition("/")[0]: -1 for request in running}
+    last = {request.partition("/")[0]: -1 for request in traffic.running}
     clock = time.perf_counter_ns
     collecting = gc.isenabled()
     gc.disable()  # a collection is a pause of the process, not of a decision; the orchestrator's own are in event-loop delay
     try:
         while len(times) < decisions:
-            place = draw.randrange(len(running))
-            request, running[place] = running[place], running[-1]
-            running.pop()
-            trajectory, _, turn = request.partition("/")
-            following, task = f"{trajectory}/{int(turn) + 1}", case.tasks[int(trajectory) % len(case.tasks)]
-            router.leave(request)
+            asked = traffic.end_turn()
             begun = clock()
-            router.ask(following, trajectory, task)
-            granted = router.grant()
+            granted = traffic.decide(*asked)
             times.append(clock() - begun)
             while granted is not None:
                 name, worker = granted
-                running.append(name)
+                traffic.running.append(name)
                 owner = name.partition("/")[0]
                 if (before := last.get(owner, -1)) >= 0:
                     kept, moved = kept + (before == worker), moved + (before != worker)
                 last[owner] = worker
                 begun = clock()
-                granted = router.grant()
+                granted = traffic.router.grant()
                 if granted is not None:
                     times.append(clock() - begun)
     finally:
@@ -135,7 +145,7 @@ def measure(case: Case, decisions: int, seed: int) -> dict[str, Any]:
         "p99_ms": times[len(times) * 99 // 100] / 1e6,
         "p999_ms": times[len(times) * 999 // 1000] / 1e6,
         "max_ms": times[-1] / 1e6,
-        "running": len(running),
-        "queued": router.queued,
+        "running": len(traffic.running),
+        "queued": traffic.router.queued,
         "prefix_kept": round(kept / max(1, kept + moved), 4),
     }

@@ -10,10 +10,9 @@ import os
 import time
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from orchestrator.sim.paper_setups import rollpacker
 from orchestrator.sim.simulated_run import simulate
-from scripts.bench.papers.simulated import now
+from scripts.bench.result import frame, now
 
 NAME = "sim-speed"
 _BAR = 60.0  # seconds
@@ -37,25 +36,22 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     callbacks = simulate(config).summary["callbacks"]
     seconds = time.process_time() - start
     value = seconds * (_GROUPS * _STEPS) / (128 * times * steps)
-    return {
-        "name": NAME,
-        "kind": "simulated",
-        "value": value,
-        "unit": "processor seconds for 128 GPUs x 20 steps (81,920 trajectories)",
-        "reference": "the goal",
-        "reference_value": _BAR,
-        "bar": f"<= {_BAR:g}",
-        "holds": value <= _BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "simulated",
+        value=value,
+        unit="processor seconds for 128 GPUs x 20 steps (81,920 trajectories)",
+        reference="the goal",
+        reference_value=_BAR,
+        bar=f"<= {_BAR:g}",
+        holds=value <= _BAR,
+        detail={
             "processor_seconds": seconds,
             "callbacks": callbacks,
             "microseconds_a_callback": 1e6 * seconds / callbacks,
             "load_average": list(load),
-            "started": begun,
-            "ended": now(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )

@@ -10,7 +10,6 @@ time and digest.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import random
@@ -25,8 +24,8 @@ from typing import Any
 import xxhash
 
 from orchestrator.api import Prompt, RunError, Trajectory, Turn
-from orchestrator.run_folder import describe_machine
 from orchestrator.store import TrajectoryStore
+from scripts.bench.result import frame, now
 
 NAME = "store"
 _BAR = 0.02
@@ -74,7 +73,7 @@ _IMPORTS = {"duckdb": ["duckdb"], "polars": ["polars"], "pyarrow": ["pyarrow.dat
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a reader fails or they do not agree."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     rows, files = (_QUICK, _QUICK_FILES) if quick else (_ROWS, _FILES)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-store-") as name:
         folder = Path(name) / "trajectories"
@@ -93,18 +92,16 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     for row in readers.values():
         row["share"] = row["bytes"] / stored
     value = max(row["share"] for row in readers.values())
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "bytes read over bytes stored, worst reader",
-        "reference": "bytes stored",
-        "reference_value": stored,
-        "bar": f"<= {_BAR:g} in {_ROWS:,} rows; no file changed by appending",
-        "holds": value <= _BAR and not changed and not quick,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="bytes read over bytes stored, worst reader",
+        reference="bytes stored",
+        reference_value=stored,
+        bar=f"<= {_BAR:g} in {_ROWS:,} rows; no file changed by appending",
+        holds=value <= _BAR and not changed and not quick,
+        detail={
             "rows": rows,
             "files": len(before),
             "bytes": stored,
@@ -118,12 +115,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "files_changed": changed,
             "load_average": os.getloadavg()[0],
             "samples": rows,
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def write(folder: Path, first: int, count: int, files: int, nonce: str) -> None:

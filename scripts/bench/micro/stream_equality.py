@@ -10,17 +10,15 @@ the gradients go to host memory and back in one step, and one more step has a Na
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.api import RunError
-from orchestrator.run_folder import describe_machine
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "stream-equality"
 OTHER_VERSION = "0.19.2"  # beside the installed one; its wheel is unzipped, see scripts/bootstrap.sh
@@ -31,7 +29,7 @@ _BAR = 1e-6
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when a probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     if quick:
         probes, missing = measure(["--steps", "3", *named(QUICK)])
     else:  # every layout on the installed Megatron-Core, one of each kind on the other
@@ -43,30 +41,28 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     equal = sum(case["bit_equal"] for case in cases)
     refused = not any(case["nan_taken"] or case["nan_changed"] for case in cases)
     moved = min(case["moved"] for case in cases)  # weights that do not move are equal without proof
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": worst,
-        "unit": "largest difference of a merged gradient over the largest gradient, shares uneven and shuffled",
-        "reference": "one batch on stock Megatron-Core",
-        "reference_value": 0.0,
-        "bar": f"<= {_BAR:g}; weights bit-equal in the same order; a step with a NaN not taken",
-        "holds": worst <= _BAR and equal == len(cases) and refused and moved > 0 and not (missing and not quick),
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=worst,
+        unit="largest difference of a merged gradient over the largest gradient, shares uneven and shuffled",
+        reference="one batch on stock Megatron-Core",
+        reference_value=0.0,
+        bar=f"<= {_BAR:g}; weights bit-equal in the same order; a step with a NaN not taken",
+        holds=worst <= _BAR and equal == len(cases) and refused and moved > 0 and not (missing and not quick),
+        detail={
             "bit_equal": equal,
             "cases": len(cases),
             "missing": missing,
             "nan_refused": refused,
             "samples": sum(case["steps"] for case in cases),
             "probes": probes,
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), *(int(probe["pid"]) for probe in probes)],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[*(int(probe["pid"]) for probe in probes)],
+    )
 
 
 def named(cases: Sequence[str]) -> list[str]:

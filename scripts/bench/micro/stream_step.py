@@ -14,10 +14,8 @@ measurement works.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from itertools import pairwise
@@ -25,9 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator.api import RunError
 from orchestrator.events import read_events
-from orchestrator.run_folder import describe_machine
+from scripts.bench.probes.training_run import train
+from scripts.bench.result import frame, now
 
 NAME = "stream-step"
 PAIRS, STEPS, QUICK_STEPS = 3, 16, 4
@@ -47,7 +45,7 @@ _RECIPE = (
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Needs the repository's ``examples`` folder. Raises RunError when a run fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     pairs, steps = (1, QUICK_STEPS) if quick else (PAIRS, STEPS)
     with tempfile.TemporaryDirectory(prefix="rl-coserve-stream-") as folder:
         rows = [one(streamed, pair, steps, Path(folder)) for pair in range(pairs) for streamed in _order(pair)]
@@ -61,14 +59,9 @@ def _order(pair: int) -> tuple[bool, bool]:
 def one(streamed: bool, pair: int, steps: int, folder: Path) -> dict[str, Any]:
     """One run: what is kept of it. Raises RunError when it fails."""
     name = f"{'streamed' if streamed else 'whole'}-{pair}"
-    own = [f'run.folder="{folder}"', f"run.name={name}", f"run.seed={pair}", f"run.steps={steps}"]
-    own.append(f"trainer.stream={str(streamed).lower()}")
+    own = [f"run.seed={pair}", f"run.steps={steps}", f"trainer.stream={str(streamed).lower()}"]
     load = os.getloadavg()[0]
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(_CONFIG), *_RECIPE, *own]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise RunError(f"{name}: exit code {done.returncode}: {done.stderr[-800:]}")
-    events = read_events(max(folder.glob(f"{name}-*")) / "events.jsonl")
+    events = read_events(train(_CONFIG, folder, name, [*_RECIPE, *own]) / "events.jsonl")
     return {
         "streamed": streamed,
         "pair": pair,
@@ -101,29 +94,26 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
         for name, streamed in (("whole", False), ("streamed", True))
     }
     value = round(median(ratios), 4)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "seconds of a step unstreamed over streamed (medians of a run, median of the pairs)",
-        "reference": "the same run, unstreamed",
-        "reference_value": round(median([median(kinds[False][pair]["seconds"]) for pair in pairs]), 4),
-        "bar": f">= {BAR:g}, in {PAIRS} pairs at least",
-        "holds": not quick and len(pairs) >= PAIRS and value >= BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="seconds of a step unstreamed over streamed (medians of a run, median of the pairs)",
+        reference="the same run, unstreamed",
+        reference_value=round(median([median(kinds[False][pair]["seconds"]) for pair in pairs]), 4),
+        bar=f">= {BAR:g}, in {PAIRS} pairs at least",
+        holds=not quick and len(pairs) >= PAIRS and value >= BAR,
+        detail={
             "recipe": [str(_CONFIG), *_RECIPE],
             "ratios": [round(ratio, 4) for ratio in ratios],
             "after_batch": after,
             "fed": round(median([share for pair in pairs for share in kinds[True][pair]["fed"]]), 4),
             "runs": rows,
             "samples": sum(len(row["seconds"]) for row in rows),
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
             **detail,
         },
-    }
+        quick=quick,
+    )
 
 
 def make_next(folder: Path) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import random
@@ -32,9 +31,9 @@ from orchestrator.environments.lockstep import Lockstep
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
-from orchestrator.run_folder import describe_machine
 from orchestrator.runtime.engine_actors import RayWorker, RolloutEngines, VllmEngine
 from orchestrator.runtime.real_run import WORKER_CLASS, start_ray
+from scripts.bench.result import frame, now
 
 NAME = "trajectory-vs-batch"
 PAPER = {0.1: 1.23, 1.0: 2.27}  # RollArt 7.3, R2: the ends; the values between are only drawn
@@ -111,7 +110,7 @@ class SleepingEnvironment:
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the engine does not start, or a trajectory fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     load = _QUICK if quick else _FULL
     rows = repetitions(load, range(1 if quick else _REPETITIONS))
     return result(rows, quick, {"started": begun, "nonce": nonce})
@@ -230,28 +229,25 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
             }
         )
     ends = [(row["ratio"], row["paper"]) for row in table if row["paper"] is not None]
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": table[-1]["ratio"],
-        "unit": "rollout time of batch-level over trajectory-level environments, at a deviation of the mean's size",
-        "reference": "the same, of training steps (RollArt figure 11b, paper)",
-        "reference_value": PAPER[1.0],
-        "bar": "same curve or above: 1.23 at a tenth, 2.27 at 1",
-        "holds": not quick and len(ends) == len(PAPER) and all(ratio >= paper for ratio, paper in ends),
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=table[-1]["ratio"],
+        unit="rollout time of batch-level over trajectory-level environments, at a deviation of the mean's size",
+        reference="the same, of training steps (RollArt figure 11b, paper)",
+        reference_value=PAPER[1.0],
+        bar="same curve or above: 1.23 at a tenth, 2.27 at 1",
+        holds=not quick and len(ends) == len(PAPER) and all(ratio >= paper for ratio, paper in ends),
+        detail={
             "load": vars(_QUICK if quick else _FULL),
             "tokens": {"first": _FIRST, "later": _LATER, "answer": _SAID},
             "table": table,
             "rows": rows,
             "samples": len(rows),
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
             **detail,
         },
-    }
+        quick=quick,
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,6 @@ the wire and the publisher's processor time, then the subscriber's, without what
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import os
@@ -26,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.api import Relay, ShardKey
-from orchestrator.run_folder import describe_machine
 from orchestrator.transfer import (
     Codec,
     DeltaCodec,
@@ -43,6 +41,7 @@ from scripts.bench.micro.delta_synthetic import LAYOUTS, Bytes, Layout, Pool
 from scripts.bench.micro.link import Link, LinkedMetadata, LinkedRelay
 from scripts.bench.micro.mooncake_site import mooncake_site
 from scripts.bench.micro.peer_codecs import Coo, Raw, Switch, Zstd
+from scripts.bench.result import frame, now
 
 NAME = "transfer-limit"
 GBPS = (1, 5, 20)
@@ -150,7 +149,7 @@ class Job:
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     rows: list[dict[str, Any]] = []
     load = os.getloadavg()
     for share, methods, rounds in _plan(quick):
@@ -160,18 +159,16 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         if row["method"] == "ours" and row["density"] == _JUDGED_DENSITY and row["kind"] == "measured" and not row["one_machine"]
     ]  # fmt: skip
     first = next(row for row in judged if row["gbps"] == GBPS[0])
-    return {
-        "name": NAME,
-        "kind": "real code and store, made-up weights, link shaped in user space",
-        "value": max(row["over_limit"] for row in judged),
-        "unit": "seconds over bytes on the wire / bandwidth, worst of 1, 5 and 20 Gbps at 1 % density",
-        "reference": f"1.0; ROSE, figure 10b: {_ROSE_SECONDS:g} s for Qwen3-8B at 1 Gbps (paper), here seconds",
-        "reference_value": first["whole_model_seconds"],
-        "bar": f"<= {_BAR}",
-        "holds": all(row["over_limit"] <= _BAR for row in judged),
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real code and store, made-up weights, link shaped in user space",
+        value=max(row["over_limit"] for row in judged),
+        unit="seconds over bytes on the wire / bandwidth, worst of 1, 5 and 20 Gbps at 1 % density",
+        reference=f"1.0; ROSE, figure 10b: {_ROSE_SECONDS:g} s for Qwen3-8B at 1 Gbps (paper), here seconds",
+        reference_value=first["whole_model_seconds"],
+        bar=f"<= {_BAR}",
+        holds=all(row["over_limit"] <= _BAR for row in judged),
+        detail={
             "native": delta.native_status()["live"],
             "by_gbps": {str(gbps): max(row["over_limit"] for row in judged if row["gbps"] == gbps) for gbps in GBPS},
             "ranks": RANKS,
@@ -179,12 +176,11 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "rows": rows,
             "samples": len(rows),
             "load_average": {"start": load, "end": os.getloadavg()},
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def _plan(quick: bool) -> list[tuple[Share, Sequence[str], int]]:

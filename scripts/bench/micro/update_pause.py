@@ -8,12 +8,10 @@ The link is an in-memory relay whose reader sleeps as long as the bytes would ta
 
 from __future__ import annotations
 
-import datetime
-import os
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "update-pause"
 _BAR = 0.1
@@ -21,28 +19,26 @@ _BAR = 0.1
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     probe = run_probe("update", ["--rounds", "1" if quick else "15"])
     ways = probe["ways"]
     ratio = ways["overlapped"]["pause_ms"] / ways["blocking"]["pause_ms"]
     lost = ways["overlapped"]["tokens_lost"] + ways["blocking"]["tokens_lost"]
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": ratio,
-        "unit": "pause over the pause with the transfer not overlapped",
-        "reference": "tokens lost by abort and resubmit, for each update",
-        "reference_value": ways["resubmit"]["tokens_lost"],
-        "bar": f"<= {_BAR}, 0 tokens lost",
-        "holds": ratio <= _BAR and lost == 0 and ways["overlapped"]["spanning"] > 0,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=ratio,
+        unit="pause over the pause with the transfer not overlapped",
+        reference="tokens lost by abort and resubmit, for each update",
+        reference_value=ways["resubmit"]["tokens_lost"],
+        bar=f"<= {_BAR}, 0 tokens lost",
+        holds=ratio <= _BAR and lost == 0 and ways["overlapped"]["spanning"] > 0,
+        detail={
             **probe,
             "samples": probe["rounds"],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), int(probe["pid"])],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[int(probe["pid"])],
+    )

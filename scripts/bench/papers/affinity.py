@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.sim.paper_setups import measure, rollart_fleet, scenario
+from orchestrator.sim.paper_setups import measure, scenario
 from scripts.bench.papers.modes import FREE, FREE_NAME
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.rollart_setups import rollart_fleet
+from scripts.bench.papers.simulated import row, simulated_frame, within
+from scripts.bench.result import now
 
 NAME = "affinity"
 _MODELS = ("8B", "14B", "32B")
@@ -70,15 +72,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         rows += _figure_4()
     gains = [one["simulated"] for one in rows if "over affinity" in one["what"] and "nothing" not in one["what"]]
     value = min(gains)
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "step time of one class of GPUs over affinity, the least of models and classes",
-        "RollArt 7.3, H800 only, 8B to 32B (paper)",
-        1.12,
-        ">= 1.12",
-        value >= 1.12,
-        {"scale": scale, "rows": rows, "step_seconds": steps},
+        value=value,
+        unit="step time of one class of GPUs over affinity, the least of models and classes",
+        reference="RollArt 7.3, H800 only, 8B to 32B (paper)",
+        reference_value=1.12,
+        bar=">= 1.12",
+        holds=value >= 1.12,
+        detail={"scale": scale, "rows": rows, "step_seconds": steps},
         quick=quick,
         nonce=nonce,
         begun=begun,
@@ -91,7 +93,7 @@ def _rows(model: str, found: dict[str, float]) -> list[dict[str, Any]]:
         if name in found:
             ours = found[name] / found["affinity"]
             what = f"{model}: step time, {name} only over affinity"
-            rows.append(row(what, f"{low} to {high}", low, high, ours, "RollArt 7.3, figure 11a"))
+            rows.append(within(what, low, high, ours, "RollArt 7.3, figure 11a"))
     return rows
 
 

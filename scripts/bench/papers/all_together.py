@@ -35,7 +35,8 @@ from orchestrator.sim.paper_setups import Measured, measure, scenario
 from orchestrator.sim.simulated_cluster import trainer_costs
 from orchestrator.sim.simulated_forecasts import SimRates
 from scripts.bench.papers.heddle import DEGREES, MARGIN, known_loads
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "all-together"
 BAR = 1.15
@@ -310,15 +311,15 @@ def result_of(found: Mapping[str, Any], quick: bool, nonce: str, begun: str) -> 
     """The figure, of what :func:`compared` found of each workload."""
     least = min(found, key=lambda name: float(found[name]["gain"]))
     value = float(found[least]["gain"])
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        f"throughput of all policies together over the best single paper's set, the least of the workloads ({least}'s)",
-        "none: the papers were built one by one",
-        1.0,
-        f"> {BAR}",
-        value > BAR,
-        {
+        value=value,
+        unit=f"throughput of all policies together over the best single paper's set, the least of the workloads ({least}'s)",
+        reference="none: the papers were built one by one",
+        reference_value=1.0,
+        bar=f"> {BAR}",
+        holds=value > BAR,
+        detail={
             "scales": {name: one["scale"] for name, one in found.items()},
             "best_single": {name: one["best_single"] for name, one in found.items()},
             "gains": {name: one["gain"] for name, one in found.items()},

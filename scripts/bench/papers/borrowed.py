@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.bench.papers.rose_runs import played
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import exactly, row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "borrowed"
 PRINTED = {4: 1.26, 8: 1.45, 16: 1.69}
@@ -64,15 +65,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         }
     late = max(users["ttft_late"] for users in one["serving"].values())
     value = one["speed_up"]["16"]
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        f"rollout time on 8 dedicated GPUs over that with 16 borrowed ones beside, spread {VALUE!r}",
-        "ROSE figure 14 (paper)",
-        PRINTED[16],
-        f">= {BAR} (1.69 less the simulator's own error of 5.3 %), and P99 of serving within its SLOs",
-        value >= BAR and late <= 0.01,
-        detail,
+        value=value,
+        unit=f"rollout time on 8 dedicated GPUs over that with 16 borrowed ones beside, spread {VALUE!r}",
+        reference="ROSE figure 14 (paper)",
+        reference_value=PRINTED[16],
+        bar=f">= {BAR} (1.69 less the simulator's own error of 5.3 %), and P99 of serving within its SLOs",
+        holds=value >= BAR and late <= 0.01,
+        detail=detail,
         quick=quick,
         nonce=nonce,
         begun=begun,
@@ -100,7 +101,7 @@ def _figure_14(
             if papers
             else "another rule than the paper's"
         )
-        rows.append(row(what, str(printed), printed, printed, gains[str(count)], _SOURCE, why))
+        rows.append(exactly(what, printed, gains[str(count)], _SOURCE, why))
     late = max(users["ttft_late"] - users["alone_ttft_late"] for users in serving.values())
     what = f"{rule}: prompts late for 0.5 s beside rollouts, less those late without, share"
     rows.append(row(what, "0", 0.0, 0.0005, max(0.0, late), "ROSE 6: no violation of P99"))

@@ -16,7 +16,8 @@ from orchestrator.config import Config
 from orchestrator.policies.parallelism.engine_profile import Layout
 from orchestrator.sim.paper_setups import scenario
 from orchestrator.sim.simulated_run import simulate
-from scripts.bench.papers.simulated import frame, now
+from scripts.bench.papers.simulated import simulated_frame
+from scripts.bench.result import now
 
 NAME = "expert-parallelism"
 DEVICES = 8
@@ -64,15 +65,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         {"layout": name, "seconds": one["seconds"], **_phases(one["rollouts"], planner["imbalance"])}
         for name, one in {"planner": planner, **others}.items()
     ]
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "seconds of a run whose layout is chosen between steps, over the best layout that never changes",
-        "the best fixed layout in hindsight",
-        1.0,
-        "< 1, changes paid for",
-        value < 1.0,
-        {"best_fixed": best, "rows": rows, "planner": planner},
+        value=value,
+        unit="seconds of a run whose layout is chosen between steps, over the best layout that never changes",
+        reference="the best fixed layout in hindsight",
+        reference_value=1.0,
+        bar="< 1, changes paid for",
+        holds=value < 1.0,
+        detail={"best_fixed": best, "rows": rows, "planner": planner},
         quick=quick,
         nonce=nonce,
         begun=begun,

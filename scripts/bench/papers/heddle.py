@@ -25,7 +25,8 @@ from orchestrator.sim.paper_setups import scenario
 from orchestrator.sim.simulated_forecasts import SimRates
 from orchestrator.sim.simulated_run import simulate
 from orchestrator.sim.task_mix import Workload
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "heddle"
 AGENTS = ("coding", "search", "math")
@@ -151,15 +152,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     whole = {} if quick else {agent: played(agent, 1, True) for agent in AGENTS}
     gains = {agent: _over(found["runs"]) for agent, found in table.items()}
     value = statistics.geometric_mean(gains.values())
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "rollout throughput over the best baseline, geometric mean of the agents",
-        "Heddle, figure 12: up to 2.5 over the baselines (paper; its bars are not in our copy)",
-        2.5,
-        "> 1 for each agent",
-        min(gains.values()) > 1.0,
-        {
+        value=value,
+        unit="rollout throughput over the best baseline, geometric mean of the agents",
+        reference="Heddle, figure 12: up to 2.5 over the baselines (paper; its bars are not in our copy)",
+        reference_value=2.5,
+        bar="> 1 for each agent",
+        holds=min(gains.values()) > 1.0,
+        detail={
             "gpus": gpus,
             "scale": scale,
             "over_best_baseline": gains,

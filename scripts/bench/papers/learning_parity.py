@@ -17,11 +17,9 @@ runs: it shows that the measurement works, not that the bar is met; ``--short`` 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -30,11 +28,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator.api import RunError
 from orchestrator.evaluation import wilson
 from orchestrator.events import read_events
 from orchestrator.observe.report.summary import summarize
-from orchestrator.run_folder import describe_machine
+from scripts.bench.probes.training_run import train
+from scripts.bench.result import frame, now
 
 NAME = "learning-parity"
 SEEDS = (0, 1, 2)
@@ -69,7 +67,7 @@ VARIANTS = (
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Needs the repository's ``examples`` folder. Raises RunError when a run fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     chosen = (VARIANTS[0], VARIANTS[1]) if quick else VARIANTS
     if quick:
         with tempfile.TemporaryDirectory(prefix="rl-coserve-parity-") as folder:
@@ -83,13 +81,8 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
 def one(variant: Variant, seed: int, recipe: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """One run: what is kept of it. Raises RunError when it fails."""
     name = f"{variant.name.replace(', ', '-').replace(' ', '')}-seed{seed}"
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(_CONFIG), f"run.seed={seed}"]
-    command += [f'run.folder="{folder}"', f"run.name={name}", *recipe, *variant.overrides]
     load = os.getloadavg()[0]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise RunError(f"{variant.name}, seed {seed}: exit code {done.returncode}: {done.stderr[-800:]}")
-    run_folder = max(folder.glob(f"{name}-*"))
+    run_folder = train(_CONFIG, folder, name, [f"run.seed={seed}", *recipe, *variant.overrides])
     summary, events = summarize(run_folder), read_events(run_folder / "events.jsonl")
     return {
         "variant": variant.name,
@@ -139,18 +132,16 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
     limit = base["seconds_to_target_median"]
     timed = [row for row in others if any(row["variant"] == variant.name and variant.timed for variant in VARIANTS)]
     faster = limit is None or all((row["seconds_to_target_median"] or math.inf) <= limit for row in timed)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": worst["difference"]["value"],
-        "unit": f"held-out success less that of {base['variant']}, worst variant",
-        "reference": f"held-out success of {base['variant']}, mean of its seeds",
-        "reference_value": base["success_end"],
-        "bar": "no significant loss (the 95 % interval of the difference reaches 0); asynchronous, less wall time to the target",
-        "holds": not quick and len(seeds) >= 2 and parity and faster,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=worst["difference"]["value"],
+        unit=f"held-out success less that of {base['variant']}, worst variant",
+        reference=f"held-out success of {base['variant']}, mean of its seeds",
+        reference_value=base["success_end"],
+        bar="no significant loss (the 95 % interval of the difference reaches 0); asynchronous, less wall time to the target",
+        holds=not quick and len(seeds) >= 2 and parity and faster,
+        detail={
             "recipe": [str(_CONFIG), *(_SHORT if quick else _RECIPE)],
             "variants": {variant.name: list(variant.overrides) for variant in VARIANTS},
             "target": TARGET,
@@ -158,11 +149,10 @@ def result(rows: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> d
             "table": table,
             "runs": rows,
             "samples": sum(int(row["interval"]["prompts"]) for row in rows),
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
             **detail,
         },
-    }
+        quick=quick,
+    )
 
 
 def _names(rows: list[dict[str, Any]]) -> list[str]:

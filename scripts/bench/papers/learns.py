@@ -6,16 +6,12 @@ Runs ``rl-coserve train examples/frozenlake_long.toml`` once a seed, from nothin
 
 from __future__ import annotations
 
-import datetime
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import RunError
 from orchestrator.observe.report.summary import summarize
-from orchestrator.run_folder import describe_machine
+from scripts.bench.probes.training_run import train
+from scripts.bench.result import frame, now
 
 NAME = "learns"
 _BAR = 0.80
@@ -25,51 +21,39 @@ _CONFIG = Path("examples/frozenlake_long.toml")
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Needs the repository's ``examples`` folder. Raises RunError when a run fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     seeds = _SEEDS[:1] if quick else _SEEDS
     short = ["run.steps=3", "evaluation.prompts=100", "evaluation.every=0", "warmup.steps=50"] if quick else []
     folder = Path("runs") / f"learns-{begun.replace(':', '')[:17]}"  # kept: each run has its report
     summaries = [_train(seed, short, folder) for seed in seeds]
-    ended = datetime.datetime.now(datetime.UTC).isoformat()
+    ended = now()
     return result(summaries, quick, {"seeds": list(seeds), "started": begun, "ended": ended, "nonce": nonce})
 
 
 def result(summaries: list[dict[str, Any]], quick: bool, detail: dict[str, Any]) -> dict[str, Any]:
     """The figure from the summaries of finished runs, one a seed."""
     finals = [float(summary["success_end"]) for summary in summaries]
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": min(finals),
-        "unit": "success rate on held-out maps, worst seed",
-        "reference": "success before RL, best seed",
-        "reference_value": max(float(summary["success_start"]) for summary in summaries),
-        "bar": f">= {_BAR:.2f}",
-        "holds": not quick and min(finals) >= _BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=min(finals),
+        unit="success rate on held-out maps, worst seed",
+        reference="success before RL, best seed",
+        reference_value=max(float(summary["success_start"]) for summary in summaries),
+        bar=f">= {_BAR:.2f}",
+        holds=not quick and min(finals) >= _BAR,
+        detail={
             "success_end": finals,
             "intervals": [summary["success_intervals"]["success_end"] for summary in summaries],
             "curves": [summary["success_curve"] for summary in summaries],
             "steps": [summary["steps"] for summary in summaries],
             "seconds": [summary["seconds"] for summary in summaries],
             "samples": sum(int(summary["success_intervals"]["success_end"]["prompts"]) for summary in summaries),
-            "pids": [os.getpid()],
             **detail,
         },
-    }
+        quick=quick,
+    )
 
 
 def _train(seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(_CONFIG), f"run.seed={seed}"]
-    done = subprocess.run(
-        [*command, f'run.folder="{folder}"', f"run.name=seed{seed}", *overrides],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RunError(f"the run of seed {seed} ended with exit code {done.returncode}: {done.stderr[-800:]}")
-    return summarize(folder / f"seed{seed}-001")
+    return summarize(train(_CONFIG, folder, f"seed{seed}", [f"run.seed={seed}", *overrides]))

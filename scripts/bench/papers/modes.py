@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import LADDER, Measured, measure, rollart
-from scripts.bench.papers.simulated import frame, now, row
+from orchestrator.sim.paper_setups import Measured, measure
+from scripts.bench.papers.rollart_setups import LADDER, rollart
+from scripts.bench.papers.simulated import exactly, simulated_frame, within
+from scripts.bench.result import now
 
 NAME = "modes"
 NO_PUSH = ("sim.push_gb_s=0", "sim.pull_gb_s=0")  # at the rate of the network ports
@@ -60,40 +62,31 @@ def result(
         for model, ladder in ladders.items():
             ours = ladder[better].throughput / ladder[worse].throughput
             what = f"{model}: throughput of {better} over {worse}"
-            rows.append(row(what, f"{low} to {high}", low, high, ours, "RollArt 7.2, figure 10b", _why(better, worse)))
+            rows.append(within(what, low, high, ours, "RollArt 7.2, figure 10b", _why(better, worse)))
     for model, one in pushed.items():
         ours = one.throughput / found[model]["areal"].throughput
         what = f"{model}, push for nothing: throughput of affinity over areal"
         why = "what the push to the relay takes from the last rung, as the next training step waits for it"
-        rows.append(row(what, "1.22 to 1.36", 1.22, 1.36, ours, "RollArt 7.2, figure 10b", why))
+        rows.append(within(what, 1.22, 1.36, ours, "RollArt 7.2, figure 10b", why))
     if "32B" in found:
         last = found["32B"]["affinity"].step_seconds
         for worse, printed in _STEP_TIME:
             ours = found["32B"][worse].step_seconds / last
-            rows.append(
-                row(
-                    f"32B: step time of {worse} over affinity",
-                    f"{printed}",
-                    printed,
-                    printed,
-                    ours,
-                    "RollArt 7.2, figure 10a",
-                )
-            )
+            rows.append(exactly(f"32B: step time of {worse} over affinity", printed, ours, "RollArt 7.2, figure 10a"))
     whole = [one["what"] for one in rows if one["off"] > 0 or one["off"] < 0]
     overall = [
         one["simulated"] for one in rows if one["what"].endswith("affinity over sync") and "nothing" not in one["what"]
     ]
     value = min(overall)
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "throughput of async with affinity over sync, the least of the models",
-        "RollArt 7.2, 8B to 32B (paper)",
-        2.65,
-        ">= 2.65, and each rung at least its predecessor",
-        value >= 2.65 and all(one["simulated"] >= 0.99 for one in rows if "nothing" not in one["what"]),
-        {
+        value=value,
+        unit="throughput of async with affinity over sync, the least of the models",
+        reference="RollArt 7.2, 8B to 32B (paper)",
+        reference_value=2.65,
+        bar=">= 2.65, and each rung at least its predecessor",
+        holds=value >= 2.65 and all(one["simulated"] >= 0.99 for one in rows if "nothing" not in one["what"]),
+        detail={
             "scale": scale,
             "rows": rows,
             "outside_the_printed_range": whole,

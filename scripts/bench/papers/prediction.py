@@ -32,10 +32,9 @@ import numpy as np
 
 from orchestrator.api import ConfigError
 from orchestrator.policies.prediction.length_predictor import History, LengthPredictor, Oracle, Progressive, prompt_only
-from orchestrator.run_folder import describe_machine
 from scripts.bench.papers.length_sets import Case, built_in, packed, recorded, tau_bench
 from scripts.bench.papers.resampling import paired, words
-from scripts.bench.papers.simulated import now
+from scripts.bench.result import frame, now
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -240,30 +239,27 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             tables[f"{name}, {how}"] = {"trajectories": len(cases), **verdict(table), **table}
     gains = [min(table["pearson_over_best_baseline"]) for table in tables.values()]
     errors = [abs(table["progressive"]["coverage"] - COVERAGE) for table in tables.values()]
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": min(gains),
-        "unit": "Pearson's r of the progressive predictor less that of the better baseline, least of turns 0, 1, 2 and sets",
-        "reference": "prompt only and history (Heddle 7.2, figure 13, whose bars are not in our copy)",
-        "reference_value": 0.0,
-        "bar": "> 0 on every set, rising with turns",
-        "holds": min(gains) > 0 and all(table["rises"] for table in tables.values()),
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=min(gains),
+        unit="Pearson's r of the progressive predictor less that of the better baseline, least of turns 0, 1, 2 and sets",
+        reference="prompt only and history (Heddle 7.2, figure 13, whose bars are not in our copy)",
+        reference_value=0.0,
+        bar="> 0 on every set, rising with turns",
+        holds=min(gains) > 0 and all(table["rises"] for table in tables.values()),
+        detail={
             "sets": tables,
             "lines": lines(tables),
             "calibration_error": max(errors),
             "coverage_wanted": COVERAGE,
             "cost": cost(seed),
             "load_average": os.getloadavg()[0],
-            "started": begun,
-            "ended": now(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def cost(seed: int) -> dict[str, float]:

@@ -20,17 +20,15 @@ on in all. Two kinds of workload:
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from orchestrator.config import Config, load_config
 from orchestrator.policies.parallelism.degree_reallocation import written
-from orchestrator.run_folder import describe_machine
 from orchestrator.sim.simulated_run import simulate
+from scripts.bench.result import frame, now
 
 NAME = "reallocation"
 DEVICES = 8
@@ -83,32 +81,29 @@ def growing(*overrides: str, groups: int = 64) -> Config:
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Simulate."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     stationary = [{"sigma": tail, **_row(partial(config, tail), 3000.0)} for tail in (_TAILS[1:2] if quick else _TAILS)]
     played = partial(growing, "run.steps=6", groups=8) if quick else growing
     found = _row(played, float(_FIRST))
     value = float(found["over_best_equal"])
-    return {
-        "name": NAME,
-        "kind": "simulated",
-        "value": value,
-        "unit": f"seconds of a run of ever longer responses, degrees chosen between steps, over the best equal ones of {DEVICES}",
-        "reference": "the best equal degrees in hindsight, fixed",
-        "reference_value": 1.0,
-        "bar": "< 1, changes paid for",
-        "holds": value < 1.0,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "simulated",
+        value=value,
+        unit=f"seconds of a run of ever longer responses, degrees chosen between steps, over the best equal ones of {DEVICES}",
+        reference="the best equal degrees in hindsight, fixed",
+        reference_value=1.0,
+        bar="< 1, changes paid for",
+        holds=value < 1.0,
+        detail={
             "growing": found,
             "stationary": stationary,
             "stationary_over_best_equal": sum(row["over_best_equal"] for row in stationary) / len(stationary),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+    )
 
 
 def _row(made: Callable[..., Config], expected: float) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.sim.paper_setups import measure, rollart, rollart_fleet, scenario
+from orchestrator.sim.paper_setups import measure, scenario
 from orchestrator.sim.simulated_cluster import engine_costs, trainer_costs
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.rollart_setups import rollart, rollart_fleet
+from scripts.bench.papers.simulated import exactly, row, simulated_frame, within
+from scripts.bench.result import now
 
 NAME = "rollart-figures"
 _MODELS = ("8B", "14B", "32B")
@@ -38,15 +40,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
         detail["rows"] += _tax()
         detail["table_5"], rows = _table_5()
         detail["rows"] += rows
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "rollout time, 4 of 16 GPUs for rewards, over serverless rewards",
-        "RollArt figure 12: 158 s over 77 s (paper)",
-        158 / 77,
-        ">= 1.5",
-        value >= 1.5,
-        detail,
+        value=value,
+        unit="rollout time, 4 of 16 GPUs for rewards, over serverless rewards",
+        reference="RollArt figure 12: 158 s over 77 s (paper)",
+        reference_value=158 / 77,
+        bar=">= 1.5",
+        holds=value >= 1.5,
+        detail=detail,
         quick=quick,
         nonce=nonce,
         begun=begun,
@@ -69,8 +71,8 @@ def _figure_12(steps: int) -> tuple[list[dict[str, Any]], float]:
             found[name] = one.step_seconds - one.train_seconds
         ratio = found["dedicated"] / found["serverless"]
         rows += [
-            row(f"{sharing}: rollout, 4 for rewards, s", "158", 158, 158, found["dedicated"], source, assumed),
-            row(f"{sharing}: rollout, serverless rewards, s", "77", 77, 77, found["serverless"], source, assumed),
+            exactly(f"{sharing}: rollout, 4 for rewards, s", 158, found["dedicated"], source, assumed),
+            exactly(f"{sharing}: rollout, serverless rewards, s", 77, found["serverless"], source, assumed),
             row(f"{sharing}: dedicated over serverless", "2.05", 158 / 77, 158 / 77, ratio, source, assumed),
         ]
     return rows, ratio  # of the literal reading
@@ -111,14 +113,7 @@ def _figure_10c() -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
     base, last = found["sync_plus"], found["async"]
     source = "RollArt 7.2, figure 10c"
     return found, [
-        row(
-            f"14B, {gpus} H800: throughput of async over Sync+ on 64",
-            "1.33 to 2.08",
-            1.33,
-            2.08,
-            last[gpus] / base["64"],
-            source,
-        )
+        within(f"14B, {gpus} H800: throughput of async over Sync+ on 64", 1.33, 2.08, last[gpus] / base["64"], source)
         for gpus in base
     ]
 
@@ -134,7 +129,7 @@ def _figure_14a() -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
         together = measure(rollart(model, "affinity", _SCALE, extra=stalled)).step_seconds
         found[model] = {"asynchronous": round(apart, 2), "synchronous": round(together, 2)}
         what = f"{model}: step time, transfer that stops the rollout over the relay"
-        rows.append(row(what, "1.1 to 1.16", 1.10, 1.16, together / apart, source))
+        rows.append(within(what, 1.10, 1.16, together / apart, source))
         low, high = (naive - exposed) / 0.16, (naive - exposed) / 0.10
         what = f"{model}: s a step of affinity; printed: what table 4 and the factors of 14a come to"
         rows.append(row(what, f"{low:.0f} to {high:.0f}", low, high, apart, source + ", table 4"))
@@ -200,18 +195,8 @@ def _table_5() -> tuple[dict[str, float], list[dict[str, Any]]]:
             one = measure(scenario("rollart-swe", [*given, *batch, *fleet]))
             seconds[how] = found[f"{model}, {name}, {how}"] = round(one.step_seconds - one.train_seconds, 2)
         ours = seconds["both"] / seconds["apart"]
-        rows.append(row(f"{model}, {name}: rollout, s", f"{apart}", apart, apart, seconds["apart"], source, assumed))
-        rows.append(
-            row(
-                f"{model}, {name}'s GPUs collocated: rollout, s",
-                f"{both}",
-                both,
-                both,
-                seconds["both"],
-                source,
-                assumed,
-            )
-        )
+        rows.append(exactly(f"{model}, {name}: rollout, s", apart, seconds["apart"], source, assumed))
+        rows.append(exactly(f"{model}, {name}'s GPUs collocated: rollout, s", both, seconds["both"], source, assumed))
         rows.append(
             row(
                 f"{model}: collocated over {name}",
@@ -234,9 +219,7 @@ def _tax() -> list[dict[str, Any]]:
         engine, trainer = engine_costs(config, "H20"), trainer_costs(config)
         source = "RollArt table 4 and 7.5"
         whole = trainer.publish_seconds + engine.fetch_seconds
-        rows.append(
-            row(f"{model}: push and pull in the way, s", f"{naive}", naive, naive, whole, source, "rates from table 4")
-        )
+        rows.append(exactly(f"{model}: push and pull in the way, s", naive, whole, source, "rates from table 4"))
         late = "all of the pull is beside generation; the copy to the device is not"
-        rows.append(row(f"{model}: exposed, s", f"{exposed}", exposed, exposed, engine.load_seconds, source, late))
+        rows.append(exactly(f"{model}: exposed, s", exposed, engine.load_seconds, source, late))
     return rows

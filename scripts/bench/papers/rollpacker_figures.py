@@ -27,7 +27,8 @@ from orchestrator.config import Config
 from orchestrator.sim.paper_setups import ROLLPACKER, RUNGS, SCORES, rollpacker
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers import rollpacker_planner, rollpacker_requests
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import exactly, row, simulated_frame, within
+from scripts.bench.result import now
 
 NAME = "rollpacker-figures"
 SIZES = tuple(ROLLPACKER)
@@ -143,15 +144,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     detail["rows"] = rows
     detail["ladder"] = {size: {rung: one.as_dict() for rung, one in ladder.items()} for size, ladder in ladders.items()}
     value = min(_ratio(ladder, "+ stream trainer") for ladder in ladders.values())
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "seconds a step of veRL over RollPacker (without its planner), the least of the setups",
-        "RollPacker 6.1 and table 2 (paper)",
-        2.03,
-        ">= 2.03",
-        value >= 2.03,
-        detail,
+        value=value,
+        unit="seconds a step of veRL over RollPacker (without its planner), the least of the setups",
+        reference="RollPacker 6.1 and table 2 (paper)",
+        reference_value=2.03,
+        bar=">= 2.03",
+        holds=value >= 2.03,
+        detail=detail,
         quick=quick,
         nonce=nonce,
         begun=begun,
@@ -169,16 +170,16 @@ def table_2(ladders: dict[str, dict[str, Played]]) -> list[dict[str, Any]]:
         for size, ladder in ladders.items():
             number = printed[SIZES.index(size)]
             source = "RollPacker table 2"
-            rows.append(row(f"{size}: {rung}, over veRL", f"{number}", number, number, _ratio(ladder, rung), source))
+            rows.append(exactly(f"{size}: {rung}, over veRL", number, _ratio(ladder, rung), source))
     for size, ladder in ladders.items():
         number = OVER_RLHFUSE[SIZES.index(size)]
         ours = _ratio(ladder, "+ stream trainer", "RLHFuse, strengthened")
-        rows.append(row(f"{size}: over RLHFuse, strengthened", f"{number}", number, number, ours, "RollPacker 6.1"))
+        rows.append(exactly(f"{size}: over RLHFuse, strengthened", number, ours, "RollPacker 6.1"))
     for base, low, high in (("veRL", 2.1, 3.6), ("RLHFuse, strengthened", 1.2, 3.2)):
         for size, ladder in ladders.items():
             ours = ladder[base].step / statistics.mean(ladder["+ stream trainer"].steps["short"])
             what = f"{size}: short rounds, over {base}"
-            rows.append(row(what, f"{low} to {high}", low, high, ours, "RollPacker 6.1"))
+            rows.append(within(what, low, high, ours, "RollPacker 6.1"))
     return rows
 
 
@@ -194,7 +195,7 @@ def table_1() -> Found:
         for stage, share in zip(STAGES, printed, strict=True):
             what = f"veRL, 14B/16k, {task}: {stage}, share of a step"
             note = "calibration" if stage == "reward" else ""
-            rows.append(row(what, f"{share}", share, share, found[stage] / found["step"], source, note))
+            rows.append(exactly(what, share, found[stage] / found["step"], source, note))
     return detail, rows
 
 
@@ -248,14 +249,12 @@ def figure_12() -> Found:
     runs = {size: sweep(size) for size in SIZES}
     source, base = "RollPacker 6.3, figure 12", "both 1.25"
     best = max(found[""].rollout / found[base].rollout for found in runs.values())
-    rows = [row("rollout, plain rounds over tail batching (eta 1.25), at best", "3.9", 3.9, 3.9, best, source)]
+    rows = [exactly("rollout, plain rounds over tail batching (eta 1.25), at best", 3.9, best, source)]
     for name, printed in (("responses", 1.5), ("prompts", 1.6)):  # P fixed at P0; R fixed at R0
         ours = max(
             found[f"{name} {eta}"].rollout / found[base].rollout for found in runs.values() for eta in SWEEP[name]
         )
-        rows.append(
-            row(f"rollout, {name} alone over both at 1.25, at best", f"{printed}", printed, printed, ours, source)
-        )
+        rows.append(exactly(f"rollout, {name} alone over both at 1.25, at best", printed, ours, source))
     found = runs["32B/32k"]
     ours = found["prompts 1.5"].rollout / found["prompts 1.25"].rollout
     rows.append(row("32k: rollout, prompts alone, eta 1.5 over 1.25", "above 1", 1.0, 4.0, ours, source))
@@ -295,7 +294,7 @@ def figure_14c() -> Found:
         for timeout in ("40", "adaptive")  # of a call; the scorer's own limit is 30 s
     ]
     what = "code, 7B/8k: rollout and reward, fixed timeout over adaptive"
-    return {}, [row(what, "1.6", 1.6, 1.6, times[0] / times[1], "RollPacker 6.5, figure 14c")]
+    return {}, [exactly(what, 1.6, times[0] / times[1], "RollPacker 6.5, figure 14c")]
 
 
 def table_3() -> Found:
@@ -308,11 +307,11 @@ def table_3() -> Found:
         found[name] = statistics.mean(played.steps["long"])
     source = "RollPacker 6.6, table 3"
     first = TABLE_3["w/o"]
-    rows = [row("long rounds, 7B/8k, maths, no GPU freed: s a step", f"{first}", first, first, found["w/o"], source)]
+    rows = [exactly("long rounds, 7B/8k, maths, no GPU freed: s a step", first, found["w/o"], source)]
     for name, seconds in TABLE_3.items():
         if name != "w/o":
             ours, printed = found["w/o"] / found[name], round(first / seconds, 2)
-            rows.append(row(f"no GPU freed over freed at {name}", f"{printed}", printed, printed, ours, source))
+            rows.append(exactly(f"no GPU freed over freed at {name}", printed, ours, source))
     return {name: round(seconds, 2) for name, seconds in found.items()}, rows
 
 
@@ -331,7 +330,7 @@ def figure_15() -> Found:
         for rung, extra in (("veRL", ()), ("+ tail batching", ("reward.timeout=adaptive",)))
     ]
     what = "one-off, 7B/8k: veRL over RollPacker (tail batching, adaptive timeout)"
-    return {}, [row(what, "1.71", 1.71, 1.71, times[0] / times[1], "RollPacker 6.7, figure 15a")]
+    return {}, [exactly(what, 1.71, times[0] / times[1], "RollPacker 6.7, figure 15a")]
 
 
 def figure_16() -> Found:
@@ -347,10 +346,10 @@ def figure_16() -> Found:
     rows, source = [], "RollPacker 6.8, figure 16"
     for place, times in enumerate((1, 2, 4)):
         ours = rates["+ stream trainer"][place] / rates["veRL"][place]
-        rows.append(row(f"14B/16k on {32 * times} GPUs: throughput over veRL", "2.2", 2.2, 2.2, ours, source))
+        rows.append(exactly(f"14B/16k on {32 * times} GPUs: throughput over veRL", 2.2, ours, source))
     for times, (before, after) in zip((64, 128), pairwise(rates["+ stream trainer"]), strict=True):
         what = f"14B/16k: throughput with twice the GPUs and batch, to {times}"
-        rows.append(row(what, "1.5", 1.5, 1.5, after / before, source))
+        rows.append(exactly(what, 1.5, after / before, source))
     return detail, rows
 
 

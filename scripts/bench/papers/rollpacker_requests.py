@@ -20,7 +20,7 @@ from orchestrator.sim.cost_model import LINK_EFFICIENCY, Roofline
 from orchestrator.sim.hardware import DEVICES, MODELS
 from orchestrator.sim.paper_setups import rollpacker
 from orchestrator.sim.simulated_run import simulate
-from scripts.bench.papers.simulated import row
+from scripts.bench.papers.simulated import exactly, row
 
 MATH = ["sim.tasks.code.weight=1e-9", "sim.tasks.judged.weight=1e-9"]
 JUDGED = (4096, 8192, 16384, 32768)  # tokens of a judged sequence, figure 14b
@@ -167,7 +167,7 @@ def figure_14b() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     source = "RollPacker 6.5, figure 14b"
     return detail, [
         row("judge, layers streamed one after the other over pipelined, at best", "1.4", 1.0, 1.4, best, source),
-        row("the same at 32k tokens", "1.4", 1.4, 1.4, last["apart"] / last["pipelined"], source),
+        exactly("the same at 32k tokens", 1.4, last["apart"] / last["pipelined"], source),
     ]
 
 
@@ -188,13 +188,8 @@ def table_4(scale: int = 1, steps: int = 6) -> tuple[dict[str, Any], list[dict[s
         found[name] = round(statistics.mean(long), 2)
     source = "RollPacker 6.6, table 4"
     return found, [
-        row(
-            f"long rounds: streaming over one fetch at {name}, s a step",
-            f"{printed}",
-            printed,
-            printed,
-            found["stream"] / found[name],
-            source,
+        exactly(
+            f"long rounds: streaming over one fetch at {name}, s a step", printed, found["stream"] / found[name], source
         )
         for name, printed in TABLE_4.items()
     ]

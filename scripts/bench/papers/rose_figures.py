@@ -25,7 +25,8 @@ from orchestrator.sim.hardware import TRAIN_SERIAL_SECONDS
 from orchestrator.sim.paper_setups import Measured, measure, scenario
 from scripts.bench.papers.borrowed import RULES
 from scripts.bench.papers.rose_runs import played
-from scripts.bench.papers.simulated import frame, now, row
+from scripts.bench.papers.simulated import exactly, row, simulated_frame
+from scripts.bench.result import now
 
 NAME = "rose-figures"
 _TASK = "sim.tasks.frozenlake"
@@ -102,15 +103,15 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             rows += more
     seconds = {name: one["rollout_seconds"] for name, one in found["8B"].items()}
     value = min(seconds["spot"], seconds[_SPOT]) / seconds[_OURS]
-    return frame(
+    return simulated_frame(
         NAME,
-        value,
-        "rollout time with spot devices (RLBoost+) over that with serving devices, spread 'least-utilized', 8B",
-        "ROSE 6.1, figure 8a (paper)",
-        1.20,
-        ">= 1.1",
-        value >= 1.1,
-        {"runs": found, "rows": rows},
+        value=value,
+        unit="rollout time with spot devices (RLBoost+) over that with serving devices, spread 'least-utilized', 8B",
+        reference="ROSE 6.1, figure 8a (paper)",
+        reference_value=1.20,
+        bar=">= 1.1",
+        holds=value >= 1.1,
+        detail={"runs": found, "rows": rows},
         quick=quick,
         nonce=nonce,
         begun=begun,
@@ -157,17 +158,17 @@ def _figure_8(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
         if how in seconds:
             gain = small if size == "8B" else large
             ours = seconds["alone"] / seconds[how]
-            rows.append(row(f"{size}: {name} over ROLL", f"{gain}", gain, gain, ours, place, _ASSUMED))
+            rows.append(exactly(f"{size}: {name} over ROLL", gain, ours, place, _ASSUMED))
             share = 100 * found[how]["starting_share"]
             text = f"{low} to {high}"
             rows.append(row(f"{size}: {name}, starting, % of GPU time", text, low, high, share, place, _ASSUMED))
     share, less = 100 * found["coserve"]["starting_share"], {"8B": 1.20, "32B": 1.26}[size]
     rows.append(row(f"{size}: ROSE, activation, % of GPU time", "< 1", 0.0, 1.0, share, place))
     ours = seconds["spot"] / seconds["coserve"]
-    rows.append(row(f"{size}: ROSE over RLBoost+", f"{less}", less, less, ours, place, _ASSUMED))
+    rows.append(exactly(f"{size}: ROSE over RLBoost+", less, ours, place, _ASSUMED))
     ours = min(seconds["spot"], seconds[_SPOT]) / seconds[_OURS]
     what = f"{size}: least-utilized over RLBoost+ under its better rule"
-    rows.append(row(what, f"{less}", less, less, ours, place, "another rule than the paper's"))
+    rows.append(exactly(what, less, ours, place, "another rule than the paper's"))
     return rows
 
 
@@ -180,9 +181,9 @@ def _table_1(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     names = {"autoscale": "ServerlessLLM + rollout", "multiplex": "Prism"}
     own, apart = {"8B": (338.1, 314.8), "32B": (837.5, 716.1)}[size]
     ours = 1000 * base["alone_ttft_p99"]
-    rows.append(row(f"calibration: {size}, serving alone: P99 TTFT, ms", f"{apart}", apart, apart, ours, place))
+    rows.append(exactly(f"calibration: {size}, serving alone: P99 TTFT, ms", apart, ours, place))
     ours = 1000 * base["ttft_p99"]
-    rows.append(row(f"{size}, ROSE: P99 TTFT, ms", f"{own}", own, own, ours, place, "one admitted step at most"))
+    rows.append(exactly(f"{size}, ROSE: P99 TTFT, ms", own, ours, place, "one admitted step at most"))
     late = max(0.0, 100 * (base["ttft_late"] - base["alone_ttft_late"]))
     what = f"{size}, ROSE: prompts beyond their SLO that serving alone keeps, %"
     rows.append(row(what, "< 1", 0.0, 1.0, late, "ROSE 6.1: P99 SLOs are met"))
@@ -192,7 +193,7 @@ def _table_1(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             row(f"{size}: rollout, {names[how]} over ROSE", f"{ratio:.2f}", ratio, ratio, ours, place, _ASSUMED)
         )
-        rows.append(row(f"{size}, {names[how]}: P99 TTFT, ms", f"{ttft}", ttft, ttft, 1000 * one["ttft_p99"], place))
+        rows.append(exactly(f"{size}, {names[how]}: P99 TTFT, ms", ttft, 1000 * one["ttft_p99"], place))
     return rows
 
 
@@ -207,7 +208,7 @@ def _table_3(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     ):
         ours = base / found[how]["rollout_seconds"]
         why = "pinned trajectories are shared out evenly here; the paper does not say how it does"
-        rows.append(row(f"{size}: + {name} over none", f"{gain}", gain, gain, ours, place, why))
+        rows.append(exactly(f"{size}: + {name} over none", gain, ours, place, why))
     return rows
 
 
@@ -224,7 +225,7 @@ def _tables_4_5(size: str, found: dict[str, Any]) -> list[dict[str, Any]]:
         ratio, ours = seconds / ROSE_SECONDS[size], one["rollout_seconds"] / base
         rows.append(row(f"{size}: rollout, traffic x {density} over x 1", f"{ratio:.2f}", ratio, ratio, ours, place))
         ours = 1000 * one["ttft_p99"]
-        rows.append(row(f"{size}, traffic x {density}: P99 TTFT, ms", f"{ttft}", ttft, ttft, ours, place))
+        rows.append(exactly(f"{size}, traffic x {density}: P99 TTFT, ms", ttft, ours, place))
     if size == "8B":
         one = found["lease 100"] = played([*given, "sim.borrowed.lease_seconds=100"], steps, 1)
         ratio, ours, place = 502.1 / 496.3, one["rollout_seconds"] / base, "ROSE appendix C, table 4"
@@ -251,7 +252,5 @@ def _end_to_end(size: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             "baseline": {"step_seconds": without.step_seconds, "tokens_per_s": without.throughput},
         }
         what = f"{size}: throughput, ROSE over {name}"
-        rows.append(
-            row(what, f"{gain}", gain, gain, ratio, "ROSE 6.1, figure 7", "means over 25 to 100 real steps there")
-        )
+        rows.append(exactly(what, gain, ratio, "ROSE 6.1, figure 7", "means over 25 to 100 real steps there"))
     return found, rows

@@ -9,17 +9,15 @@ papers' absolute numbers (``scripts/bench/papers/printed.py``).
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import random
 import statistics
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
 from scripts.bench.papers import printed
 from scripts.bench.papers.calibrate import COSTS, FittedCosts, Step, errors, fit, left_out, rollout_seconds
 from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "sim-error"
 _BAR = 0.05
@@ -46,7 +44,7 @@ _ROLLOUT_REQUESTS = 96
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the probe fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     fitted, held = _QUICK if quick else (_FITTED, _HELD)
     requests = _requests()
     work: dict[str, Any] = {
@@ -62,18 +60,16 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     missed = [row for row in table if (row["sequences"], row["prompt"]) in held]
     value = max(abs(row["error"]) for row in missed)
     papers = printed.rows(simulate=not quick)
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "largest |predicted / measured - 1| of held-back sizes",
-        "reference": "published simulators",
-        "reference_value": _BAR,
-        "bar": f"<= {_BAR}",
-        "holds": value <= _BAR,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="largest |predicted / measured - 1| of held-back sizes",
+        reference="published simulators",
+        reference_value=_BAR,
+        bar=f"<= {_BAR}",
+        holds=value <= _BAR,
+        detail={
             "constants": dict(zip(COSTS, costs.costs, strict=True)) | {"cached": costs.cached},
             "held_back_mean": statistics.mean(abs(row["error"]) for row in missed),
             "held_back_decode_max": max(abs(row["error"]) for row in missed if not row["prefill"]),
@@ -89,12 +85,12 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "spread_of_prefills": dict(zip(map(str, work["cells"]), probe["spread"], strict=True)),
             "papers": {"median_error": printed.median_error(papers), "rows": papers},
             "samples": probe["rounds"],
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), int(probe["pid"])],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[int(probe["pid"])],
+    )
 
 
 def _left_out(steps: list[tuple[tuple[int, int], Step]], fitted: list[tuple[int, int]]) -> dict[str, float]:

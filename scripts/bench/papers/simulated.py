@@ -6,14 +6,12 @@ error; rows that do not fit are shown like the others.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_folder import describe_machine
+from scripts.bench.result import frame
 
 _RESULTS = Path(str(files("orchestrator"))).parent / "docs" / "results"
 
@@ -46,43 +44,16 @@ def row(
     }
 
 
-def frame(
-    name: str,
-    value: float,
-    unit: str,
-    reference: str,
-    reference_value: float,
-    bar: str,
-    holds: bool,
-    detail: dict[str, Any],
-    *,
-    quick: bool,
-    nonce: str,
-    begun: str,
-) -> dict[str, Any]:
-    """The result of a simulated benchmark."""
-    return {
-        "name": name,
-        "kind": "simulated",
-        "value": value,
-        "unit": unit,
-        "reference": reference,
-        "reference_value": reference_value,
-        "bar": bar,
-        "holds": holds,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
-            **detail,
-            "simulator_error": own_error(),
-            "started": begun,
-            "ended": now(),
-            "pids": [os.getpid()],
-            "nonce": nonce,
-        },
-    }
+def exactly(what: str, printed: float, ours: float, source: str, explained: str = "") -> dict[str, Any]:
+    """A row whose printed figure is one number."""
+    return row(what, f"{printed}", printed, printed, ours, source, explained)
 
 
-def now() -> str:
-    """Of the wall clock, in ISO 8601."""
-    return datetime.datetime.now(datetime.UTC).isoformat()
+def within(what: str, low: float, high: float, ours: float, source: str, explained: str = "") -> dict[str, Any]:
+    """A row whose printed figures span a range."""
+    return row(what, f"{low} to {high}", low, high, ours, source, explained)
+
+
+def simulated_frame(name: str, *, detail: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The result of a simulated benchmark, with the simulator's own error: :func:`scripts.bench.result.frame`."""
+    return frame(name, "simulated", detail={**detail, "simulator_error": own_error()}, **more)

@@ -8,21 +8,17 @@ workload in the simulator, whose two costs of a step are fitted to this engine's
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api import RunError
-from orchestrator.run_folder import describe_machine
 from orchestrator.sim.simulated_run import simulate
 from scripts.bench.papers.tail_batching_scenario import ETA, PROMPTS, RESPONSES, lengths, scenario, traces
+from scripts.bench.probes.probe_run import run_probe
+from scripts.bench.result import frame, now
 
 NAME = "tail-batching"
 _PAIRS, _LIMIT = 6, 200.0
@@ -37,7 +33,7 @@ PAPER = {
 
 def run(quick: bool, nonce: str) -> dict[str, Any]:
     """Measure. Raises RunError when the engine fails."""
-    begun = datetime.datetime.now(datetime.UTC).isoformat()
+    begun = now()
     probe = _probe(1 if quick else _PAIRS, 30.0 if quick else _LIMIT)
     ways = {tail: [epoch for epoch in probe["epochs"] if epoch["tail"] is tail] for tail in (False, True)}
     ratios = {clock: _ratios(ways, clock) for clock in ("processor", "wall")}
@@ -45,18 +41,16 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
     value = statistics.median(ratios["processor"])
     violations = [line for epoch in probe["epochs"] for line in epoch["violations"]]
     complete = not violations and all(epoch["epochs"] == 1 for epoch in probe["epochs"])
-    return {
-        "name": NAME,
-        "kind": "real",
-        "value": value,
-        "unit": "seconds of rollout for an epoch, over those of plain rounds",
-        "reference": "the simulator on the same workload, its step cost fitted to this engine",
-        "reference_value": simulated["tail"]["seconds"] / simulated["plain"]["seconds"],
-        "bar": "< 1, each prompt trained once",
-        "holds": value < 1 and complete,
-        **describe_machine(),
-        "detail": {
-            "quick": quick,
+    return frame(
+        NAME,
+        "real",
+        value=value,
+        unit="seconds of rollout for an epoch, over those of plain rounds",
+        reference="the simulator on the same workload, its step cost fitted to this engine",
+        reference_value=simulated["tail"]["seconds"] / simulated["plain"]["seconds"],
+        bar="< 1, each prompt trained once",
+        holds=value < 1 and complete,
+        detail={
             "prompts": len(lengths()["prompts"]),
             "lengths": {key: text for key, text in lengths().items() if key != "prompts"},
             "p0": PROMPTS,
@@ -72,12 +66,12 @@ def run(quick: bool, nonce: str) -> dict[str, Any]:
             "violations": violations,
             "epochs": probe["epochs"],
             "samples": len(ratios["processor"]),
-            "started": begun,
-            "ended": datetime.datetime.now(datetime.UTC).isoformat(),
-            "pids": [os.getpid(), probe["pid"]],
-            "nonce": nonce,
         },
-    }
+        quick=quick,
+        nonce=nonce,
+        begun=begun,
+        pids=[probe["pid"]],
+    )
 
 
 def _probe(pairs: int, limit: float) -> dict[str, Any]:
@@ -85,18 +79,8 @@ def _probe(pairs: int, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rl-coserve-tail-") as folder:
         module, _, name = _MODEL.partition(":")
         getattr(importlib.import_module(module), name)(Path(folder), 0)
-        command = [sys.executable, "-m", "scripts.bench.papers.tail_batching_probe", folder]
-        done = subprocess.run(
-            [*command, "--pairs", str(pairs), "--limit", str(limit)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=4 * limit + 300,
-        )
-    if done.returncode != 0:
-        raise RunError(f"the probe of {NAME} ended with exit code {done.returncode}: {done.stderr[-800:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+        arguments = [folder, "--pairs", str(pairs), "--limit", str(limit)]
+        return run_probe("tail_batching", arguments, package="scripts.bench.papers", limit=4 * limit + 300)
 
 
 def _ratios(ways: dict[bool, list[dict[str, Any]]], clock: str) -> list[float]:
