@@ -73,7 +73,7 @@ class PredictorProcess(ChildProcess):
                 await super().stop()
 
     async def forecast(self, progress: Progress) -> Forecast:
-        """See :class:`orchestrator.placement.length_tracker.Predictor`."""
+        """See :class:`orchestrator.placement.length_tracker.PredictorPort`."""
         number = self._questions = self._questions + 1
         self._write({"id": number, "forecast": asdict(progress)})
         answer: asyncio.Future[Forecast] = asyncio.get_running_loop().create_future()
@@ -84,7 +84,7 @@ class PredictorProcess(ChildProcess):
             self._answers.pop(number, None)
 
     def learn(self, outcome: Outcome) -> None:
-        """See :class:`orchestrator.placement.length_tracker.Predictor`."""
+        """See :class:`orchestrator.placement.length_tracker.PredictorPort`."""
         try:
             self._write({"learn": asdict(outcome)})
         except RetryableError:

@@ -1,7 +1,7 @@
 """Simulated throughput of the ladder sync, sync_plus, one_off, areal, async, async with affinity (RollArt, figure 10b and 7.2).
 
 The same pipeline in virtual time on ``orchestrator/sim/scenarios/rollart.toml`` and its variants in
-:func:`orchestrator.sim.paper_setups.rollart`: baselines on 128 H800, the last rung on 96 H800 and 32 H20. ``scale`` in
+:func:`scripts.bench.papers.rollart_setups.rollart`: baselines on 128 H800, the last rung on 96 H800 and 32 H20. ``scale`` in
 the detail: an n-th of the cluster and of the batch was played. No constant was chosen by these figures. Beside them,
 what explains them: the ladder with training and the push to the relay for nothing, and the last rung with the push
 alone for nothing.
