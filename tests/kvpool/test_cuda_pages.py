@@ -343,7 +343,7 @@ def test_pages_outlive_the_engine_that_made_the_pool_with_a_fake_driver(
     path: Path, driver: CudaDriver, library: Path
 ) -> None:
     code = "import sys, os, signal; from pathlib import Path; from tests.kvpool.test_cuda_pages import *\n"
-    code += "driver = Driver(PAGE, library=sys.argv[2]); pool = kept_pool(Path(sys.argv[1]), driver, sys.argv[2])\n"
+    code += "driver = CudaDriver(PAGE, library=sys.argv[2]); pool = kept_pool(Path(sys.argv[1]), driver, sys.argv[2])\n"
     code += "pool.join('serve', 'serving'); memory = CudaRange(pool, PAGES, driver, KeptPages(pool, driver))\n"
     code += "assert memory.map_places(places(3)); ctypes.memmove(memory.address + 3 * PAGE, b'kv!!', 4)\n"
     code += "os.kill(os.getpid(), signal.SIGKILL)"

@@ -22,8 +22,7 @@ from orchestrator.policies.serving.admission import ServingState, Slo
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
-from vllm_rlplugin.kvpool.serving.neighbour_status import device_status
-from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission
+from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
 

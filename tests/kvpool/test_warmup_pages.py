@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from vllm_rlplugin.kvpool.engine import pool_engine, warmup_pages
+from vllm_rlplugin.kvpool.engine import pool_engine
 from vllm_rlplugin.options import KEY
 
 
@@ -64,10 +64,10 @@ def test_blocks_of_a_warm_up_are_the_null_block_until_there_is_a_scheduler() -> 
     tables.num_blocks = SimpleNamespace(np=torch.zeros((1, 4), dtype=torch.int32).numpy())
     tables.block_tables = [SimpleNamespace(gpu=torch.zeros((4, 8)), stage_write=lambda *row: rows.append(row))]
     try:
-        warmup_pages.write_to_null_block(True)
+        pool_engine.write_to_null_block(True)
         tables.append_block_ids(0, ([7, 8],), overwrite=True)
-        warmup_pages.write_to_null_block(False)
+        pool_engine.write_to_null_block(False)
         tables.append_block_ids(0, ([7, 8],), overwrite=True)
     finally:
-        warmup_pages.write_to_null_block(False)
+        pool_engine.write_to_null_block(False)
     assert rows == [(0, 0, [0, 0]), (0, 0, [7, 8])]

@@ -40,7 +40,6 @@ from orchestrator.api import (
 from vllm_rlplugin.worker.cache_salt import make_salt
 from vllm_rlplugin.worker.live_engine import EngineClient, LiveEngine
 from vllm_rlplugin.worker.request_book import RequestBook, UnfinishedRequest
-from vllm_rlplugin.worker.request_stamps import make_timing
 from vllm_rlplugin.worker.update_cycle import Observe, UpdateCycle
 
 STALL_SECONDS = 2.0  # unfinished work without any progress for this long is reported as stalled
@@ -492,3 +491,16 @@ class ServedWorker:
 
 def _failed(request_id: str, reason: str) -> Completion:
     return Completion(request_id, (), (), (), "error", error=reason)
+
+
+def make_timing(added: float, fed: float, stats: Any, tokens: int, now: float) -> CompletionTiming:
+    """Of a request that was ``added`` here, ``fed`` to vLLM, and ended ``now`` (seconds of the monotonic clock, which the engine
+    core stamps with too) with so many tokens. With --disable-log-stats there are no stamps: then only the sum is right."""
+    whole = max(0.0, now - added)
+    if stats is None or not tokens or not stats.first_token_ts:
+        queued = min(whole, fed - added)
+        return CompletionTiming(queued, whole - queued)
+    first = min(whole, max(0.0, stats.first_token_ts - added))
+    queued = min(first, max(0.0, stats.scheduled_ts - added))
+    between = (stats.last_token_ts - stats.first_token_ts) / (tokens - 1) if tokens > 1 else 0.0
+    return CompletionTiming(queued, whole - queued, first, max(0.0, between))

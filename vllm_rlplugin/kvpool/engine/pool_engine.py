@@ -3,6 +3,11 @@
 Guarantees: the KV tensors that vLLM's runner gets are views of one range of addresses that never moves; the first group of
 blocks (the null block's) has pages from the beginning, every other one when the scheduler wants it. What cannot be (a layout
 that does not lie in pages, several workers a scheduler, a device without a backend) ends the engine's start with a ConfigError.
+
+On a GPU vLLM profiles and warms up before a scheduler is there. Memory that it takes to measure CUDA graphs before it knows how
+large the KV cache will be is its own, not the pool's; what its warm-up writes to blocks that nobody has allocated goes to the
+null block, by vLLM's own switch for that (``BlockTables.redirect_writes_to_null_block``), until there is a scheduler: else the
+start ends with an illegal address. Dummy runs and graph captures use the null block, or none, by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api import ConfigError
-from vllm_rlplugin.kvpool.engine import warmup_pages
 from vllm_rlplugin.kvpool.ledger.page_ledger import Role
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords
 from vllm_rlplugin.kvpool.pages.page_backends import HostBackend, PageBackend, backend_for
@@ -96,7 +100,7 @@ def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layou
 
     vllm_config = get_current_vllm_config()
     options = PluginOptions.from_config(vllm_config)
-    if not options.kv_pool or warmup_pages.is_profiling(vllm_config):
+    if not options.kv_pool or is_profiling(vllm_config):
         return stock(config, device, layout, *more)
     workers = vllm_config.parallel_config.world_size
     if workers != 1:
@@ -115,7 +119,7 @@ def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layou
     pool = EnginePool(options, config.num_blocks, regions, size, backend)
     _here[os.getpid()] = pool
     if device.type == "cuda":
-        warmup_pages.write_to_null_block(True)
+        write_to_null_block(True)
 
     import torch
 
@@ -129,3 +133,15 @@ def allocate_kv_cache(stock: Callable[..., Any], config: Any, device: Any, layou
         return stock(config, device, layout, *more)
     finally:
         torch.zeros = zeros
+
+
+def is_profiling(vllm_config: Any) -> bool:
+    """Whether this KV cache is a small one for a measurement: vLLM notes the number of blocks when it makes the real one."""
+    return vllm_config.cache_config.num_gpu_blocks is None
+
+
+def write_to_null_block(on: bool) -> None:
+    """Of every runner of this process. On, a request that is no scheduler's has the null block for each of its own."""
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    BlockTables.redirect_writes_to_null_block = on

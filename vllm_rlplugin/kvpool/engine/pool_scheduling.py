@@ -21,14 +21,12 @@ from vllm.v1.request import RequestStatus
 from orchestrator.api import ConfigError
 from orchestrator.policies.serving.admission import Mode, Slo
 from orchestrator.policies.serving.kv_sharing import SharingRules
-from vllm_rlplugin.kvpool.engine import warmup_pages
 from vllm_rlplugin.kvpool.engine.parked_blocks import ParkedBlocks
-from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, EnginePool, current_pool
+from vllm_rlplugin.kvpool.engine.pool_engine import PATIENCE, EnginePool, current_pool, write_to_null_block
 from vllm_rlplugin.kvpool.engine.step_costs import load_costs
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord
-from vllm_rlplugin.kvpool.serving import neighbour_status
 from vllm_rlplugin.kvpool.serving.guardian import Guardian
-from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission
+from vllm_rlplugin.kvpool.serving.rollout_admission import RolloutAdmission, device_status
 from vllm_rlplugin.kvpool.serving.serving_slack import ServingMeter
 from vllm_rlplugin.options import PluginOptions
 from vllm_rlplugin.patches.register import REGISTER
@@ -81,7 +79,7 @@ class PoolScheduler:
             raise RuntimeError(
                 "kv_pool is set, but the KV cache is not in the pool: scheduler and worker are in two processes"
             )
-        warmup_pages.write_to_null_block(False)  # from here on blocks are allocated, and have pages
+        write_to_null_block(False)  # from here on blocks are allocated, and have pages
         config = scheduler.vllm_config
         if pool.role != "serving":
             if not config.scheduler_config.enable_chunked_prefill:
@@ -184,7 +182,7 @@ class PoolScheduler:
 
     def device_status(self) -> dict[str, Any] | None:
         """What a rollout engine has of its device, and how serving is beside it; None: of a serving engine."""
-        return None if self._admission is None else neighbour_status.device_status(self._pool.pool, self._pool.slot)
+        return None if self._admission is None else device_status(self._pool.pool, self._pool.slot)
 
     def tune(self, slo: Slo, mode: Mode, partition: float = 0.0) -> None:
         """Other SLOs, and which of them count, from now on; of a serving engine without requests. ``partition``: the share of the

@@ -19,10 +19,11 @@ from typing import Any
 
 from orchestrator.policies.parallelism.learned_costs import Costs
 from orchestrator.policies.serving.admission import STALL_SECONDS, Admission, Admitted
-from vllm_rlplugin.kvpool.engine.step_parts import count_parts
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import ControlWord, RolloutWords, ServingWords
+from vllm_rlplugin.kvpool.serving.serving_slack import count_parts
 
+_COUNTS = ("firsts", "late_first", "blamed_first", "nexts", "late_next", "blamed_next")
 _FIND_SECONDS = 0.25  # between two looks for the serving tenant, and at who made progress
 _LEAST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01  # seconds that a refused step waits
 _ASLEEP = 1.0  # seconds without a look: the engine was idle or paused, and nothing was stalled
@@ -237,3 +238,23 @@ class RolloutAdmission:
         counts: dict[str, Any] = self._counts
         said = RolloutWords(running, self._is_dry_run(), *times, minimum, **counts)
         return replace(said, inactive=self._inactive, weights=self._weights, activation=self._activation)
+
+
+def device_status(pool: PagePool, slot: int) -> dict[str, Any] | None:
+    """What the rollout tenant in ``slot`` may have of its device, and how its serving neighbour is; None: it has gone.
+
+    A look at the pool, under a millisecond, that changes nothing; as the serving engine said last: one that hangs says nothing
+    new. Plain data with the fields of :class:`orchestrator.api.SharedDevice`: finite, or None."""
+    view = pool.view()
+    mine = next((tenant for tenant in view.tenants if tenant.slot == slot), None)
+    if mine is None:
+        return None
+    found: dict[str, Any] = {"pages": mine.used, "budget": mine.budget, "page_bytes": view.page_bytes}
+    found |= {"serving_pages": view.serving.used if view.serving is not None else 0, "pool_pages": pool.pages}
+    said = ServingWords.unpack(pool.read(view.serving.slot)) if view.serving is not None else None
+    if said is None:
+        return found
+    state = said.state
+    slacks = {"ttft_slack": state.ttft_slack, "tpot_slack": state.tpot_slack, "arriving": state.arriving}
+    found |= {name: value if math.isfinite(value) else None for name, value in slacks.items()}
+    return found | {name: getattr(said, name) for name in _COUNTS}

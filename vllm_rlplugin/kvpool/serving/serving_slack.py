@@ -14,13 +14,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.policies.parallelism.learned_costs import Costs
 from orchestrator.policies.serving.admission import PROMPTS, Mode, ServingState, Slo, arriving_slack, tpot_slack
-from vllm_rlplugin.kvpool.engine.step_parts import count_parts
 from vllm_rlplugin.kvpool.ledger.page_ledger import PagePool
 from vllm_rlplugin.kvpool.ledger.tenant_words import RolloutWords, ServingWords
 
@@ -221,3 +220,18 @@ def _arrival(request: Any, now: float) -> float:
         if -1.0 < age < 3600.0:
             return now - max(0.0, float(age))
     return now
+
+
+def count_parts(output: Any, requests: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens of prefill, and sequences that decode, of a step that was scheduled just now. ``requests``: vLLM's own, by name.
+
+    With async scheduling a request may decode while its first token is still in flight: vLLM then counts placeholders."""
+    tokens = batch = 0
+    for name, count in output.num_scheduled_tokens.items():
+        found = requests.get(name)
+        begun = found is not None and (found.num_output_tokens or found.num_output_placeholders > 1)
+        if begun and count == 1:
+            batch += 1
+        else:
+            tokens += count
+    return tokens, batch
