@@ -89,7 +89,7 @@ MUTATIONS = (
     Mutation(
         "versions: a revived worker gets no weights",
         "orchestrator/proxy/gateway.py",
-        "await lane.load(loaded)",
+        "await state.load(loaded)",
         "pass",
         "tests/proxy/test_gateway.py",
     ),
