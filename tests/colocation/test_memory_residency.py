@@ -121,7 +121,7 @@ def run_steps(rig: Rig, residency: Any, rank: int, moves: random.Random | None) 
         found += rig.gradients() if moves is None else gradients_after(rig, residency, moves)
         if moves is not None:
             residency.move_to(moves.choice(LEVELS))
-            residency.to("step")
+            residency.move_to("step")
         assert rig.stream.finish_step().taken
         found += rig.state()
         if moves is not None:
@@ -143,8 +143,8 @@ def check(dtype: str, distributed: bool, rank: int) -> dict[str, Any]:
     rig = Rig(dtype, distributed)
     residency = TrainerResidency([rig.model], rig.optimizer, rig.stream)
     assert same(expected, run_steps(rig, residency, rank, random.Random(rank))), "a move changed a bit"
-    residency.to("step")
-    assert residency.to("step").to_device == residency.to("step").to_host == 0, "nothing moves twice"
+    residency.move_to("step")
+    assert residency.move_to("step").to_device == residency.move_to("step").to_host == 0, "nothing moves twice"
     sizes = {name: on_device for name, (on_device, _) in residency.where().items()}
     here = check_levels(rig, residency, sizes)
     check_guards(rig, residency)
@@ -178,20 +178,20 @@ def check_guards(rig: Rig, residency: Any) -> None:
 
     before = rig.state()
     rig.stream.begin_step()
-    residency.to("away")
+    residency.move_to("away")
     with pytest.raises(RunError, match="residency"):
         rig.model(None, None, None)
-    residency.to("stream")
+    residency.move_to("stream")
     rig.feed(7)
     with pytest.raises(RunError, match="residency"):
         rig.inner()[0].step()
     with pytest.raises(ConfigError, match="residency"):
-        residency.to("moon")
-    residency.to("step")
+        residency.move_to("moon")
+    residency.move_to("step")
     assert same(before, rig.state())
-    residency.to("away")
+    residency.move_to("away")
     rig.stream.abandon_step()  # its gradient is of no use any more, and is not brought back
-    residency.to("step")
+    residency.move_to("step")
     rig.stream.begin_step()
     assert not any(gradient.any() for gradient in rig.gradients())
 
@@ -241,12 +241,12 @@ def check_failures(rig: Rig, residency: Any) -> None:
                 finally:
                     module._copy = stock
                 residency.move_to(repair)
-                residency.to("step")
+                residency.move_to("step")
                 assert same(weights, rig.state())
                 assert same(gradients, rig.gradients())
     assert failures >= 8
 
-    residency.to("away")
+    residency.move_to("away")
     stock_reload = rig.stream.gradients.reload
 
     def half_reloaded() -> None:
@@ -256,11 +256,11 @@ def check_failures(rig: Rig, residency: Any) -> None:
     rig.stream.gradients.reload = half_reloaded
     for repair in ("away", "stream"):
         with pytest.raises(RetryableError, match="no room for gradients"):
-            residency.to("stream")
+            residency.move_to("stream")
         rig.stream.gradients.reload = stock_reload if repair == "stream" else half_reloaded
         residency.move_to(repair)
         assert (residency.where()["gradients"][0] == 0) == (repair == "away")
-    residency.to("step")
+    residency.move_to("step")
     assert same(gradients, rig.gradients())
     rig.stream.abandon_step()
 
