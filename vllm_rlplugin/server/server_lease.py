@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class ServerLease:
+class LeaseRecord:
     """``job`` at ``place`` (its metadata store: jobs of two folders may have one name). ``key``: digest of what only this life
     of the job knows. ``until``: server -> when its hold ends, in seconds of the monotonic clock."""
 
@@ -70,31 +70,31 @@ class LeaseBook:
 
     def __init__(self, server: str, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._server, self._path, self._clock = server, path, clock
-        self._own: ServerLease | None = None  # without a file
+        self._own: LeaseRecord | None = None  # without a file
 
     @property
     def is_shared(self) -> bool:
         """Whether another process may have the record locked: :meth:`grant` and :meth:`end_lease` may then wait."""
         return self._path is not None
 
-    def current_lease(self) -> ServerLease | None:
+    def current_lease(self) -> LeaseRecord | None:
         """The lease that holds, None: nobody has one."""
         found = self._read()
         return found if found is not None and found.seconds_left(self._clock()) else None
 
-    def grant(self, job: str, place: str, key: str, seconds: float) -> ServerLease:
+    def grant(self, job: str, place: str, key: str, seconds: float) -> LeaseRecord:
         """Take it, or renew it. Raises CommandError ``leased``, RetryableError while the record is locked."""
         now, secret = self._clock(), _digest(key)
         with self._locked():
             found = self._read()
             if found is None or not found.seconds_left(now):
-                found = ServerLease(job, place, secret)
+                found = LeaseRecord(job, place, secret)
             elif found.key != secret:
                 if (found.job, found.place) != (job, place):
                     raise CommandError("leased", _taken(found, now))
-                found = ServerLease(job, place, secret)  # a new life of it
+                found = LeaseRecord(job, place, secret)  # a new life of it
             held = {server: until for server, until in found.until.items() if until > now}
-            found = ServerLease(job, place, secret, {**held, self._server: now + seconds})
+            found = LeaseRecord(job, place, secret, {**held, self._server: now + seconds})
             self._write(found)
             return found
 
@@ -105,7 +105,7 @@ class LeaseBook:
             if found is None or found.key != _digest(key) or self._server not in found.until:
                 return False
             rest = {server: until for server, until in found.until.items() if server != self._server}
-            self._write(ServerLease(found.job, found.place, found.key, rest) if rest else None)
+            self._write(LeaseRecord(found.job, found.place, found.key, rest) if rest else None)
             return True
 
     def refusal(self, key: str) -> str:
@@ -115,7 +115,7 @@ class LeaseBook:
 
     # -- the record --------------------------------------------------------------------------------------------------
 
-    def _read(self) -> ServerLease | None:
+    def _read(self) -> LeaseRecord | None:
         if self._path is None:
             return self._own
         try:
@@ -125,13 +125,13 @@ class LeaseBook:
             ends = {str(server): float(end) for server, end in found["until"].items()}
             latest = self._clock() + MAX_LEASE_SECONDS
             until = {server: end for server, end in ends.items() if end <= latest}
-            return ServerLease(str(found["job"]), str(found["place"]), str(found["key"]), until)
+            return LeaseRecord(str(found["job"]), str(found["place"]), str(found["key"]), until)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RetryableError(f"the lease {self._path.name} cannot be read ({error}): remove it") from error
 
-    def _write(self, lease: ServerLease | None) -> None:
+    def _write(self, lease: LeaseRecord | None) -> None:
         if self._path is None:
             self._own = lease
         elif lease is None:
@@ -181,7 +181,7 @@ def lease_path(pool: Path) -> Path:
     return pool.with_name(f"{pool.name}.lease")
 
 
-def _taken(lease: ServerLease, now: float) -> str:
+def _taken(lease: LeaseRecord, now: float) -> str:
     return f"job {lease.job} has this GPU, for {lease.seconds_left(now):.0f} s more at least: one RL job a serving GPU"
 
 
