@@ -24,6 +24,7 @@ CIRCLES: dict[frozenset[str], str] = {}
 # Modules of one name, where a name may be asked for by itself.
 SAME_NAME = {
     "hookpoints": "what either plugin needs of its engine",
+    "judge_server": "the name that users start it by, and the server",
     "stream_training": "one step fed in parts: as the loop sees it, and as Megatron does",
 }
 # What users' own scripts, command lines and configs may name.
